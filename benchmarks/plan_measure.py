@@ -32,7 +32,7 @@ STEPS = 2
 RETURNED = 1 << 16
 """Bytes from which a block is a mapping of its own."""
 
-TRANSFORMERS = ("gpt2", "llama", "t5", "mixtral", "vit", "whisper", "bert", "opt")
+TRANSFORMERS = ("gpt2", "llama", "t5", "mixtral", "vit", "whisper", "bert")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -134,7 +134,7 @@ def _source_flags() -> Iterator[Flag]:
 
 def command() -> Command:
     """The command `plan`; of the settings it takes those that are no placement."""
-    shared = {"words", "module", "precision", "units", "seed"}
+    shared = {"words", "module", "precision", "units", "seed", "adopt"}
     return Command(
         "plan",
         top=TOP,
@@ -164,6 +164,7 @@ def _plan(
     page: str | None,
     hardware: Path | None,
     disk: str | None,
+    adopt: tuple[str, ...] | None,
     module: bool,
     **given: Any,
 ) -> int:
@@ -190,10 +191,14 @@ def _plan(
     program.command(words[0], words[1:], module=module)  # raises where there is none
     if not module and not program.is_script(words[0]):
         raise LaunchError(f"shardwise plan observes Python: a script or -m MODULE, not {words[0]}.")
+    if adopt is not None:
+        command_line.adopting(adopt, words, module=module)  # raises where it cannot be
     command_line.mention_misplaced(words)
     flags = [word for name, value in settings.items() for word in command_line.spelled(name, value)]
     target = import_module("shardwise.planning.plan_command")
-    script = target.Script((*(["-m"] if module else []), *words), tuple(flags))
+    script = target.Script(
+        (*(["-m"] if module else []), *words), tuple(flags), ",".join(adopt or ())
+    )
     request = target.PlanRequest(
         script=script,
         on=on,

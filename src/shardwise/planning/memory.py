@@ -145,7 +145,7 @@ def predict(
     parts["gathered"] += _gathered(layout, record, hardware)
     parts["in flight"][: record.backward] = in_flight.forward
     parts["in flight"][record.backward : count] = in_flight.backward
-    parts["buckets"] += _borrowed(layout)
+    parts["buckets"] += _borrowed(layout, hardware)
     for life in record.tensors:
         kind = _kind(life)
         nbytes = _rounded(life.nbytes, hardware)
@@ -198,16 +198,20 @@ def _widened(layout: StateLayout, rank: int) -> int:
     )
 
 
-def _borrowed(layout: StateLayout) -> int:
-    """Buffers in which sharded gradients are collected and sent: each as long as the longest."""
+def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
+    """Buffers in which sharded gradients are collected and sent: each as long as the longest. Where
+    ranks share memory, what a rank sums itself goes past the buffer into its part at once, so that
+    no page of that is ever touched."""
     if not layout.row.is_sharded("gradients"):
         return 0
+    sent = layout.ranks - 1 if hardware.shares else layout.ranks
     longest: dict[str, int] = {}
     counts: dict[str, int] = defaultdict(int)
     for bucket in layout.buckets:
         longest[bucket.dtype] = max(longest.get(bucket.dtype, 0), bucket.nbytes)
         counts[bucket.dtype] += 1
-    return sum(nbytes * min(counts[kind], IN_FLIGHT + 1) for kind, nbytes in longest.items())
+    whole = sum(nbytes * min(counts[kind], IN_FLIGHT + 1) for kind, nbytes in longest.items())
+    return whole * sent // layout.ranks
 
 
 def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> NDArray[np.int64]:

@@ -29,6 +29,13 @@ class Script:
 
     words: tuple[str, ...]
     flags: tuple[str, ...] = ()
+    adopt: str = ""
+    """Libraries in the place of whose classes ours are put, with commas between."""
+
+    @property
+    def run_words(self) -> tuple[str, ...]:
+        """The words of what is run to observe it."""
+        return ("-m", "shardwise.adopt", self.adopt, *self.words) if self.adopt else self.words
 
     @property
     def name(self) -> str:
@@ -103,7 +110,7 @@ def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> S
         command = [
             *(sys.executable, "-m", "shardwise", "run", "-n", "1", "--trial", "--quiet"),
             *("--device", "cpu", *script.flags, "-m", "shardwise.planning.observer"),
-            *(str(path), str(samples or 0), str(tensor), *script.words),
+            *(str(path), str(samples or 0), str(tensor), *script.run_words),
         ]
         done = subprocess.run(
             command,

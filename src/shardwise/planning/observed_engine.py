@@ -302,6 +302,26 @@ class ObservedEngine(Engine):
         return 0
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether there was a backward."""
+        return self.backwards > 0
+
+    def model_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """Nothing is written of it."""
+        del model
+        return {}
+
+    def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
+        """Nothing is written of it."""
+        del optimizer
+        return {}
+
+    def load_optimizer_state_dict(
+        self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
+    ) -> None:
+        """Load nothing."""
+
+    @property
     def loss_scale(self) -> float:
         """Values do not matter here."""
         return 1.0

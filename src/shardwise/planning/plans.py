@@ -66,7 +66,8 @@ class Plan:
     def command(self, line: Line) -> str:
         """The command that trains by `line`."""
         script = self.request.script
-        return search.command_of(line, self.cluster, script.flags, script.words)
+        flags = (*script.flags, *(("--adopt", script.adopt) if script.adopt else ()))
+        return search.command_of(line, self.cluster, flags, script.words)
 
     def cost(self, line: Line) -> Cost | None:
         """Days, dollars and kWh until `tokens` are trained on; None where neither they nor seconds
