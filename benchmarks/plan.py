@@ -1,98 +1,158 @@
 """Compares the peak memory that `shardwise plan` predicts with what real runs on this machine take.
 
-    python benchmarks/plan.py                  # all models of plan_models.py, ZERO_0 on one rank
-    python benchmarks/plan.py mlp gpt2
+    python benchmarks/plan.py                  # all models and placements
+    python benchmarks/plan.py mlp gpt2         # some models, on one rank
+    python benchmarks/plan.py --placements     # placements only: ranks, recomputation, disks, saves
+    python benchmarks/plan.py --docs           # and puts the tables into docs/plan_accuracy.md
 
-Predicted: the step is observed without memory in one process. Measured: another process trains
-for two steps; its peak is VmHWM from before sw.Engine on, without what it had then beside the
-model, and without pages of files (code that a kernel's first call loads). Both processes are forks
-of this one, which has imported the libraries. With KEEP=DIR in the environment the records stay.
+Predicted: the step is observed without memory in one process. Measured: another process trains for
+two steps (plan_measure.py says what is counted). For the models on one rank both are forks of this
+process, which has imported the libraries; placements are runs of `shardwise run`. With KEEP=DIR in
+the environment the records stay.
 """
 
 from __future__ import annotations
 
-import ctypes
+import argparse
 import json
 import os
 import platform
-import runpy
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import plan_docs
+import plan_measure
 import plan_models
-from shardwise.placement import Placement
+from shardwise.placement import Placement, Tier
 from shardwise.planning import observer
 from shardwise.planning.choice import Choice
 from shardwise.planning.memory import Hardware, MemoryPlan, predict
+from shardwise.planning.observe import ObservedStep, Script, observe_sizes
 from shardwise.planning.record import StepRecord
-from shardwise.tiers.host_memory import MMAP_THRESHOLD
 
-SCRIPT = Path(plan_models.__file__)
-STEPS = 2
 GOAL, LOW = 0.03, -0.02
 """A prediction is good within 3 %, and no more than 2 % too low."""
 
+TITLES = ("Peak memory of models, measured here", "Peak memory of placements, measured here")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A placement that is measured: of which model, on how many ranks, by which flags; with a
+    save in each step."""
+
+    model: str
+    ranks: int = 1
+    flags: tuple[str, ...] = ()
+    saves: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        flags = " ".join(each.replace(str(tempfile.gettempdir()), "DIR") for each in self.flags)
+        return f"-n {self.ranks} {flags}" + (", with a save" if self.saves else "")
+
+
+DISK = ("--offload-optimizer", f"nvme:{tempfile.gettempdir()}")
+SETUPS = (
+    *(Setup("mlp", 2, ("--zero", str(level))) for level in range(4)),
+    Setup("gpt2", 2, ("--zero", "1")),
+    Setup("gpt2", 2, ("--zero", "3")),
+    Setup("gpt2", 1, ("--activations", "recomputed")),
+    Setup("gpt2", 2, ("--zero", "2", "--activations", "recomputed")),
+    Setup("mlp", 1, DISK),
+    Setup("gpt2", 2, ("--zero", "2", *DISK)),
+    Setup("gpt2", 1, (), saves=True),
+    Setup("gpt2", 2, ("--zero", "3"), saves=True),
+)
+
 
 def main() -> None:
-    """Print a line for each model, and how many are within the goal."""
-    names = sys.argv[1:] or [each.__name__ for each in plan_models.MODELS]
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, one rank, ZERO_0"
-    )
-    print("live: without gaps of the heap; kept: with them, where the plan has a band")
-    print(f"{'model':<9}{'live plan':>11}{'measured':>10}{'error':>8}", end="")
-    print(f"{'kept plan':>16}{'measured':>10}  MB", flush=True)
+    """Print both tables, and how many rows are within the goal."""
+    options = _options()
+    known = [each.__name__ for each in plan_models.MODELS]
+    facts = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, fp32, MB"
+    made = []
+    if not options.placements:
+        made.append((TITLES[0], list(_shown(models_table(options.models or known)))))
+    if options.placements or not options.models:
+        made.append((TITLES[1], list(_shown(placements_table(SETUPS)))))
+    for title, lines in made:
+        if options.docs:
+            plan_docs.put(title, [f"`python benchmarks/plan.py`: {facts}.\n", *lines])
+
+
+def _shown(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        print(line, flush=True)
+        yield line
+
+
+def models_table(names: Sequence[str]) -> Iterator[str]:
+    """A line for each model on one rank: without gaps of the heap, and with them."""
+    yield "| model | planned | measured | error | with gaps, planned | measured | peak at |"
+    yield "|---|--:|--:|--:|--:|--:|---|"
+    plan_measure.warm_up(names)
     errors, inside = [], 0
-    warm_up()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = os.environ.get("KEEP") or temporary
         for name in names:
-            found = compare(name, Path(folder))
-            if found is None:
+            found = compare(name, Path(os.environ.get("KEEP") or temporary))
+            if isinstance(found, str):
+                yield f"| {name} | {found} | | | | | |"
                 continue
             plan, live, kept = found
             planned = int(plan.curve.max())
             errors.append(planned / live - 1)
             inside += plan.low * (1 + LOW) <= kept <= plan.peak * (1 - LOW)
-            band = f"{plan.low / 1e6:.1f}-{plan.peak / 1e6:.1f}"
-            print(f"{name:<9}{planned / 1e6:>11.1f}{live / 1e6:>10.1f}{errors[-1]:>8.1%}", end="")
-            print(f"{band:>16}{kept / 1e6:>10.1f}  {plan.where}", flush=True)
+            yield (
+                f"| {name} | {planned / 1e6:.1f} | {live / 1e6:.1f} | {errors[-1]:+.1%} "
+                f"| {plan.low / 1e6:.1f}-{plan.peak / 1e6:.1f} | {kept / 1e6:.1f} "
+                f"| {plan.where.split(' of ')[0]} |"
+            )
+    yield from _summary(errors, len(names))
+    yield (
+        f"With gaps of the heap: {inside} of {len(names)} in the band, which is {-LOW:.0%} wider "
+        "on both sides."
+    )
+
+
+def _summary(errors: Sequence[float], count: int) -> Iterator[str]:
     good = sum(LOW <= error <= GOAL for error in errors)
-    print(f"live: {good} of {len(names)} at most {GOAL:.0%} too high or {-LOW:.0%} too low")
-    print(f"kept: {inside} of {len(names)} in the band, which is {-LOW:.0%} wider on both sides")
+    yield f"\n{good} of {count} are at most {GOAL:.0%} too high or {-LOW:.0%} too low."
 
 
-def compare(name: str, folder: Path) -> tuple[MemoryPlan, int, int] | None:
-    """The prediction for a model, and the bytes that it takes live and kept; None where one of them
-    failed."""
-    record, size = folder / f"{name}.json", folder / f"{name}.size"
-    live = folder / f"{name}.live"
-    words = [str(SCRIPT), name]
-    _in_fork(lambda: observer.main([str(record), "0", *words]), folder / f"{name}.log")
-    _in_fork(lambda: measure(size, words), folder / f"{name}.measured.log")
-    _in_fork(lambda: measure(live, words, returns=True), folder / f"{name}.measured.log")
-    if not record.exists() or not size.exists() or not live.exists():
+def compare(name: str, folder: Path) -> tuple[MemoryPlan, int, int] | str:
+    """The prediction for a model, and the bytes that it takes without and with gaps; why not, where
+    one of them failed."""
+    record, log = folder / f"{name}.json", folder / f"{name}.log"
+    words = [str(plan_measure.MODELS), name]
+    found = []
+    _in_fork(lambda: observer.main([str(record), "0", "1", *words]), log)
+    for kind in ("live", "kept"):
+        file = folder / f"{name}.{kind}"
+        _in_fork(lambda f=file, k=kind: plan_measure.measure(f, name, keeps=k == "kept"), log)
+        found.append(Path(f"{file}.0"))
+    if not record.exists() or not all(file.exists() for file in found):
         failed = "observed" if not record.exists() else "measured"
-        log = folder / (f"{name}.log" if failed == "observed" else f"{name}.measured.log")
-        print(f"{name:<10} not {failed}: {log.read_text().strip()[-400:]}")
-        return None
+        return f"not {failed}: {log.read_text().strip().splitlines()[-1][-200:]}"
     step = StepRecord.read(record)
     choice = Choice(row=Placement.zero(0), data=1, micro_batch=step.batch_size)
-    plan = predict(step, choice, Hardware(apart=False, shares=True))
-    return plan, json.loads(live.read_text()), json.loads(size.read_text())
+    plan = predict(step, choice, _hardware(1))
+    live, kept = (sum(json.loads(file.read_text()).values()) for file in found)
+    return plan, live, kept
 
 
-def warm_up() -> None:
-    """Load what the first update loads, once for all forks: it is no memory of a model."""
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.zeros(2)
-    torch.optim.AdamW([parameter]).step()
+def _hardware(ranks: int) -> Hardware:
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    return Hardware(apart=False, shares=True, threads=threads)
 
 
 def _in_fork(work: Callable[[], Any], log: Path) -> None:
@@ -116,63 +176,61 @@ def _in_fork(work: Callable[[], Any], log: Path) -> None:
     os._exit(0)
 
 
-def measure(path: Path, words: list[str], *, returns: bool = False) -> None:
-    """Train for two steps with an engine that notes what memory it takes, in `path`. `returns`:
-    every block from 64 kB on is a mapping, which goes back to the system when it is freed."""
-    import shardwise.engine
-
-    if returns:
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # so that sw.init leaves it so
-        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)
-
-    ended = 0
-
-    class MeasuredEngine(shardwise.engine.Engine):
-        made = 0
-
-        def __init__(self, models: Any, *args: Any, **options: Any) -> None:
-            if not MeasuredEngine.made:
-                status = memory_status()
-                own = [p for p in torch_parameters() if p.device.type == "cpu"]
-                # Other engines' models are there by now too: they are part of the training.
-                held = sum(p.numel() * p.element_size() for p in own)
-                MeasuredEngine.before = status["RssAnon"] - held
-                Path("/proc/self/clear_refs").write_text("5")
-            MeasuredEngine.made += 1
-            super().__init__(models, *args, **options)
-
-        def step(self, *args: Any, **options: Any) -> Any:
-            nonlocal ended
-            stats = super().step(*args, **options)
-            ended += 1
-            if ended == STEPS * MeasuredEngine.made:
-                status = memory_status()
-                peak = status["VmHWM"] - status["RssFile"] - MeasuredEngine.before
-                path.write_text(json.dumps(peak))
-                raise SystemExit(0)
-            return stats
-
-        before = 0
-
-    shardwise.engine.Engine = MeasuredEngine  # type: ignore[misc]
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
+def placements_table(setups: Sequence[Setup]) -> Iterator[str]:
+    """A line for each placement: the rank with the most bytes."""
+    yield "| model | flags | planned | measured | error | of it shared |"
+    yield "|---|---|--:|--:|--:|--:|"
+    errors: list[float] = []
+    steps: dict[tuple[str, str], ObservedStep] = {}
+    for setup in setups:
+        activations = "recomputed" if "recomputed" in setup.flags else "kept"
+        key = setup.model, activations
+        if key not in steps:
+            script = Script((str(plan_measure.MODELS), setup.model))
+            steps[key] = observe_sizes(script, activations=activations)
+        planned = int(plan_of(setup, steps[key]).curve.max())
+        total, shared = measured(setup)
+        errors.append(planned / total - 1)
+        yield (
+            f"| {setup.model} | {setup.name} | {planned / 1e6:.1f} | {total / 1e6:.1f} "
+            f"| {errors[-1]:+.1%} | {shared / 1e6:.1f} |"
+        )
+    yield from _summary(errors, len(setups))
 
 
-def torch_parameters() -> list[torch.nn.Parameter]:
-    """All parameters of this process."""
-    import gc
+def plan_of(setup: Setup, step: ObservedStep) -> MemoryPlan:
+    """What is planned for the first rank."""
+    level = int(setup.flags[setup.flags.index("--zero") + 1]) if "--zero" in setup.flags else 0
+    row = Placement.zero(level)
+    if "--offload-optimizer" in setup.flags:
+        row = row.resting(optimizer=Tier.parse(DISK[1]))
+    share = step.large.total_batch // setup.ranks
+    choice = Choice(row=row, data=setup.ranks, micro_batch=share)
+    return predict(step.at(share), choice, _hardware(setup.ranks))
 
-    return [each for each in gc.get_objects() if type(each) is torch.nn.Parameter]
+
+def measured(setup: Setup) -> tuple[int, int]:
+    """Bytes of the rank with the most, and how many of them are shared."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "peak"
+        words = [sys.executable, "-m", "shardwise", "run", "-n", str(setup.ranks), "--quiet"]
+        words += [*setup.flags, plan_measure.__file__, str(file), setup.model]
+        words += ["--save", str(Path(folder) / "checkpoints")] if setup.saves else []
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        found = [json.loads(Path(f"{file}.{rank}").read_text()) for rank in range(setup.ranks)]
+    most = max(found, key=lambda each: each["private"] + each["shared"])
+    return most["private"] + most["shared"], most["shared"]
 
 
-def memory_status() -> dict[str, int]:
-    """Bytes by name, of /proc/self/status."""
-    rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[-1:] == ["kB"]}
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", help="some models of plan_models.py, on one rank")
+    parser.add_argument("--placements", action="store_true", help="the second table only")
+    parser.add_argument("--docs", action="store_true", help="write docs/plan_accuracy.md")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    if any(name in sys.argv for name in ("gpt2", "llama", "t5", "mixtral")) or not sys.argv[1:]:
-        import transformers  # noqa: F401 (once, for all forks)
     main()

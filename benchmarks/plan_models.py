@@ -99,9 +99,9 @@ def gan() -> None:
     """The GAN of PyTorch's examples in small: two engines, each stepped once per batch."""
     generator = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 3072), nn.Tanh())
     critic = nn.Sequential(nn.Linear(3072, 1024), nn.LeakyReLU(0.2), nn.Linear(1024, 1))
+    loader = sw.Loader(TensorDataset(torch.randn(512, 3072)), batch_size=256)
     g = sw.Engine(generator, torch.optim.Adam(generator.parameters()))
     d = sw.Engine(critic, torch.optim.Adam(critic.parameters()))
-    loader = sw.Loader(TensorDataset(torch.randn(512, 3072)), batch_size=256)
     for (real,) in loader:
         fake = generator(torch.randn(len(real), 64))
         judged = torch.cat([critic(real), critic(fake.detach())])
@@ -111,6 +111,67 @@ def gan() -> None:
         again = critic(fake)
         g.backward(F.binary_cross_entropy_with_logits(again, torch.ones_like(again)))
         g.step()
+
+
+class Digits(nn.Module):
+    """The network of PyTorch's MNIST example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
+        self.wide, self.head = nn.Linear(9216, 128), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(F.max_pool2d(F.relu(self.second(F.relu(self.first(x)))), 2), 0.25)
+        return self.head(F.dropout(F.relu(self.wide(x.flatten(1))), 0.5))
+
+
+def mnist() -> None:
+    model = Digits()
+    x, y = torch.randn(128, 1, 28, 28), torch.randint(10, (128,))
+    train(model, lambda x, y: F.cross_entropy(model(x), y), x, y, batch=64)
+
+
+class Autoencoder(nn.Module):
+    """The variational autoencoder of PyTorch's examples (Kingma and Welling, 2014)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.both = nn.Linear(784, 400), nn.Linear(400, 40)
+        self.outward = nn.Sequential(nn.Linear(20, 400), nn.ReLU(), nn.Linear(400, 784))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log = self.both(F.relu(self.inward(x))).chunk(2, -1)
+        drawn = self.outward(mean + torch.randn_like(mean) * (0.5 * log).exp())
+        apart = -0.5 * (1 + log - mean.square() - log.exp()).sum()
+        return F.binary_cross_entropy_with_logits(drawn, x, reduction="sum") + apart
+
+
+def vae() -> None:
+    model = Autoencoder()
+    train(model, model, torch.rand(4096, 784), batch=2048)
+
+
+class Encoder(nn.Module):
+    """The language model of PyTorch's tutorial on nn.TransformerEncoder."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.encoder(self.embedding(x), mask=mask, is_causal=True))
+
+
+def encoder() -> None:
+    model = Encoder(6000, 256)
+    x = torch.randint(6000, (32, 36))
+    loss = lambda x: F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())  # noqa: E731
+    train(model, loss, x, batch=16)
 
 
 def _text(name: str, kind: str, length: int = 128, batch: int = 4, **options: Any) -> None:
@@ -126,6 +187,11 @@ def _text(name: str, kind: str, length: int = 128, batch: int = 4, **options: An
 
 def gpt2() -> None:
     _text("gpt2", "AutoModelForCausalLM", vocab_size=8000, n_embd=256, n_layer=4, n_head=4)
+
+
+def bert() -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    _text("bert", "AutoModelForMaskedLM", vocab_size=8000, num_attention_heads=4, **sizes)
 
 
 def llama() -> None:
@@ -170,7 +236,10 @@ def whisper() -> None:
     train(model, lambda x, y: model(input_features=x, labels=y).loss, x, y, batch=4)
 
 
-MODELS = (mlp, unet, lstm, gan, gpt2, llama, t5, mixtral, vit, whisper)
+MODELS = (
+    *(mlp, unet, lstm, gan, mnist, vae, encoder),
+    *(gpt2, bert, llama, t5, mixtral, vit, whisper),
+)
 
 
 def main() -> None:

@@ -122,3 +122,12 @@ MEGASCALE = (
     (6144, 12288, 8.57, 6.34),
 )
 """Jiang et al. (2024), table 2: 175B, seconds of a step; tensor 8, pipeline 8, 6 interleaved."""
+
+TORCHTITAN = (
+    ("8B", 128, 67.0),
+    ("8B", 8, 82.4),
+    ("8B, compiled", 128, 62.0),
+    ("8B, compiled", 8, 77.0),
+)
+"""Liang et al. (2024): GiB of an H100 at the peak, by devices: FSDP, two sequences of 8192 each,
+selective recomputation."""

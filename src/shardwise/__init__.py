@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardwise.model.meta import on_meta
     from shardwise.parallel.tensor.attention import Attention
     from shardwise.parallel.tensor.cross_entropy import cross_entropy
-    from shardwise.planning.plan import plan
+    from shardwise.planning.plan_command import plan
     from shardwise.world import World, start_timeline, stop_timeline
     from shardwise.world import current as world
 
@@ -50,7 +50,7 @@ _HOMES = {
     "World": "shardwise.world",
     "init": "shardwise.initialize",
     "on_meta": "shardwise.model.meta",
-    "plan": "shardwise.planning.plan",
+    "plan": "shardwise.planning.plan_command",
     "start_timeline": "shardwise.world",
     "stop_timeline": "shardwise.world",
 }

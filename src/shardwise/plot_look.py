@@ -30,12 +30,16 @@ TITLES: dict[Any, Any] = {
 """Titles of several plots beside each other."""
 
 
-def themed(svg: str, variables: Mapping[str, str]) -> str:
+def themed(svg: str, variables: Mapping[str, str], name: str = "") -> str:
     """`svg`, as matplotlib writes it, to stand in a page: as wide as its place, and with the colors
-    that the page's style sheet gives to `variables` (by color, a name)."""
+    that the page's style sheet gives to `variables` (by color, a name). A page that has several
+    gives each a `name` of letters, with which its ids begin."""
     svg = svg[svg.index("<svg") :]
     for color, variable in variables.items():
         svg = svg.replace(color, f"var(--{variable})")
+    if name:
+        svg = re.sub(r'\bid="', f'id="{name}-', svg)
+        svg = re.sub(r'(xlink:href="|url\()#', rf"\g<1>#{name}-", svg)
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=1)
 
 

@@ -1,16 +1,21 @@
 """`shardwise plan`: predicts memory, time and cost of a script's placements before they are rented.
 
-- flags.py, plan_command.py
-                 the command: its flags; what it prints
-- plan.py        what it found
-- search.py      placements that fit, the fastest first; what would help the others
+- flags.py, plan_command.py, plans.py
+                 the command: its flags; what it prints; what a plan is, and how it is made
+- search.py, meshes.py
+                 placements that fit, the fastest first; what would help the others
 - observe.py     runs a script up to one step, with two batch sizes
 - observer.py, observed_engine.py, observation.py, engine_parts.py, step_recorder.py
                  in that process: the engine without states, and what it records
+- tensor_part.py, fake_operators.py
+                 the part of a tensor-parallel rank; shapes of what fake tensors refuse
 - layout.py      bytes of the states on each rank, to the byte
-- memory.py, heap.py
-                 memory through a step on a device; what a process on a CPU keeps of it
-- page.py        draws memory over the step
+- memory.py, cpu_kernels.py, heap.py
+                 memory through a step on a device; what kernels and a process on a CPU keep of it
+- stage_records.py, stage_memory.py
+                 what a pipeline stage runs, and the micro-batches in flight on a rank
+- page.py, memory_plot.py, time_plots.py
+                 the page: memory over the step, its time, cost
 - hf_model.py    trains a model of transformers by its configuration
 - record.py      what was observed of one step, the seam between memory and time
 - choice.py      a placement of a training on a cluster, and who says how long its step takes
@@ -24,7 +29,7 @@
                  the axes of a mesh; the step from the work of each pipeline stage
 - transformer.py, transformer_clock.py
                  a transformer by formula, for published rows and for configurations
-- cost.py        days, dollars and kWh; time_plots.py draws them and the step's time
+- cost.py        days, dollars and kWh
 - calibrate.py, calibration_worker.py
                  measure this machine, for --on here
 """

@@ -26,11 +26,19 @@ class Choice:
     pipeline: int = 1
     schedule: str = "1f1b"
     bucket_mb: float = 25.0
+    in_rows: bool = False
+    """Whether micro-batches are parts of the rows that engine.forward_backward gets, else batches
+    of the Loader."""
 
     @property
     def devices(self) -> int:
         """The number of devices."""
         return self.data * self.tensor * self.pipeline
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages of a rank, where `--stages` is not given."""
+        return 2 if self.schedule == "interleaved" else 1
 
     @property
     def samples(self) -> int:

@@ -1,8 +1,8 @@
 """ScriptClock says how long a step of an observed script takes under a choice of placement.
 
 The operations of the record become the work of units in forward's order: those of a unit, and what
-runs before the first unit and after the last one. Pipeline stages are rows of units of about equal
-time. Tensor parallelism divides matrix products, and traffic of tensors that are larger than a
+runs before the first unit and after the last one. Pipeline stages are cut as the engine cuts them.
+Tensor parallelism divides matrix products, and traffic of tensors that are larger than a
 unit's output; the output itself is summed twice in forward and twice in backward, as in
 Megatron-LM (Shoeybi et al., 2019).
 """
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from shardwise.parallel.pipeline.partition import balanced_starts, ranges_of
 from shardwise.planning.catalogue import Device
 from shardwise.planning.choice import Choice, Estimate
 from shardwise.planning.cluster import Cluster
@@ -21,6 +20,7 @@ from shardwise.planning.collectives import all_reduce_seconds
 from shardwise.planning.operations import Work, busy
 from shardwise.planning.parallelism import Parallelism
 from shardwise.planning.record import Operation, StepRecord
+from shardwise.planning.stage_records import part_of, stage_layers
 from shardwise.planning.stages import Bytes, UnitWork, step_times
 
 CALIBRATED, CATALOGUE, ASSUMED = 0.10, 0.20, 0.40
@@ -40,8 +40,11 @@ class ScriptClock:
         """The time of one step of `choice`; `record` is of one micro-batch of its size, with its
         recomputation. Raises ConfigError where the cluster lacks a number for it."""
         run = parallelism_of(choice)
-        units = unit_works(record, run, cluster)
-        stages = _cut(units, run.pipeline * run.stages_per_rank)
+        parts = [record]
+        if run.pipeline > 1:
+            rows = stage_layers(record, run.pipeline * run.stages_per_rank)
+            parts = [part_of(record, layers) for layers in rows]
+        stages = [unit_works(part, run, cluster) for part in parts]
         boundary = max(_outputs(record).values(), default=0) / run.tensor
         times = step_times(stages, boundary, run, cluster, bytes_of(record, choice.bucket_mb))
         slowest = max(times, key=lambda each: sum(each.by_kind.values()))
@@ -67,7 +70,7 @@ def parallelism_of(choice: Choice) -> Parallelism:
         tensor=choice.tensor,
         pipeline=choice.pipeline,
         schedule=choice.schedule,
-        stages_per_rank=2 if choice.schedule == "interleaved" else 1,
+        stages_per_rank=choice.stages_per_rank,
         micro_batch=choice.micro_batch,
         micros=choice.micro_batches,
         placement=choice.row,
@@ -101,16 +104,17 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
     outputs = _outputs(record)
     held, trained = _parameters(record)
     group = run.tensor_group(cluster)
+    parts = run.tensor // record.tensor  # what was observed is split already, or whole
     works = []
     for unit in order:
         split = unit >= 0 and run.tensor > 1
         output = outputs.get(unit, 0)
         shared = 2 * all_reduce_seconds(output, group) if split else 0.0
         forward, backward = (
-            busy(_divided(placed[unit, phase], run.tensor if split else 1, output), cluster.device)
+            busy(_divided(placed[unit, phase], parts if split else 1, output), cluster.device)
             for phase in ("forward", "backward")
         )
-        part = run.tensor if split else 1
+        part = parts if split else 1
         works.append(
             UnitWork(
                 forward,
@@ -189,14 +193,3 @@ ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 def peak_of(dtype: str) -> str:
     """The catalogue's name of a peak for a dtype of torch; fp32 for what no product is made of."""
     return "fp8" if dtype.startswith("float8") else PEAKS.get(dtype, "fp32")
-
-
-def _cut(units: Sequence[UnitWork], stages: int) -> list[list[UnitWork]]:
-    """Rows of units for the stages, of about equal time."""
-    if stages == 1:
-        return [list(units)]
-    if len(units) < stages:
-        return [[unit] for unit in units] + [[] for _ in range(stages - len(units))]
-    times = [unit.forward.seconds + unit.backward.seconds for unit in units]
-    rows = ranges_of(balanced_starts(times, stages), len(units))
-    return [[units[number] for number in row] for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 from shardwise.engine import unit_assignment
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.model import precision
-from shardwise.planning.record import GroupRecord, ParameterRecord
+from shardwise.parallel.pipeline import partition
+from shardwise.planning.record import GroupRecord, LayerRecord, ParameterRecord
 from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.optimizer_kind import may_fuse
 from shardwise.states.optimizer_trial import OptimizerKinds
@@ -24,6 +26,7 @@ class ObservedParameter:
     unit: int
     group: int
     arrived: int = -1
+    layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,23 @@ def note_spec(
         ],
         {module: first_unit + n for module, n in sections.modules.items()},
     )
+
+
+def note_layers(
+    spec: EngineSpec, parameters: Sequence[ObservedParameter]
+) -> tuple[list[LayerRecord], dict[nn.Module, int]]:
+    """What a pipeline can cut the first model between, and the number of each of these modules;
+    sets the layer of each parameter, the first of those that have it."""
+    model, names = spec.models[0], spec.settings.units
+    layers, _, outside = partition.find_layers(model, names)
+    trains = partition.adds_parameters(layers)
+    owners = dict(outside)
+    for number, layer in reversed(list(enumerate(layers))):
+        owners |= dict.fromkeys(layer.module.parameters(), number)
+    for each in parameters:
+        each.layer = owners.get(each.named.parameter, 0)
+    records = [LayerRecord(each.name, each.size, t) for each, t in zip(layers, trains, strict=True)]
+    return records, {layer.module: number for number, layer in enumerate(layers)}
 
 
 def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[nn.Parameter, int]]:
@@ -101,4 +121,5 @@ def recorded(each: ObservedParameter) -> ParameterRecord:
         group=each.group if named.parameter.requires_grad else -1,
         arrived=each.arrived,
         is_float=named.can_rest,
+        layer=each.layer,
     )

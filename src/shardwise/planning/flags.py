@@ -123,11 +123,18 @@ def _source_flags() -> Iterator[Flag]:
         type=Typed(values.file),
         help="devices and links of your own, as TOML",
     )
+    yield Flag(
+        ["--disk"],
+        group="plan",
+        shown="--disk DIR",
+        type=Typed(values.folder),
+        help="also try states on a disk, in this folder of the hosts",
+    )
 
 
 def command() -> Command:
     """The command `plan`; of the settings it takes those that are no placement."""
-    shared = {"words", "module", "precision", "units", "seed"}
+    shared = {"words", "module", "precision", "units", "seed", "adopt"}
     return Command(
         "plan",
         top=TOP,
@@ -156,6 +163,8 @@ def _plan(
     json_file: Path | None,
     page: str | None,
     hardware: Path | None,
+    disk: str | None,
+    adopt: tuple[str, ...] | None,
     module: bool,
     **given: Any,
 ) -> int:
@@ -182,19 +191,24 @@ def _plan(
     program.command(words[0], words[1:], module=module)  # raises where there is none
     if not module and not program.is_script(words[0]):
         raise LaunchError(f"shardwise plan observes Python: a script or -m MODULE, not {words[0]}.")
+    if adopt is not None:
+        command_line.adopting(adopt, words, module=module)  # raises where it cannot be
     command_line.mention_misplaced(words)
     flags = [word for name, value in settings.items() for word in command_line.spelled(name, value)]
-    plan = import_module("shardwise.planning.plan")
-    script = plan.Script((*(["-m"] if module else []), *words), tuple(flags))
-    request = plan.PlanRequest(
+    target = import_module("shardwise.planning.plan_command")
+    script = target.Script(
+        (*(["-m"] if module else []), *words), tuple(flags), ",".join(adopt or ())
+    )
+    request = target.PlanRequest(
         script=script,
         on=on,
         tokens=tokens,
         within=within,
         budget=budget,
         hardware=() if hardware is None else (hardware,),
+        disk=disk or "",
         explain=explain,
         json_file=json_file,
         page=None if page is None else Path(page),
     )
-    return import_module("shardwise.planning.plan_command").show_plan(request)  # type: ignore[no-any-return]
+    return target.show_plan(request)  # type: ignore[no-any-return]

@@ -13,8 +13,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from shardwise.planning.choice import Choice
+from shardwise.planning.cpu_kernels import copied_bytes
 from shardwise.planning.layout import StateLayout
-from shardwise.planning.record import Operation, StepRecord, TensorLife
+from shardwise.planning.record import StepRecord, TensorLife
 from shardwise.tiers.host_memory import MAPPED
 
 HEADER = 16
@@ -113,7 +114,9 @@ def _replay(heap: Heap, record: StepRecord, choice: Choice, layout: StateLayout,
     for number, bucket in enumerate(layout.buckets):
         heap.allocate(("gradient", number), layout.bucket_bytes(bucket, rank)[1])
     events = _events(record)
-    reorders = {n: each.bytes for n, each in enumerate(record.operations) if is_reordered(each)}
+    reorders = {
+        n: nbytes for n, each in enumerate(record.operations) if (nbytes := copied_bytes(each))
+    }
     for step in range(2):
         for _ in range(choice.micro_batches):
             _play(heap, events, reorders)
@@ -149,9 +152,3 @@ def _play(heap: Heap, events: Events, reorders: Mapping[int, int]) -> None:
             heap.free(number)
         for life in died:
             heap.free(id(life))
-
-
-def is_reordered(operation: Operation) -> bool:
-    """Whether a CPU copies what the operator reads and writes: oneDNN convolves in a blocked order
-    of memory, into and out of which each tensor is brought."""
-    return operation.name in ("convolution", "convolution_backward")

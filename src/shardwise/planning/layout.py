@@ -13,6 +13,7 @@ from shardwise import bucket_layout
 from shardwise.bucket_layout import Bucket, Spec
 from shardwise.placement import STATES, Placement
 from shardwise.planning.record import GroupRecord, ParameterRecord, StepRecord
+from shardwise.states.storage import SPAN
 
 NARROW = ("bfloat16", "float16")
 """Dtypes that have an fp32 master."""
@@ -90,6 +91,31 @@ class StateLayout:
         optimizer, parameters = self.row.tier("optimizer"), self.row.tier("parameters")
         away = [self.apart and tier.kind != "device" for tier in (optimizer, parameters)]
         return bucket.dtype in NARROW or away[0] != away[1]
+
+    def staging_bytes(self, rank: int) -> int:
+        """Buffers in memory through which states of `rank` on a disk are read and written: for
+        each of those that are used at once three spans, and one to spare (storage_factory)."""
+        return sum(self._staging(state, rank) for state in STATES)
+
+    def _staging(self, state: str, rank: int) -> int:
+        if self.row.tier(state).kind != "nvme":
+            return 0
+        lengths = [each.share(rank) for each in self.buckets]
+        sizes = [
+            each.master_size if state != "parameters" else each.itemsize for each in self.buckets
+        ]
+        kept = [1] * len(lengths)
+        if state == "optimizer":
+            kept = [
+                len(each.group.moments) + self._has_master(each)
+                for each in self.buckets
+                if each.group
+            ]
+        records = sum(-(-n // SPAN) * each for n, each in zip(lengths, kept, strict=True))
+        longest = max(
+            (min(n, SPAN) * size for n, size in zip(lengths, sizes, strict=True)), default=0
+        )
+        return min(3 * max([1, *kept]) + 1, records) * longest
 
     @property
     def unlaid_bytes(self) -> int:

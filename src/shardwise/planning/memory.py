@@ -13,7 +13,7 @@ and the peak is the largest sum. After backward the update has temporaries of it
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from shardwise.placement import STATES
 from shardwise.planning.choice import Choice
-from shardwise.planning.heap import bounds_on_cpu, is_reordered
+from shardwise.planning.cpu_kernels import code_bytes, copied_bytes, product_buffers
+from shardwise.planning.heap import bounds_on_cpu
 from shardwise.planning.layout import FP32, NARROW, StateLayout, lay_out
-from shardwise.planning.record import StepRecord, TensorLife
+from shardwise.planning.record import ParameterRecord, StepRecord, TensorLife
 
 IN_FLIGHT = 2
 """Buffers of gradients that are in a collective at once (states/bucket_reducer)."""
@@ -35,7 +36,10 @@ UPDATE_TEMPORARIES = 2
 """Tensors of a bucket's length that an update without a fused kernel makes at once (the
 denominator of Adam, and its quotient)."""
 
-KINDS = (*STATES, "frozen", "buffers", "gathered", "buckets", "saved", "temporary", "batch")
+KINDS = (
+    *STATES, "frozen", "buffers", "gathered", "buckets", "disk buffers", "kernels", "in flight",
+    "saved",    "temporary", "batch",
+)  # fmt: skip
 """What memory is for, in the order of pictures."""
 
 
@@ -45,10 +49,12 @@ class Hardware:
 
     `apart`: it has other memory than the host. `shares`: ranks of a host share memory, so that
     sharded parameters are read where they rest and are counted once for each rank's own part.
+    `threads` compute on the CPU in each rank, where that is the device.
     """
 
     apart: bool = True
     shares: bool = False
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,17 +89,39 @@ class MemoryPlan:
     at: int
     where: str
     held: tuple[Held, ...]
+    backward: int
+    """The operation that backward begins with."""
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by kind at the peak."""
         return {kind: int(values[self.at]) for kind, values in self.parts.items()}
 
 
-def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int = 0) -> MemoryPlan:
+@dataclass(frozen=True)
+class InFlight:
+    """Bytes of other micro-batches on a pipeline's rank, in a forward and in a backward."""
+
+    forward: int = 0
+    backward: int = 0
+
+
+def predict(
+    record: StepRecord,
+    choice: Choice,
+    hardware: Hardware,
+    *,
+    rank: int = 0,
+    parameters: tuple[ParameterRecord, ...] | None = None,
+    in_flight: InFlight = InFlight(),
+) -> MemoryPlan:
     """The memory of `rank` in a step of `choice`; `record` is of one micro-batch of its size, with
-    its recomputation."""
+    its recomputation: of all of the model, or of a stage on a rank that has `parameters`."""
     layout = lay_out(
-        record, choice.row, choice.data, bucket_mb=choice.bucket_mb, apart=hardware.apart
+        record if parameters is None else replace(record, parameters=parameters),
+        choice.row,
+        choice.data,
+        bucket_mb=choice.bucket_mb,
+        apart=hardware.apart,
     )
     states = layout.bytes_by_state(rank)
     if choice.micro_batches > 1:
@@ -107,23 +135,36 @@ def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int
         tiers[tier] += nbytes
         if tier == "device":
             parts[state] += nbytes
+    staging = layout.staging_bytes(rank)
+    if hardware.apart and staging:
+        tiers["cpu"] += staging
+    else:
+        parts["disk buffers"] += staging
     parts["frozen"] += layout.unlaid_bytes
     parts["buffers"] += record.buffer_bytes
-    parts["gathered"] += _gathered(layout, hardware)
-    parts["buckets"] += _borrowed(layout)
+    parts["gathered"] += _gathered(layout, record, hardware)
+    parts["in flight"][: record.backward] = in_flight.forward
+    parts["in flight"][record.backward : count] = in_flight.backward
+    parts["buckets"] += _borrowed(layout, hardware)
     for life in record.tensors:
         kind = _kind(life)
-        parts[kind][max(life.born, 0) : life.died + 1] += _rounded(life.nbytes, hardware)
+        nbytes = _rounded(life.nbytes, hardware)
+        parts[kind][max(life.born, 0) : life.died + 1] += nbytes
+        if life.kept:  # the script's name for it is bound anew once the next step has made it
+            parts[kind][: life.born] += nbytes
     if not hardware.apart:
+        parts["kernels"] += product_buffers(record.operations, hardware.threads)
+        parts["kernels"] += code_bytes(record.operations)
         for number, operation in enumerate(record.operations):
-            parts["temporary"][number] += operation.bytes if is_reordered(operation) else 0
+            parts["temporary"][number] += copied_bytes(operation)
     parts["batch"][count] = parts["batch"][count - 1] if count else 0
     parts["temporary"][count] = _update_temporaries(layout, rank)
     curve = np.sum(list(parts.values()), axis=0)
     at = int(curve.argmax())
     low = peak = int(curve[at])
-    if not hardware.apart and choice.data == 1:
-        low, peak = bounds_on_cpu(record, choice, layout, rank)
+    if not hardware.apart and choice.devices == 1:
+        kernels = int(parts["kernels"][0])
+        low, peak = (kernels + each for each in bounds_on_cpu(record, choice, layout, rank))
     return MemoryPlan(
         states,
         dict(tiers),
@@ -134,6 +175,7 @@ def predict(record: StepRecord, choice: Choice, hardware: Hardware, *, rank: int
         at,
         _where(record, at),
         _held(record, at),
+        record.backward,
     )
 
 
@@ -156,22 +198,25 @@ def _widened(layout: StateLayout, rank: int) -> int:
     )
 
 
-def _borrowed(layout: StateLayout) -> int:
-    """Buffers in which sharded gradients are collected and sent: each as long as the longest."""
+def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
+    """Buffers in which sharded gradients are collected and sent: each as long as the longest. Where
+    ranks share memory, what a rank sums itself goes past the buffer into its part at once, so that
+    no page of that is ever touched."""
     if not layout.row.is_sharded("gradients"):
         return 0
+    sent = layout.ranks - 1 if hardware.shares else layout.ranks
     longest: dict[str, int] = {}
     counts: dict[str, int] = defaultdict(int)
     for bucket in layout.buckets:
         longest[bucket.dtype] = max(longest.get(bucket.dtype, 0), bucket.nbytes)
         counts[bucket.dtype] += 1
-    return sum(nbytes * min(counts[kind], IN_FLIGHT + 1) for kind, nbytes in longest.items())
+    whole = sum(nbytes * min(counts[kind], IN_FLIGHT + 1) for kind, nbytes in longest.items())
+    return whole * sent // layout.ranks
 
 
-def _gathered(layout: StateLayout, hardware: Hardware) -> NDArray[np.int64]:
+def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> NDArray[np.int64]:
     """By operation, the gathered parameters: of the unit at work and the next one, which is on its
     way, and of the rest of the model, which stays from forward to the end of backward."""
-    record = layout.record
     found = np.zeros(len(record.operations) + 1, dtype=np.int64)
     if not layout.row.is_sharded("parameters") or hardware.shares or layout.ranks == 1:
         return found

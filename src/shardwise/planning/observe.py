@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from shardwise.errors import LaunchError
@@ -28,6 +29,13 @@ class Script:
 
     words: tuple[str, ...]
     flags: tuple[str, ...] = ()
+    adopt: str = ""
+    """Libraries in the place of whose classes ours are put, with commas between."""
+
+    @property
+    def run_words(self) -> tuple[str, ...]:
+        """The words of what is run to observe it."""
+        return ("-m", "shardwise.adopt", self.adopt, *self.words) if self.adopt else self.words
 
     @property
     def name(self) -> str:
@@ -47,6 +55,11 @@ class ObservedStep:
         """Whether other batch sizes can be computed: both runs made the same operations."""
         return self.small is not None and _alike(self.large, self.small)
 
+    def knows(self, samples: int) -> bool:
+        """Whether the record of a micro-batch of `samples` can be computed."""
+        seen = [each.batch_size for each in (self.large, self.small) if each is not None]
+        return samples in seen or self.scales
+
     def at(self, samples: int) -> StepRecord:
         """The record of a micro-batch of `samples`. Raises LaunchError where that is not known."""
         if samples == self.large.batch_size:
@@ -56,30 +69,48 @@ class ObservedStep:
         if self.small is None or not self.scales:
             raise LaunchError(
                 f"The step was observed with {self.large.batch_size} samples, and what it does "
-                f"with {samples} is not known: with another batch it makes other operations."
+                f"with {samples} is not known: {self.difference()}."
             )
         return _fitted(self.small, self.large, samples)
 
+    def difference(self) -> str:
+        """Why other batch sizes cannot be computed, in words; empty where they can."""
+        large, small = self.large, self.small
+        if small is None:
+            return "it was observed with one batch size only"
+        if self.scales:
+            return ""
+        sizes = f"with {large.batch_size} and with {small.batch_size} samples"
+        for one, other in zip_longest(large.operations, small.operations):
+            if one is None or other is None or one.name != other.name:
+                names = " and ".join(each.name if each else "no more" for each in (one, other))
+                line = next((each.line for each in (one, other) if each is not None), "")
+                return f"{sizes} it makes other operations: {names}" + (
+                    f" ({line})" if line else ""
+                )
+        return f"{sizes} its tensors live for other times"
 
-def observe_sizes(script: Script, *, activations: str) -> ObservedStep:
-    """Observe `script` with its own batch and with half of it. Raises LaunchError, which names the
-    line, where it cannot be observed."""
-    flags = ("--activations", activations)
-    large = observe(replace(script, flags=(*script.flags, *flags)))
+
+def observe_sizes(script: Script, *, activations: str, tensor: int = 1) -> ObservedStep:
+    """Observe `script` with its own batch and with half of it, or the part of it that the first of
+    `tensor` tensor-parallel ranks has. Raises LaunchError, which names the line, where it cannot be
+    observed."""
+    set_so = replace(script, flags=(*script.flags, "--activations", activations))
+    large = observe(set_so, tensor=tensor)
     half = large.batch_size // 2
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
-    return ObservedStep(large, observe(replace(script, flags=(*script.flags, *flags)), half))
+    return ObservedStep(large, observe(set_so, half, tensor=tensor))
 
 
-def observe(script: Script, samples: int | None = None) -> StepRecord:
+def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> StepRecord:
     """One run of `script`, its Loader's batches made `samples` large."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
         path = Path(folder) / "record.json"
         command = [
             *(sys.executable, "-m", "shardwise", "run", "-n", "1", "--trial", "--quiet"),
             *("--device", "cpu", *script.flags, "-m", "shardwise.planning.observer"),
-            *(str(path), str(samples or 0), *script.words),
+            *(str(path), str(samples or 0), str(tensor), *script.run_words),
         ]
         done = subprocess.run(
             command,

@@ -15,14 +15,17 @@ from torch.amp import GradScaler
 from shardwise import config
 from shardwise.engine import usage_checks
 from shardwise.engine.engine import Engine
+from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import spec_of
 from shardwise.engine.gradient_weighting import divisor_of
 from shardwise.engine.step_statistics import StepStats
 from shardwise.model import precision
 from shardwise.model.activations import Activations
+from shardwise.model.module_hooks import attach
 from shardwise.parallel.pipeline import runner
 from shardwise.parallel.tensor.plan import TensorPlan
-from shardwise.planning.engine_parts import ObservedParameter, note_spec
+from shardwise.planning import tensor_part
+from shardwise.planning.engine_parts import ObservedParameter, note_layers, note_spec
 from shardwise.planning.observation import Observation, finish
 from shardwise.planning.record import UnitUse
 from shardwise.world import World
@@ -51,7 +54,9 @@ class ObservedEngine(Engine):
         self.placement = self.settings.placement
         number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
-        self._spec = spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
+        self._spec = spec = self._split(
+            spec_of(world, self.settings, models, optimizers, tensor_plan), tensor_plan
+        )
         self.backwards = 0
         self.stepped = False
         self._depth = 0
@@ -61,12 +66,24 @@ class ObservedEngine(Engine):
         observation.units += noted.units
         observation.groups += noted.groups
         observation.parameters += noted.parameters
+        layers, inside = note_layers(spec, noted.parameters)
+        observation.layers += layers
         self._take_memory(noted.parameters)
         self._enter_settings(world)
-        self._hook_modules(noted.modules)
+        self._hook_modules(noted.modules, inside)
         observation.engines.append(self)
 
     # -- making -----------------------------------------------------------------------------
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The models."""
+        return self._spec.models
+
+    def _split(self, spec: EngineSpec, plan: TensorPlan | None) -> EngineSpec:
+        """The spec of the first tensor-parallel rank, where one is observed."""
+        parts = self._observation.tensor
+        return spec if parts == 1 else tensor_part.split_first_part(spec, plan or {}, parts)
 
     def _take_memory(self, parameters: Sequence[ObservedParameter]) -> None:
         """Put a fake parameter in the place of each, wherever the models and optimizers have it."""
@@ -114,21 +131,27 @@ class ObservedEngine(Engine):
                 precision.ForwardPrecision(preset, "cpu").attach(model)
         Activations(spec.models, self.settings, world.device, rank=world.rank)
 
-    def _hook_modules(self, units: Mapping[nn.Module, int]) -> None:
+    def _hook_modules(
+        self, units: Mapping[nn.Module, int], layers: Mapping[nn.Module, int]
+    ) -> None:
         for model in self._spec.models:
             for module in model.modules():
-                number = units.get(module, -1)
-                module.register_forward_pre_hook(self._entering(number), prepend=True)
-                module.register_forward_hook(self._leaving(number), always_call=True)
+                number, layer = units.get(module, -1), layers.get(module, -1)
+                attach(
+                    module.register_forward_pre_hook, self._entering(number, layer), prepend=True
+                )
+                attach(module.register_forward_hook, self._leaving(number), always_call=True)
 
-    def _entering(self, number: int) -> Callable[..., None]:
-        """The hook before the forward of a module, which is unit `number` or none."""
+    def _entering(self, number: int, layer: int) -> Callable[..., None]:
+        """The hook before the forward of a module, which is unit `number` and `layer`, or none."""
         recorder = self._observation.recorder
 
         def enter(module: nn.Module, args: Any) -> None:
             del module, args
             if not self._depth and torch.is_grad_enabled() and not recorder.backward:
                 self._open()
+            if layer >= 0 and recorder.active and not recorder.backward:
+                self._enter_layer(layer)
             if number >= 0:
                 self._stack.append((number, recorder.unit, len(recorder.operations)))
                 recorder.unit = number
@@ -152,6 +175,13 @@ class ObservedEngine(Engine):
                     )
 
         return leave
+
+    def _enter_layer(self, layer: int) -> None:
+        """What runs from now on goes with `layer`."""
+        observation = self._observation
+        if layer < observation.recorder.layer:
+            observation.disordered = observation.layers[observation.recorder.layer].name
+        observation.recorder.layer = layer
 
     # -- a step -----------------------------------------------------------------------------
 
@@ -201,11 +231,18 @@ class ObservedEngine(Engine):
         if self._observation.first_backward < 0:
             self._observation.first_backward = len(recorder.operations)
         try:
-            torch.autograd.backward(loss, retain_graph=retain_graph)
+            torch.autograd.backward(loss, retain_graph=retain_graph, inputs=self._inputs())
         finally:
             recorder.active = recorder.backward = False
         self.backwards += 1
         self.world.current_batch.train()
+
+    def _inputs(self) -> list[nn.Parameter] | None:
+        """This engine's parameters where the graph may hold those of another engine too."""
+        if len(self._observation.engines) == 1:
+            return None
+        located = (each.parameter for each in self._spec.located())
+        return [parameter for parameter in located if parameter.requires_grad]
 
     def forward_backward(
         self,
@@ -223,7 +260,7 @@ class ObservedEngine(Engine):
         if self.backwards and self._observation.batch is not None:
             self._end_if_alone()
         self._note_batch(weighted=given or divisor > 0, anew=given and not same_items)
-        self._observation.accumulates = True
+        self._observation.accumulates = self._observation.pipelined = True
         loss = loss_of(*(self._first_part(batch) if cut else batch[0]))
         usage_checks.check_loss(loss)
         self._run_backward(loss)
@@ -267,6 +304,26 @@ class ObservedEngine(Engine):
     def steps(self) -> int:
         """None was made."""
         return 0
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there was a backward."""
+        return self.backwards > 0
+
+    def model_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """Nothing is written of it."""
+        del model
+        return {}
+
+    def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
+        """Nothing is written of it."""
+        del optimizer
+        return {}
+
+    def load_optimizer_state_dict(
+        self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
+    ) -> None:
+        """Load nothing."""
 
     @property
     def loss_scale(self) -> float:

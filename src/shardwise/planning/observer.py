@@ -1,6 +1,6 @@
 """Runs a script with an engine that observes its first step: `python -m shardwise.planning.observer
-FILE SAMPLES SCRIPT ...`, as `shardwise plan` has one process do. SAMPLES is the total batch size of
-its Loaders, 0 for the script's own.
+FILE SAMPLES TENSOR SCRIPT ...`, as `shardwise plan` has one process do. SAMPLES is the total batch
+size of its Loaders, 0 for the script's own; TENSOR how many ranks split each layer.
 
 The script's data, loaders and model code are its own. Parameters lose their memory at `sw.Engine`;
 the script is stopped at the end of its first step, and FILE has the record.
@@ -25,12 +25,13 @@ from shardwise.launch import program
 from shardwise.planning.observation import Observation, finish
 from shardwise.planning.observed_engine import ObservedEngine
 from shardwise.planning.step_recorder import user_place
+from shardwise.tiers.host_memory import MAPPED
 
 
 def main(arguments: list[str]) -> None:
     """Observe what the words after the file's name run."""
-    path, samples, *words = arguments
-    observation = Observation.begin(Path(path))
+    path, samples, tensor, *words = arguments
+    observation = Observation.begin(Path(path), int(tensor))
     _replace_engine()
     _replace_loader(observation, int(samples))
     _skip_initial_values()
@@ -86,20 +87,24 @@ def _replace_loader(observation: Observation, samples: int) -> None:
 
 
 def _skip_initial_values() -> None:
-    """Let the functions of torch.nn.init leave memory untouched: what nobody has written takes
-    none, so that a model may be larger than this machine."""
+    """Let the functions of torch.nn.init leave large memory untouched: what nobody has written
+    takes none, so that a model may be larger than this machine. It is mapped for itself and holds
+    zeros; smaller blocks may hold anything, and a trial of how layers are split computes with
+    them, so these get their values."""
 
-    def unchanged(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
-        return tensor
+    def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
+        def unchanged(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            large = tensor.numel() * tensor.element_size() >= MAPPED
+            return tensor if large else function(tensor, *args, **kwargs)
 
-    skipped: Callable[..., Any] = unchanged
+        return unchanged
+
     for name in (
         *("uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_", "eye_"),
         *("dirac_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"),
         *("orthogonal_", "sparse_"),
     ):
-        setattr(nn.init, name, skipped)
+        setattr(nn.init, name, skipping(getattr(nn.init, name)))
 
 
 def _told(error: BaseException) -> tuple[str, str]:

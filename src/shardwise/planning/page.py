@@ -1,104 +1,116 @@
-"""Draws a plan: memory of a step by state, its time by kind, and cost (plan.html and pictures)."""
+"""Writes a plan's page: memory of a step by state, its time by kind, cost; and the same as PNG."""
 
 from __future__ import annotations
 
-import base64
-import html
+import io
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from shardwise import plot_look
 from shardwise.errors import LaunchError
-from shardwise.planning import search
-from shardwise.planning.memory import KINDS
-from shardwise.planning.plan import Plan
-from shardwise.planning.time_plots import TimedPlacement, as_html
+from shardwise.planning import memory_plot, search, time_plots
+from shardwise.planning.memory_plot import DrawnMemory
+from shardwise.planning.time_plots import TimedPlacement
+from shardwise.plot_look import FAINT, GREY, INK
 from shardwise.printable import in_bytes
 
+if TYPE_CHECKING:
+    from shardwise.planning.plans import Plan
+    from shardwise.planning.search import Line
+
 DRAWN = 4
-"""Placements that are drawn."""
+"""Placements whose memory is drawn."""
 
 MOST_TIMED = 12
 """Placements whose time is drawn."""
 
-GB = 1e9
+VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint"}
+"""Colors of the plots, and the names that they have in the style sheet of the page."""
+
+STYLE = plot_look.STYLE | plot_look.TITLES | {"font.size": 10, "svg.hashsalt": "plan"}
 
 
 def write(made: Plan, folder: Path) -> Path:
-    """Write plan.png and plan.html into `folder`; returns the page. Raises LaunchError without
-    matplotlib."""
-    if find_spec("matplotlib") is None:
-        raise LaunchError(
-            "shardwise plan --page draws with matplotlib, which is not installed: "
-            "pip install 'shardwise[scale]'"
-        )
+    """Write plan.html and its pictures (plan.png, time.png, cost.png) into `folder`; returns the
+    page. Raises LaunchError without matplotlib or Jinja2."""
+    for package in ("matplotlib", "jinja2"):
+        if find_spec(package) is None:
+            raise LaunchError(
+                f"shardwise plan --page needs {package}, which is not installed: "
+                "pip install 'shardwise[scale]'"
+            )
     folder.mkdir(parents=True, exist_ok=True)
-    picture = folder / "plan.png"
-    _draw(made, picture)
+    timed = _timed(made)
     page = folder / "plan.html"
-    page.write_text(_page(made, picture) + _times(made, folder))
+    page.write_text(
+        plot_look.render_page(
+            "shardwise.planning",
+            headline=f"{made.request.script.name} on {made.cluster}",
+            notes=made.notes(),
+            pictures=list(_pictures(made, timed, folder)),
+            rows=[_row(made, line) for line in made.lines],
+            kinds=time_plots.kinds_of(timed),
+            times=[(each.label, *time_plots.cells(each, timed)) for each in timed],
+        )
+    )
     return page
 
 
-def _draw(made: Plan, path: Path) -> None:
-    """A panel for each placement: bytes on the device by operation, stacked by kind."""
+def _pictures(made: Plan, timed: list[TimedPlacement], folder: Path) -> list[tuple[str, str, str]]:
+    """Title, caption and SVG of each picture, which is saved as PNG too."""
+    drawn = [
+        DrawnMemory(label_of(line), line.memory, made.question.capacity)
+        for line in made.lines[:DRAWN]
+    ]
+    height = 0.9 + 2.3 * len(drawn)
+    memory = _saved(folder, "plan", height, lambda figure: memory_plot.draw_memory(figure, drawn))
+    found = [("Memory over a step", "Dotted: backward begins. Dashed: what a device has.", memory)]
+    if timed:
+        rows = time_plots.bars_of(timed)
+        svg = _saved(
+            folder, "time", 1.6 + 0.35 * len(rows), lambda f: time_plots.draw_times(f, timed)
+        )
+        found.append(("Time of a step", "The whisker is the band of the estimate.", svg))
+    if points := time_plots.priced(timed):
+        svg = _saved(folder, "cost", 4.4, lambda f: time_plots.draw_frontier(f, points))
+        found.append(("Cost against days", "The line joins what none beats in both.", svg))
+    return found
+
+
+def _saved(folder: Path, name: str, height: float, draw: Callable[[Any], None]) -> str:
+    """Draw on a figure of `height` inches, save it as PNG; returns its SVG for the page."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    lines = made.lines[:DRAWN]
-    figure, axes = pyplot.subplots(len(lines), 1, figsize=(9, 2.6 * len(lines)), squeeze=False)
-    for axis, line in zip(axes[:, 0], lines, strict=True):
-        parts = {kind: line.memory.parts[kind] for kind in KINDS if line.memory.parts[kind].any()}
-        steps = np.arange(len(line.memory.curve))
-        axis.stackplot(steps, [each / GB for each in parts.values()], labels=list(parts))
-        axis.axhline(made.question.capacity / GB, color="black", linestyle="--", linewidth=1)
-        axis.axvline(made.record.backward, color="grey", linewidth=0.5)
-        title = " ".join(search.flags_of(line)) or "one device"
-        axis.set_title(f"{title}: {in_bytes(line.memory.peak)}", loc="left", fontsize=9)
-        axis.set_ylabel("GB per device")
-        axis.margins(x=0)
-    axes[-1, 0].set_xlabel("operations of a micro-batch: forward, then backward; the update last")
-    _legend(axes[0, 0])
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with pyplot.rc_context(STYLE):
+        figure = pyplot.figure(figsize=(9.5, height), layout="constrained")
+        draw(figure)
+        figure.savefig(folder / f"{name}.png", dpi=110)
+        picture = io.StringIO()
+        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+    return plot_look.themed(picture.getvalue(), VARIABLES, name)
 
 
-def _legend(axis: Any) -> None:
-    axis.legend(loc="upper left", fontsize=7, ncols=4)
+def label_of(line: Line) -> str:
+    """What a picture calls a placement."""
+    return " ".join(search.flags_of(line)) or "one device"
 
 
-def _times(made: Plan, folder: Path) -> str:
-    """The page's part on time and cost of what fits."""
-    timed = [
-        TimedPlacement(
-            " ".join(search.flags_of(line)) or "one device", line.estimate, made.cost(line)
-        )
+def _timed(made: Plan) -> list[TimedPlacement]:
+    """Time and cost of what fits."""
+    return [
+        TimedPlacement(label_of(line), line.estimate, made.cost(line))
         for line in made.lines
         if line.fits and line.estimate is not None
-    ]
-    return as_html(timed[:MOST_TIMED], folder) if timed else ""
+    ][:MOST_TIMED]
 
 
-def _page(made: Plan, picture: Path) -> str:
-    """The page, with the picture inside."""
-    image = base64.b64encode(picture.read_bytes()).decode()
-    rows = "".join(
-        f"<tr><td><code>{html.escape(made.command(line))}</code></td>"
-        f"<td>{in_bytes(line.memory.peak)}</td><td>{html.escape(line.memory.where)}</td>"
-        f"<td>{'yes' if line.fits else 'no'}</td></tr>"
-        for line in made.lines
-    )
-    name = html.escape(f"{made.request.script.name} on {made.cluster}")
-    return (
-        f"<!doctype html><meta charset=utf-8><title>{name}</title>"
-        "<style>body{font:15px sans-serif;max-width:60em;margin:2em auto}"
-        "td,th{text-align:left;padding:.3em .8em .3em 0}img{max-width:100%}</style>"
-        f"<h1>{name}</h1><img alt='memory over the step' src='data:image/png;base64,{image}'>"
-        "<table><tr><th>command</th><th>peak</th><th>at</th><th>fits</th></tr>"
-        f"{rows}</table>\n"
-    )
+def _row(made: Plan, line: Line) -> tuple[str, str, str, str]:
+    """The cells of a placement: command, peak, where it is, whether it fits."""
+    fits = "yes" if line.fits else f"no, {in_bytes(line.over or line.over_host)} too much"
+    return made.command(line), in_bytes(line.memory.peak), line.memory.where, fits

@@ -14,7 +14,8 @@ from rich.table import Table
 from shardwise.planning import search
 from shardwise.planning.calibrate import calibrate
 from shardwise.planning.memory import KINDS
-from shardwise.planning.plan import Plan, PlanRequest, make_plan
+from shardwise.planning.observe import Script
+from shardwise.planning.plans import Plan, PlanRequest, make_plan
 from shardwise.planning.search import Line
 from shardwise.printable import in_bytes, printable
 
@@ -23,6 +24,27 @@ SHOWN = 12
 
 TENSORS = 15
 """Rows of `--explain`."""
+
+
+def plan(
+    script: str | Sequence[str],
+    *,
+    on: str,
+    tokens: float | None = None,
+    within: float | None = None,
+    budget: float | None = None,
+    **settings: str,
+) -> Plan:
+    """What `shardwise plan --on ON SCRIPT` finds: placements of a training, those that fit first.
+
+    `script` is a path, or the words of a command line; `on` a cluster such as "8xH100". `tokens` is
+    how many to train on, `within` the days and `budget` the dollars for it. `settings` are flags of
+    the run, such as precision="bf16-mixed". Raises LaunchError for a script that cannot be
+    observed, and names its line.
+    """
+    words = (script,) if isinstance(script, str) else tuple(script)
+    flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+    return make_plan(PlanRequest(Script(words, tuple(flags)), on, tokens, within, budget))
 
 
 def show_plan(request: PlanRequest) -> int:
@@ -55,7 +77,7 @@ def show_calibration() -> Path:
 def _print(made: Plan, console: Console) -> None:
     fitting = [line for line in made.lines if line.fits][:SHOWN]
     others = [line for line in made.lines if not line.fits][:SHOWN]
-    record, capacity = made.record, made.question.capacity
+    record = made.record
     numel = sum(each.numel for each in record.parameters)
     console.print(
         f"{printable(made.request.script.name)} on {made.cluster}: {numel:,} parameters, "
@@ -73,34 +95,11 @@ def _print(made: Plan, console: Console) -> None:
         over = in_bytes(line.over or line.over_host) + ("" if line.over else " of host memory")
         console.print(
             f"{flags}: {in_bytes(line.memory.peak)} do not fit, {over} too much at "
-            f"{line.memory.where}. First help: {search.remedy(line, made.lines, made.question)}",
+            f"{line.memory.where}. First help: {search.remedy(line, made.lines)}",
             soft_wrap=True,
         )
-    _print_notes(made, console, capacity)
-
-
-def _print_notes(made: Plan, console: Console, capacity: int) -> None:
-    """What the figures leave out, and what was assumed."""
-    if made.question.hardware.apart:
-        console.print(
-            f"counted against {in_bytes(capacity)}: {in_bytes(search.RESERVED)} of a device are "
-            "left to its driver, NCCL and gaps between allocations",
-            soft_wrap=True,
-        )
-    if made.question.data < made.cluster.devices:
-        console.print(
-            f"the batch of {made.record.total_batch} gives {made.question.data} of "
-            f"{made.cluster.devices} devices a sample: raise it to use more",
-            soft_wrap=True,
-        )
-    if not made.record.accumulates and made.record.total_batch:
-        console.print(
-            "micro-batches were not tried: the script's loop takes each batch in one backward "
-            "(loader.steps() in the loop changes that)",
-            soft_wrap=True,
-        )
-    for each in made.record.assumed:
-        console.print(f"assumed: {printable(each)}", soft_wrap=True)
+    for note in made.notes():
+        console.print(printable(note), soft_wrap=True)
 
 
 def _table(made: Plan, lines: Sequence[Line]) -> Table:

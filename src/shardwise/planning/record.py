@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import LaunchError
 
-VERSION = 1
+VERSION = 2
 """Raised with every change of the file's form."""
 
 
@@ -37,6 +38,8 @@ class Operation:
     line: str
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the tensors that it reads, in order."""
+    layer: int = 0
+    """An index into StepRecord.layers: what runs between two layers goes with the one before."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class TensorLife:
     shape: tuple[int, ...]
     dtype: str
     saved: bool
+    kept: bool = False
+    """Whether the script still had it when the step was over: until the next step makes it anew."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class ParameterRecord:
     group: int
     arrived: int
     is_float: bool = True
+    layer: int = 0
 
     @property
     def numel(self) -> int:
@@ -121,6 +127,16 @@ class UnitUse:
 
 
 @dataclass(frozen=True)
+class LayerRecord:
+    """A layer, which one pipeline stage runs: the elements of its parameters, and whether it has
+    one to train that no earlier layer has."""
+
+    name: str
+    size: int
+    trains: bool
+
+
+@dataclass(frozen=True)
 class Assumption:
     """What had no value while it was observed, and what was taken in its place."""
 
@@ -156,6 +172,17 @@ class StepRecord:
     assumed: tuple[Assumption, ...] = ()
     buffer_bytes: int = 0
     """Buffers of the modules."""
+    tensor: int = 1
+    """What was observed is the part of the first of so many tensor-parallel ranks."""
+    layers: tuple[LayerRecord, ...] = ()
+    """What a pipeline can be cut between, in order."""
+    no_pipeline: str = ""
+    """Why the script has no pipeline; empty where it can have one."""
+
+    @cached_property
+    def parts(self) -> dict[range, StepRecord]:
+        """What runs in some of its layers, as `stage_records.part_of` has found it."""
+        return {}
 
     @property
     def flops(self) -> int:
@@ -183,6 +210,7 @@ _KINDS: dict[str, type] = {
     "groups": GroupRecord,
     "uses": UnitUse,
     "assumed": Assumption,
+    "layers": LayerRecord,
 }
 
 

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import traceback
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from shardwise.errors import UsageError
+from shardwise.planning.fake_operators import STAND_INS
 from shardwise.planning.record import Assumption, Operation, TensorLife
 
 aten = torch.ops.aten
@@ -65,11 +66,32 @@ class _Memory:
     forward: bool
 
 
+@dataclass(frozen=True)
+class _Place:
+    """What an operator belongs to: unit, the user's line, layer."""
+
+    unit: int
+    line: str
+    layer: int
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operator that has run: what it was given, the tensors of that, and what it gave."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers, from when it is entered, what is asked of fake tensors; while `active` it records
     every operator.
 
-    `active`, `unit` and `backward` are set by whoever knows where the step is.
+    `active`, `unit`, `layer` and `backward` are set by whoever knows where the step is.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -78,6 +100,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.active = False
         """Whether forward or backward of a step to train on is running."""
         self.unit = -1
+        self.layer = 0
         self.backward = False
         self.operations: list[Operation] = []
         self.tensors: list[TensorLife] = []
@@ -85,9 +108,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, _Memory] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._ignored: set[int] = set()
-        self._origin: dict[int, tuple[int, str]] = {}
-        """By autograd's sequence number, the unit and line of the forward."""
-        self._last = (-1, "")
+        self._origin: dict[int, _Place] = {}
+        """By autograd's sequence number, where the forward was."""
+        self._last = _Place(-1, "", 0)
 
     # -- what is asked of it ----------------------------------------------------------------
 
@@ -98,7 +121,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def end(self) -> None:
         """The step is over: what is still alive lived until now."""
         for key in list(self._alive):
-            self._died(key)
+            self._died(key, kept=True)
 
     # -- operators --------------------------------------------------------------------------
 
@@ -120,11 +143,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._assume_nonzero(args[0])
         if not self.active or func.namespace == "prim":
             return func(*args, **kwargs)
-        unit, line = self._place()
+        place = self._place()
         self._note_inputs(inputs)
-        out = self._run(func, args, kwargs, inputs, is_fake, line)
-        outputs = _tensors(out)
-        self._note(func, args, kwargs, out, inputs, outputs, unit, line)
+        out = self._run(func, args, kwargs, inputs, is_fake, place.line)
+        self._note(_Call(func, args, kwargs, out, inputs, _tensors(out)), place)
         return out
 
     def _run(
@@ -140,6 +162,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not inputs and _makes_floats(func, kwargs):
             with self.fake:
                 return func(*args, **kwargs)
+        if is_fake and (stand_in := STAND_INS.get(func)) is not None:
+            return stand_in(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -169,17 +193,17 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = Assumption(what, user_line())
         self.assumed[found] = self.assumed.get(found, 0) + 1
 
-    def _place(self) -> tuple[int, str]:
-        """The unit and the user's line that the operator belongs to."""
+    def _place(self) -> _Place:
+        """What the operator belongs to."""
         if not self.backward:
-            found = self.unit, user_line()
+            found = _Place(self.unit, user_line(), self.layer)
             self._origin.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)
             self._last = found
             return found
         node = torch._C._current_autograd_node()
         if node is not None and (origin := self._origin.get(node._sequence_nr())) is not None:
             self._last = origin
-        return (self.unit if self.unit >= 0 else self._last[0]), self._last[1]
+        return replace(self._last, unit=self.unit) if self.unit >= 0 else self._last
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -190,34 +214,26 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key is not None and key not in self._alive and key not in self._ignored:
                 self._be_born(key, tensor, -1, "batch", -1, "")
 
-    def _note(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        unit: int,
-        line: str,
-    ) -> None:
+    def _note(self, call: _Call, place: _Place) -> None:
         number = len(self.operations)
         before = set(self._alive) | self._ignored
-        name = func._overloadpacket.__name__
-        for tensor in outputs:
+        name = call.func._overloadpacket.__name__
+        for tensor in call.outputs:
             key = _key(tensor)
             if key is not None and key not in before and key not in self._alive:
-                self._be_born(key, tensor, number, name, unit, line)
+                self._be_born(key, tensor, number, name, place.unit, place.line)
+        dtype = str(call.outputs[0].dtype).removeprefix("torch.") if call.outputs else ""
         self.operations.append(
             Operation(
                 name=name,
-                flops=_flops(func, args, kwargs, out),
-                bytes=0 if func.is_view else _moved(inputs, outputs),
-                dtype=str(outputs[0].dtype).removeprefix("torch.") if outputs else "",
-                unit=unit,
+                flops=_flops(call.func, call.args, call.kwargs, call.out),
+                bytes=0 if call.func.is_view else _moved(call.inputs, call.outputs),
+                dtype=dtype,
+                unit=place.unit,
                 phase="backward" if self.backward else "forward",
-                line=line,
-                shapes=tuple(tuple(each.shape) for each in inputs),
+                line=place.line,
+                shapes=tuple(tuple(each.shape) for each in call.inputs),
+                layer=place.layer,
             )
         )
 
@@ -237,8 +253,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         self._references[key] = weakref.ref(storage, lambda _: self._died(key))
 
-    def _died(self, key: int) -> None:
-        """The storage `key` is free; it was there for the last operator."""
+    def _died(self, key: int, *, kept: bool = False) -> None:
+        """The storage `key` is free; it was there for the last operator. `kept`: it is not."""
         memory = self._alive.pop(key, None)
         self._references.pop(key, None)
         if memory is None or memory.nbytes == 0:
@@ -254,6 +270,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory.shape,
                 memory.dtype,
                 saved=memory.forward and self.backward,
+                kept=kept and memory.born >= 0,
             )
         )
 

@@ -30,6 +30,9 @@ class Transformer:
     flash: bool = False
     causal: bool = False
     """Whether attention computes the half below the diagonal only."""
+    context: int = 1
+    """Over how many devices a sequence is cut (context parallelism), each of which has its queries
+    and gathers the keys and values of all; equal parts of the work, as Llama 3's."""
 
     @property
     def key_values(self) -> int:
@@ -84,7 +87,7 @@ class Transformer:
         return [*map(_reversed, outside), *map(_reversed, attention)]
 
     def _outside_attention(self, batch: int, t: int, *, sequence_parallel: bool) -> list[Work]:
-        tokens, h = batch * self.sequence, self.hidden
+        tokens, h = batch * self.sequence / self.context, self.hidden
         whole = t if sequence_parallel else 1  # norms and dropouts: all of them, or a part
         qkv = h + 2 * self.key_values
         wide = self.feed_forward * (2 if self.gated else 1)
@@ -105,16 +108,16 @@ class Transformer:
         """The operations that selective recomputation repeats: scores, softmax, dropout, and the
         product with the values, on one of `t` devices."""
         s, h = self.sequence, self.hidden
-        flops = 2.0 * batch * s * s * h / t * (0.5 if self.causal else 1.0)
+        flops = 2.0 * batch * s * s * h / t / self.context * (0.5 if self.causal else 1.0)
         if self.flash:
             return [Work(2 * flops, 0.0)]
-        scores = batch * self.heads * s * s / t
+        scores = batch * self.heads * s * s / t / self.context
         product = Work(flops, 2 * scores + 4 * batch * s * h / t)
         return [product, _traffic(4 * scores), _traffic(5 * scores), product]
 
     def head(self, batch: int, tensor: int) -> list[Work]:
         """The operations of the last product and the loss, forward; backward has twice those."""
-        tokens, words = batch * self.sequence, self.vocabulary / tensor
+        tokens, words = batch * self.sequence / self.context, self.vocabulary / tensor
         return [_product(tokens, self.hidden, words), _traffic(14 * tokens * words)]
 
     def activation_bytes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from shardwise.planning.cluster import Cluster
-from shardwise.planning.collectives import all_gather_seconds, all_reduce_seconds
+from shardwise.planning.collectives import all_gather_seconds, all_reduce_seconds, group_of
 from shardwise.planning.operations import Busy, busy
 from shardwise.planning.parallelism import Parallelism
 from shardwise.planning.stages import Bytes, RankTime, UnitWork, step_times
@@ -32,7 +32,7 @@ def transformer_times(
     units = [[layer] * count for count in _layers_of(model.layers, stages)]
     units[0].insert(0, _embedding(model, run, cluster))
     units[-1].append(_head(model, run, cluster))
-    sbh = 2.0 * run.micro_batch * model.sequence * model.hidden
+    sbh = 2.0 * run.micro_batch * model.sequence / model.context * model.hidden
     boundary = sbh / run.tensor  # each tensor rank sends a part, and gathers inside its host
     return step_times(units, boundary, run, cluster, software.size)
 
@@ -56,11 +56,14 @@ def _layer(model: Transformer, run: Parallelism, cluster: Cluster, software: Sof
     sequence_parallel = run.sequence_parallel
     forward = busy(model.forward(b, t, sequence_parallel=sequence_parallel), device)
     backward = busy(model.backward(b, t, sequence_parallel=sequence_parallel), device)
-    whole, group = 2.0 * b * model.sequence * model.hidden, run.tensor_group(cluster)
+    tokens = b * model.sequence / model.context
+    whole, group = 2.0 * tokens * model.hidden, run.tensor_group(cluster)
     if sequence_parallel:
         each = 2 * all_gather_seconds(whole, group)  # and a reduce-scatter of as many bytes
     else:
         each = all_reduce_seconds(whole, group)
+    keys = 4.0 * b * model.sequence * model.key_values / t  # and values, 16-bit
+    context = all_gather_seconds(keys, group_of(cluster, model.context, t))
     host = software.host + (2 * software.collective_host if t > 1 else 0.0)
     passes = 2  # backward is two forwards' worth for the host
     if run.recompute == FULL:
@@ -72,8 +75,8 @@ def _layer(model: Transformer, run: Parallelism, cluster: Cluster, software: Sof
         _hosted(forward, host, 2 * each),
         _hosted(backward, passes * host, spent),
         model.layer_parameters / t,
-        2 * each,
-        spent,
+        2 * each + context,
+        spent + 2 * context,  # gathered again, and their gradients scattered
     )
 
 
@@ -84,7 +87,7 @@ def _hosted(work: Busy, host: float, beside: float) -> Busy:
 
 
 def _embedding(model: Transformer, run: Parallelism, cluster: Cluster) -> UnitWork:
-    tokens = run.micro_batch * model.sequence
+    tokens = run.micro_batch * model.sequence / model.context
     forward = Busy(memory=6.0 * tokens * model.hidden / cluster.device.bandwidth)
     return UnitWork(forward, forward.times(2), model.vocabulary * model.hidden / run.tensor)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def draw(report: ScalingReport, folder: Path) -> dict[str, str]:
             picture = io.StringIO()
             figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
             plt.close(figure)
-        found[name] = _themed(picture.getvalue(), name)
+        found[name] = plot_look.themed(picture.getvalue(), VARIABLES, name)
     return found
 
 
@@ -164,12 +163,6 @@ def _workers(axes: Any, report: ScalingReport) -> None:
     axes.set_xlim(left=0)
     axes.set_xticks(sorted(report.plan.sizes))
     axes.set_xlabel("workers")
-
-
-def _themed(svg: str, name: str) -> str:
-    """An SVG for a page that has several: with ids of its own."""
-    svg = re.sub(r'\bid="', f'id="{name}-', plot_look.themed(svg, VARIABLES))
-    return re.sub(r'(xlink:href="|url\()#', rf"\g<1>#{name}-", svg)
 
 
 CAPTIONS = {

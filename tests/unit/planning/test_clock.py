@@ -25,7 +25,14 @@ from shardwise.planning.collectives import (
 from shardwise.planning.operations import Work, busy
 from shardwise.planning.overlap import UnitTimes, backward_pass, forward_pass
 from shardwise.planning.pipeline_time import _walked, pipeline_seconds
-from shardwise.planning.record import GroupRecord, Operation, ParameterRecord, StepRecord, UnitUse
+from shardwise.planning.record import (
+    GroupRecord,
+    LayerRecord,
+    Operation,
+    ParameterRecord,
+    StepRecord,
+    UnitUse,
+)
 
 NEAR, FAR = Link("near", "near", 100e9, 0.0), Link("far", "far", 10e9, 0.0)
 DEVICE = Device(
@@ -141,14 +148,17 @@ PARAMETERS = 50_000_000
 
 def _record(units: int = 2) -> StepRecord:
     """A script of `units` equal units: each one product of 1 GFLOP forward, two backward."""
-    forward = [Operation("mm", 10**9, 0, "float32", u, "forward", "a.py:1") for u in range(units)]
+    forward = [
+        Operation("mm", 10**9, 0, "float32", u, "forward", "a.py:1", layer=u) for u in range(units)
+    ]
     back = [
-        Operation("mm", 10**9, 0, "float32", u, "backward", "a.py:1")
+        Operation("mm", 10**9, 0, "float32", u, "backward", "a.py:1", layer=u)
         for u in reversed(range(units))
         for _ in range(2)
     ]
+    last = {u: units + 2 * (units - u) for u in range(units)}
     weights = [
-        ParameterRecord(f"{u}.weight", (PARAMETERS,), "float32", 4, u, 0, units + 2 * (units - u))
+        ParameterRecord(f"{u}.weight", (PARAMETERS,), "float32", 4, u, 0, last[u], layer=u)
         for u in range(units)
     ]
     group = GroupRecord("AdamW", 0, 0, ("exp_avg", "exp_avg_sq"), True, True, True, True)
@@ -165,6 +175,7 @@ def _record(units: int = 2) -> StepRecord:
         backward=units,
         precision="fp32",
         activations="kept",
+        layers=tuple(LayerRecord(f"blocks.{u}", PARAMETERS, True) for u in range(units)),
     )
 
 

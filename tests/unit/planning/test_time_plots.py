@@ -1,15 +1,15 @@
 """Pictures of a step's time and of cost against days."""
 
-from pathlib import Path
-
 import pytest
 
+from shardwise.planning import memory_plot, time_plots
 from shardwise.planning.catalogue import read_catalogue
 from shardwise.planning.choice import Estimate
 from shardwise.planning.cluster import parse_cluster
 from shardwise.planning.cost import cost_of
+from shardwise.planning.memory import KINDS as MEMORY_KINDS
 from shardwise.planning.stages import KINDS
-from shardwise.planning.time_plots import COLORS, TimedPlacement, as_html
+from shardwise.planning.time_plots import TimedPlacement
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
@@ -21,17 +21,33 @@ def _placement(label: str, seconds: float, device: str = "8xH100") -> TimedPlace
     return TimedPlacement(label, estimate, cost)
 
 
-def test_the_page_has_both_pictures_and_the_numbers(tmp_path: Path) -> None:
-    assert len(KINDS) == len(COLORS)
-    page = as_html([_placement("--zero <3>", 2.0), _placement("--zero 2", 1.5)], tmp_path)
-    assert page.count("<img") == 2
-    assert "--zero &lt;3&gt;" in page
-    assert "<td>2 ±20%</td><td>1.5</td><td>0.5</td>" in page
-    for name in ("time.png", "cost.png"):
-        assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+def test_each_kind_has_a_color() -> None:
+    assert len(KINDS) == len(time_plots.COLORS)
+    assert len(MEMORY_KINDS) == len(memory_plot.COLORS)
 
 
-def test_without_prices_there_is_no_frontier(tmp_path: Path) -> None:
-    page = as_html([_placement("--zero 0", 1.0, "TPU-v5e")], tmp_path)
-    assert page.count("<img") == 1
-    assert not (tmp_path / "cost.png").exists()
+def test_a_bar_for_each_stage_and_the_numbers_beside() -> None:
+    from matplotlib.figure import Figure
+
+    placements = [_placement("--zero 3", 2.0), _placement("--zero 2", 1.5)]
+    figure = Figure()
+    time_plots.draw_times(figure, placements)
+    names = [each.get_text() for each in figure.axes[0].get_yticklabels()]
+    assert names == [f"--zero {level}, stage {stage}" for level in (3, 2) for stage in (0, 1)]
+    assert time_plots.kinds_of(placements) == ["matrix products", "update"]
+    assert time_plots.cells(placements[0], placements) == ["2 ±20%", "1.5", "0.5"]
+
+
+def test_without_prices_there_is_no_frontier() -> None:
+    assert time_plots.priced([_placement("--zero 0", 1.0, "TPU-v5e")]) == []
+    assert len(time_plots.priced([_placement("--zero 0", 1.0)])) == 1
+
+
+def test_of_many_operations_the_peak_is_drawn() -> None:
+    import numpy as np
+
+    curve = np.zeros(10_000, dtype=np.int64)
+    curve[4321] = 7
+    shown = memory_plot.most_of_each(curve, 500)
+    assert len(shown) == 500
+    assert 4321 in shown

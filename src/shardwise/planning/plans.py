@@ -1,26 +1,29 @@
-"""Plan is what `shardwise plan` found: a script's placements, those that fit first."""
+"""Makes a plan: observes a script in the ways that its placements need, and searches these."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.errors import LaunchError
 from shardwise.planning import search
 from shardwise.planning.catalogue import read_catalogue
 from shardwise.planning.clock import ScriptClock
 from shardwise.planning.cluster import Cluster, parse_cluster
 from shardwise.planning.cost import Cost, cost_of, is_within
-from shardwise.planning.observe import Script, observe_sizes
+from shardwise.planning.meshes import tensor_sizes
+from shardwise.planning.observe import ObservedStep, Script, observe_sizes
 from shardwise.planning.record import StepRecord
-from shardwise.planning.search import Line, Question
+from shardwise.planning.search import Line, Question, Way
+from shardwise.printable import in_bytes
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """Arguments of the command. `tokens` are those to train on in all, `within` days and
-    `budget` dollars."""
+    `budget` dollars, `disk` a folder for states on a disk."""
 
     script: Script
     on: str
@@ -28,6 +31,7 @@ class PlanRequest:
     within: float | None = None
     budget: float | None = None
     hardware: tuple[Path, ...] = ()
+    disk: str = ""
     explain: bool = False
     json_file: Path | None = None
     page: Path | None = None
@@ -52,7 +56,7 @@ class Plan:
     @property
     def record(self) -> StepRecord:
         """The step as it was observed."""
-        return self.question.steps["kept"].large
+        return self.question.step.large
 
     @property
     def best(self) -> Line | None:
@@ -62,7 +66,8 @@ class Plan:
     def command(self, line: Line) -> str:
         """The command that trains by `line`."""
         script = self.request.script
-        return search.command_of(line, self.cluster, script.flags, script.words)
+        flags = (*script.flags, *(("--adopt", script.adopt) if script.adopt else ()))
+        return search.command_of(line, self.cluster, flags, script.words)
 
     def cost(self, line: Line) -> Cost | None:
         """Days, dollars and kWh until `tokens` are trained on; None where neither they nor seconds
@@ -78,6 +83,33 @@ class Plan:
         cost = self.cost(line)
         return cost is None or is_within(cost, self.request.within, self.request.budget)
 
+    def notes(self) -> list[str]:
+        """What the figures leave out, what was not tried and why, and what was assumed."""
+        return list(self._notes())
+
+    def _notes(self) -> Iterator[str]:
+        question, record = self.question, self.record
+        if question.hardware.apart:
+            yield (
+                f"counted against {in_bytes(question.capacity)}: {in_bytes(search.RESERVED)} of a "
+                "device are left to its driver, NCCL and gaps between allocations"
+            )
+        used = max((line.choice.devices for line in self.lines), default=self.cluster.devices)
+        if used < self.cluster.devices:
+            yield (
+                f"the batch of {record.total_batch} gives {used} of {self.cluster.devices} devices "
+                "a sample: raise it to use more"
+            )
+        if (why := question.step.difference()) and record.total_batch:
+            yield f"other micro-batches were not tried: {why}"
+        elif not record.accumulates and record.no_pipeline and record.total_batch:
+            yield (
+                "micro-batches were not tried: the script's loop takes each batch in one backward "
+                "(loader.steps() in the loop changes that)"
+            )
+        yield from question.excluded
+        yield from (f"assumed: {each}" for each in record.assumed)
+
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""
         return {
@@ -85,6 +117,7 @@ class Plan:
             "capacity_bytes": self.question.capacity,
             "script": list(self.request.script.words),
             "batch_size": self.record.total_batch,
+            "notes": self.notes(),
             "assumed": [str(each) for each in self.record.assumed],
             "placements": [self._line_as_json(line) for line in self.lines],
         }
@@ -112,35 +145,34 @@ def make_plan(request: PlanRequest) -> Plan:
     """Observe the script and search. Raises LaunchError for one that cannot be observed,
     ConfigError for an unknown cluster."""
     cluster = parse_cluster(request.on, read_catalogue(request.hardware))
-    steps = {"kept": observe_sizes(request.script, activations="kept")}
-    question = Question(steps, cluster, ScriptClock())
+    steps: dict[Way, ObservedStep] = {
+        ("kept", 1): observe_sizes(request.script, activations="kept")
+    }
+    excluded = list(_observe_parts(request.script, cluster, steps))
+    question = Question(steps, cluster, ScriptClock(), request.disk, tuple(excluded))
     lines = search.search(question)
-    if not all(line.fits and line.choice.micro_batches == 1 for line in lines):
+    if not any(line.fits and line.choice.micro_batches == 1 for line in lines):
         # It costs a third of the time of forward and backward: looked at only where memory lacks.
-        steps["recomputed"] = observe_sizes(request.script, activations="recomputed")
+        for _, parts in list(steps):
+            steps["recomputed", parts] = observe_sizes(
+                request.script, activations="recomputed", tensor=parts
+            )
         lines = search.search(question)
     return Plan(request, question, lines)
 
 
-def plan(
-    script: str | Sequence[str],
-    *,
-    on: str,
-    tokens: float | None = None,
-    within: float | None = None,
-    budget: float | None = None,
-    **settings: str,
-) -> Plan:
-    """What `shardwise plan --on ON SCRIPT` finds: placements of a training, those that fit first.
-
-    `script` is a path, or the words of a command line; `on` a cluster such as "8xH100". `tokens` is
-    how many to train on, `within` the days and `budget` the dollars for it. `settings` are flags of
-    the run, such as precision="bf16-mixed". Raises LaunchError for a script that cannot be
-    observed, and names its line.
-    """
-    words = (script,) if isinstance(script, str) else tuple(script)
-    flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
-    return make_plan(PlanRequest(Script(words, tuple(flags)), on, tokens, within, budget))
+def _observe_parts(
+    script: Script, cluster: Cluster, steps: dict[Way, ObservedStep]
+) -> Iterator[str]:
+    """Observe the script's tensor-parallel parts; says why where it has none, or no pipeline."""
+    for parts in tensor_sizes(cluster)[1:]:
+        try:
+            steps["kept", parts] = observe_sizes(script, activations="kept", tensor=parts)
+        except LaunchError as error:
+            yield f"--tensor {parts} was not tried: {error}"
+            break
+    if cluster.devices > 1 and (why := steps["kept", 1].large.no_pipeline):
+        yield f"--pipeline was not tried: {why}"
 
 
 def tokens_per_sample(record: StepRecord) -> int:

@@ -1,0 +1,76 @@
+"""What kernels of a CPU take beside tensors, against what was counted of them."""
+
+import pytest
+import torch
+
+from shardwise.planning.cpu_kernels import buffer_bytes, copied_bytes, product_buffers
+from shardwise.planning.fake_operators import grouped_mm, lstm_workspace
+from shardwise.planning.record import Operation
+
+
+def product(rows, inner, columns, dtype="float32"):
+    shapes = ((rows, inner), (inner, columns))
+    return Operation("mm", 0, 0, dtype, -1, "forward", "", shapes)
+
+
+# Megabytes that MKL asked malloc for, of one thread, in a process that multiplied these once.
+ONE_THREAD = [
+    ((256, 512, 2048), 1.983),
+    ((2048, 256, 2048), 1.459),
+    ((512, 256, 8000), 3.687),
+    ((8000, 512, 256), 0.804),
+    ((1024, 1024, 1024), 1.393),
+    ((4096, 4096, 4096), 3.753),
+    ((10, 2048, 256), 0.229),
+    ((1024, 1024, 16), 0.619),
+    ((300, 3000, 300), 0.711),
+]
+TWO_THREADS = [
+    ((256, 2048, 2048), 3.573),
+    ((512, 256, 8000), 7.112),
+    ((256, 1024, 3072), 5.147),
+    ((1024, 1024, 4096), 7.505),
+]
+
+
+@pytest.mark.parametrize(("shape", "megabytes"), ONE_THREAD)
+def test_the_buffer_of_one_thread(shape, megabytes):
+    assert buffer_bytes(product(*shape), 1) / 1e6 == pytest.approx(megabytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("shape", "megabytes"), TWO_THREADS)
+def test_the_buffers_of_two_threads(shape, megabytes):
+    assert 2 * buffer_bytes(product(*shape), 2) / 1e6 == pytest.approx(megabytes, rel=0.02)
+
+
+def test_a_buffer_is_taken_again_where_it_is_large_enough():
+    small, large = product(64, 64, 64), product(512, 512, 2048)
+    alone = product_buffers([large], 2)
+    assert product_buffers([large, small, large], 2) == alone
+    assert product_buffers([small, large], 2) == alone + product_buffers([small], 2)
+    assert product_buffers([product(64, 64, 64, "bfloat16")], 2) == 0
+
+
+def test_a_convolution_copies_what_it_reads():
+    shapes = ((2, 8, 10, 10), (2, 4, 10, 10), (8, 4, 3, 3))
+    backward = Operation("convolution_backward", 0, 99, "float32", -1, "backward", "", shapes)
+    assert copied_bytes(backward) == 4 * (1600 + 800 + 288)
+    assert copied_bytes(product(2, 2, 2)) == 0
+
+
+def test_grouped_products_have_the_shapes_that_torch_gives():
+    offs = torch.tensor([3, 8], dtype=torch.int32)
+    rows, weights = torch.ones(8, 16), torch.ones(2, 16, 32)
+    assert grouped_mm(rows, weights, offs).shape == (8, 32)
+    assert grouped_mm(rows.t(), torch.ones(8, 32), offs).shape == (2, 16, 32)
+    assert torch._grouped_mm(rows, weights, offs).shape == (8, 32)
+
+
+def test_the_workspace_of_an_lstm_is_within_what_torch_has():
+    layer = torch.nn.LSTM(256, 256)
+    outputs = torch.ops.aten.mkldnn_rnn_layer(
+        torch.ones(64, 8, 256), *[each.detach() for each in layer.parameters()],
+        torch.zeros(8, 256), torch.zeros(8, 256), False, [], 2, 256, 1, True, False, False, True,
+    )  # fmt: skip
+    # Backward's own sums are in it too, which forward does not touch.
+    assert 0.6 * outputs[3].nbytes < lstm_workspace(64, 8, 256, 256) < outputs[3].nbytes
