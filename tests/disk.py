@@ -151,10 +151,10 @@ def cached(fd: int, nbytes: int) -> int:
     return sum(page & 1 for page in there) * mmap.PAGESIZE
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    """Wait up to 5 s."""
-    for _ in range(500):
-        if true():
-            return
+def wait_until(true: Callable[[], bool], limit: float = 5.0) -> None:
+    """Wait up to `limit` seconds."""
+    until = time.monotonic() + limit
+    while not true():
+        if time.monotonic() > until:
+            raise AssertionError(f"did not come true in {limit:g} s")
         time.sleep(0.01)
-    raise AssertionError("did not come true in 5 s")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.launcher import Launcher
+from tests.system.warm import WarmPython
 
 
 @pytest.fixture
@@ -17,3 +18,33 @@ def shardwise(tmp_path: Path) -> Iterator[Launcher]:
     launcher.kill_all()
     assert left == []
     assert launcher.folders_left() == []
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmPython]:
+    """Processes that programs are forked from."""
+    made = WarmPython("matplotlib.pyplot")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def warm_programs(warm: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts that this test starts, and that those start, are forked from warm processes."""
+    for name, value in warm.environ().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def warm_with_libraries() -> Iterator[WarmPython]:
+    """The same for scripts of other libraries."""
+    made = WarmPython("accelerate", "transformers", "lightning.pytorch", processes=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def warm_library_programs(warm_with_libraries: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `warm_programs`, from processes that have imported accelerate, transformers, lightning."""
+    for name, value in warm_with_libraries.environ().items():
+        monkeypatch.setenv(name, value)

@@ -11,7 +11,10 @@ from tests.system.cluster import Cluster
 from tests.system.launcher import Launcher, Ran, script
 from tests.system.test_launchers import SETTINGS, TORCHRUN, mpirun, run, slurm
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+    pytest.mark.usefixtures("warm_library_programs"),
+]
 pytest.importorskip("accelerate", reason="the accelerate package is not there")
 
 __all__ = ["slurm"]  # a fixture, which pytest looks for among a module's names

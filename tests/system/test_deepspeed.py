@@ -4,8 +4,12 @@ import json
 import re
 import sys
 
+import pytest
+
 from tests.system.launcher import Launcher, script
 from tests.system.test_launchers import run
+
+pytestmark = pytest.mark.usefixtures("warm_programs")
 
 WORDS = [sys.executable, "-m", "shardwise", "run"]
 JSON = {

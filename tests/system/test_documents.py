@@ -21,15 +21,22 @@ from tests.disk import on_a_disk
 from tests.system.documents import DOCUMENTS, LANGUAGES, ROOT, blocks, name, python_of
 from tests.system.launcher import Launcher, script
 
+pytestmark = pytest.mark.usefixtures("warm_programs")
+
 WITH_PYTHON = [document for document in DOCUMENTS if python_of(document)]
 PARALLEL = ROOT / "docs" / "parallel.md"
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 NUMBER = re.compile(r"\d+\.\d+")
-SETTINGS = {
-    "OMP_NUM_THREADS": "1",
-    "SHARDWISE_EMA_DECAY": "0.9",
-    "PYTHONPATH": str(Path(script("guide")).parent),
-}
+
+
+def settings() -> dict[str, str]:
+    """Variables of what is run, which finds our guide.py."""
+    folders = [str(Path(script("guide")).parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        "OMP_NUM_THREADS": "1",
+        "SHARDWISE_EMA_DECAY": "0.9",
+        "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+    }
 
 
 def with_shell() -> list[Path]:
@@ -88,7 +95,7 @@ def test_python_blocks_run(tmp_path: Path) -> None:
     paths = programs([each for each in WITH_PYTHON if each != PARALLEL], tmp_path)
     ran = subprocess.run(
         [sys.executable, script("blocks"), *paths],
-        env=os.environ | SETTINGS,
+        env=os.environ | settings(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -101,7 +108,7 @@ def test_python_blocks_run(tmp_path: Path) -> None:
 def test_python_blocks_of_a_plan_run_on_two_workers(shardwise: Launcher, tmp_path: Path) -> None:
     (path,) = programs([PARALLEL], tmp_path)
     run = ("run", "-n", "2", "--tensor", "2", script("blocks"), str(path))
-    ran = shardwise.run(*run, env=SETTINGS)
+    ran = shardwise.run(*run, env=settings())
     assert ran.code == 0, ran.out + ran.err
     assert "tensor parallel over 2: " in ran.out + ran.err
 
@@ -132,7 +139,7 @@ def on_scratch(command: list[str]) -> Iterator[list[str]]:
         shutil.rmtree(disk)
 
 
-def start(command: list[str], folder: Path, **settings: str) -> None:
+def start(command: list[str], folder: Path, **variables: str) -> None:
     """Run a command of a document; `shardwise` is the one under test, a disk is a real folder."""
     with on_scratch(command) as words:
         if words[0] == "shardwise":
@@ -140,7 +147,7 @@ def start(command: list[str], folder: Path, **settings: str) -> None:
         ran = subprocess.run(
             words,
             cwd=folder,
-            env=os.environ | SETTINGS | settings,
+            env=os.environ | settings() | variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -6,7 +6,10 @@ import pytest
 
 from tests.system.launcher import Launcher, script
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+    pytest.mark.usefixtures("warm_programs"),
+]
 
 
 def said(shardwise: Launcher, workers: int, *flags: str, **environ: str) -> str:

@@ -8,7 +8,10 @@ import pytest
 from tests.system.launcher import Launcher, script
 from tests.system.test_launchers import EXAMPLES, TORCHRUN, mpirun, run
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+    pytest.mark.usefixtures("warm_programs"),
+]
 
 
 def started_by(launcher: str, *flags: str) -> list[str]:

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.usefixtures("warm_programs")
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "language_model.py"
 DATA = Path(sysconfig.get_path("stdlib")) / "json"
 STEPS = 20

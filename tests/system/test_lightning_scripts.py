@@ -8,7 +8,10 @@ import pytest
 from tests.system.launcher import Launcher, Ran, script
 from tests.system.test_launchers import TORCHRUN, run
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+    pytest.mark.usefixtures("warm_library_programs"),
+]
 pytest.importorskip("lightning", reason="the lightning package is not there")
 
 BORING = script("lightning_boring")

@@ -9,7 +9,10 @@ import pytest
 
 from tests.system.launcher import Launcher, script
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+    pytest.mark.usefixtures("warm_programs"),
+]
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 

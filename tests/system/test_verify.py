@@ -18,6 +18,8 @@ from shardwise.testing import assert_same_training
 from tests.system.launcher import Launcher, Ran, script
 
 QUICK = {"OMP_NUM_THREADS": "1"}
+WARM = pytest.mark.usefixtures("warm_programs")
+"""Also the warm processes of a verification are forked then."""
 
 
 LIMIT = 300.0
@@ -33,6 +35,7 @@ def out(shardwise: Launcher) -> Path:
     return shardwise.folder / "runs"
 
 
+@WARM
 def test_the_exact_mode_has_the_same_bits_and_leaves_no_records(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--zero", "3", "--exact", "2", "--steps", "3", "--out", "runs")
     ran = verify(shardwise, *flags, "--json", "-", script("exact"), env=QUICK)
@@ -88,6 +91,7 @@ for batch in x.split(12):
 """
 
 
+@WARM
 def test_a_ported_script_is_compared_with_its_original(shardwise: Launcher) -> None:
     for name, text in (("plain.py", PLAIN), ("ported.py", PORTED)):
         (shardwise.folder / name).write_text(text)
@@ -100,6 +104,7 @@ def test_a_ported_script_is_compared_with_its_original(shardwise: Launcher) -> N
     assert all(loss is not None for loss in told["placements"][0]["reference_losses"])
 
 
+@WARM
 def test_a_script_without_an_engine_is_told_so(shardwise: Launcher) -> None:
     (shardwise.folder / "plain.py").write_text(PLAIN)
     ran = verify(shardwise, "-n", "2", "--steps", "2", "plain.py", env=QUICK)
@@ -108,6 +113,7 @@ def test_a_script_without_an_engine_is_told_so(shardwise: Launcher) -> None:
     assert "--against plain.py PORTED.py" in ran.err
 
 
+@WARM
 def test_a_run_that_fails_shows_its_traceback(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--steps", "4", "--out", "runs")
     ran = verify(shardwise, *flags, script("measured"), "not-on-2", env=QUICK)

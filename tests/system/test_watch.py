@@ -12,10 +12,12 @@ from tests.system.launcher import Launcher, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states of processes are Linux's")
 
+WARM = pytest.mark.usefixtures("warm_programs")
 IN_STEP = r"in engine\.\w+ \(.*watched\.py:3[45]\)"
 """Where ranks are that train on."""
 
 
+@WARM
 def test_a_rank_that_is_stopped(shardwise: Launcher) -> None:
     short = ("--timeout", "12", "--warn-after", "2", "--grace", "0.5")
     ran = shardwise.run("run", "-n", "3", *short, script("watched"), "stop")
@@ -45,6 +47,7 @@ def test_a_rank_that_is_stopped_before_it_joins(shardwise: Launcher, rank: int) 
     assert "within 5 s (--timeout)" in ran.err.splitlines()[-1], ran.err
 
 
+@WARM
 def test_a_rank_in_an_endless_loop(shardwise: Launcher) -> None:
     words = ("run", "-n", "3", "--warn-after", "2", script("watched"), "loop")
     process = shardwise.start(*words)
@@ -66,6 +69,7 @@ def until(process: "subprocess.Popen[str]", words: str) -> str:
     raise AssertionError(f"it ended without {words!r}:\n{said}")
 
 
+@WARM
 @pytest.mark.parametrize("transport", ["auto", pytest.param("gloo", marks=pytest.mark.full)])
 def test_a_save_on_rank_0_alone(shardwise: Launcher, transport: str) -> None:
     words = ("run", "-n", "3", "--transport", transport, script("watched"), "save")
@@ -81,6 +85,7 @@ def test_a_save_on_rank_0_alone(shardwise: Launcher, transport: str) -> None:
     assert not re.search(r" waited (\d|too)", ran.err)  # it was said before any wait was long
 
 
+@WARM
 def test_a_rank_in_another_collective_over_gloo(shardwise: Launcher) -> None:
     ran = shardwise.run("run", "-n", "3", "--transport", "gloo", script("watched"), "differ")
     assert ran.code == 1
@@ -93,6 +98,7 @@ def test_a_rank_in_another_collective_over_gloo(shardwise: Launcher) -> None:
     assert not re.search(r" waited (\d|too)", ran.err)  # it was said before any wait was long
 
 
+@WARM
 def test_a_signal_shows_the_stacks_of_a_rank(shardwise: Launcher) -> None:
     ran = shardwise.run("run", "-n", "2", script("watched"), "show")
     assert ran.code == 0

@@ -1,0 +1,63 @@
+"""Warm interpreters: programs of tests are forked from a process that has imported torch.
+
+Importing torch, and its compiler with the first optimizer, is most of the time of a short program.
+With `environ` in its environment every script that Python runs is such a fork, whoever starts it:
+`shardwise run`, mpirun, another script. How programs start is tested by those that are not.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardwise.verify.rank_client import SEATS, socket_path
+from tests.disk import wait_until
+
+FOLDER = Path(__file__).parent / "warm_python"
+START_LIMIT = 240.0
+
+
+class WarmPython:
+    """Warm processes that have imported `modules` too, where they are there; made when asked for.
+
+    Of two, each has a seed of `hash` of its own: rank 0 is forked from another one than rank 1.
+    """
+
+    def __init__(self, *modules: str, processes: int = SEATS) -> None:
+        self._modules = modules
+        self._processes = processes
+        self._folder = tempfile.TemporaryDirectory(prefix="tests-warm-")
+        self._servers: list[subprocess.Popen[bytes]] = []
+
+    def environ(self) -> Mapping[str, str]:
+        """The variables of programs that are forked."""
+        if sys.platform != "linux":  # elsewhere they start one by one
+            return {}
+        if not self._servers:
+            self._start()
+        folders = filter(None, (str(FOLDER), os.environ.get("PYTHONPATH")))
+        return {"TESTS_WARM": self._folder.name, "PYTHONPATH": os.pathsep.join(folders)}
+
+    def close(self) -> None:
+        """End the processes and what is left of their programs."""
+        for server in self._servers:
+            server.communicate()
+        self._folder.cleanup()
+
+    def _start(self) -> None:
+        sockets = [socket_path(self._folder.name, seat) for seat in range(SEATS)]
+        command = [sys.executable, str(FOLDER / "server.py")]
+        self._servers = [
+            subprocess.Popen(
+                [*command, path, *self._modules],
+                stdin=subprocess.PIPE,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+            for path in sockets[: self._processes]
+        ]
+        for path in sockets[self._processes :]:
+            os.symlink(sockets[0], path)
+        wait_until(lambda: all(map(os.path.exists, sockets)), START_LIMIT)

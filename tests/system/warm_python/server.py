@@ -1,0 +1,68 @@
+"""A warm process: it has imported torch and what programs of tests import, and forks them.
+
+    python server.py SOCKET MODULES ...
+
+As shardwise.verify.fork_server, whose forks are ranks that record; these are whole programs.
+"""
+
+import builtins
+import contextlib
+import gc
+import os
+import runpy
+import socket
+import sys
+import types
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from shardwise.launch import program
+from shardwise.verify.fork_server import IMPORTED, ForkServer
+from shardwise.verify.rank_client import FREE
+
+
+def main(path: str, *modules: str) -> None:
+    """Serve at `path`; a program that was forked returns from here when it has run."""
+    reserved = [os.open(os.devnull, os.O_RDONLY) for _ in range(3, FREE)]
+    with socket.socket(socket.AF_UNIX) as listener:
+        for name in (*IMPORTED, *modules):
+            with contextlib.suppress(ImportError):  # its tests are skipped
+                import_module(name)
+        # A collection would copy each page that is shared with the programs.
+        gc.collect()
+        gc.freeze()
+        listener.bind(path)
+        listener.listen(64)
+        words = ForkServer(listener, reserved).serve()
+    if words is not None:
+        _run(words)
+
+
+def _run(words: list[str]) -> None:
+    """Run a program as `python WORDS` does."""
+    _take_variables()
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if program.set_up_python(words):
+        sys.modules.pop(words[1], None)
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    code = compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True)
+    main.__dict__.update(__file__=words[0], __builtins__=builtins)
+    exec(code, main.__dict__)
+
+
+def _take_variables() -> None:
+    """Set what Python and torch take from the environment at their start."""
+    folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[1:1] = [folder for folder in folders if folder not in sys.path]
+    for words in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
+        action, _, category, *_ = [*words.split(":"), "", ""]
+        warnings.simplefilter(action, getattr(builtins, category or "Warning"))  # type: ignore[arg-type]
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
