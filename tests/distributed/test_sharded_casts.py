@@ -1,5 +1,8 @@
 """Sharded parameters under autocast: no cast of a weight is kept from forward to backward."""
 
+import contextlib
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shardwise as sw
 from shardwise.states import saved_references
 from tests.distributed.sharded import every_size, on, sharded
 
@@ -176,3 +180,108 @@ def with_the_bits_of_kept_casts(world, make, precision):
 @pytest.mark.parametrize("make", [Wide, Once, Convolved])
 def test_cast_again_it_is_the_same(group, ranks, make, precision):
     on(group, ranks)(with_the_bits_of_kept_casts, make, precision)
+
+
+class Adapter(nn.Module):
+    """A frozen layer with a trained one beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.own = nn.Linear(WIDE, WIDE).requires_grad_(False), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x):
+        return torch.relu(self.base(x) + self.own(x))
+
+
+class Adapted(nn.Module):
+    """Of its weights half are frozen, as with adapters most are."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Adapter() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Compiled(Once):
+    """Each block is compiled, so that autocast casts inside of what torch keeps for backward."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+def by_precision():
+    return {"precision": "bf16-mixed"}, contextlib.nullcontext, contextlib.nullcontext
+
+
+def users_own():
+    """Around forward alone, as torch's documentation has it."""
+    return {}, functools.partial(torch.autocast, "cpu", torch.bfloat16), contextlib.nullcontext
+
+
+def around_ours():
+    """The engine's inside of one of the user's."""
+    return {"precision": "bf16-mixed"}, *users_own()[1:]
+
+
+def users_own_without_a_cache():
+    kept = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+    return {}, kept, contextlib.nullcontext
+
+
+def around_steps():
+    """Around the whole loop: whatever torch has cast before a step is old after it."""
+    return {}, contextlib.nullcontext, functools.partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+def by_row(world, make, how, zero):
+    """Losses and values of a training under a user's or the engine's autocast."""
+    settings, forward, loop = how()
+    torch.manual_seed(3)
+    model = make()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    engine = sw.Engine(model, optimizer, zero=zero, quiet=True, **settings)
+    losses = []
+    with loop():
+        for step in range(4):
+            for part in range(2):
+                x = world.share(inputs(10 * step + part, 7))
+                with forward():
+                    loss = model(x).float().square().mean()
+                engine.backward(loss, weight=len(x), last=part == 1)
+            losses.append(engine.step().loss)
+    with engine.full_parameters():
+        values = [value.clone() for value in model.state_dict().values()]
+    engine.close()
+    return losses, values
+
+
+def same_in_each_row(world, make, how):
+    """The bits of a row that keeps parameters whole are those of one that shards them."""
+    wanted, kept = by_row(world, make, how, 2)
+    losses, values = by_row(world, make, how, 3)
+    assert losses == wanted
+    assert all(map(torch.equal, values, kept))
+    assert len(set(losses)) == len(losses)
+
+
+HOW = [by_precision, users_own, around_ours, users_own_without_a_cache, around_steps]
+OFTEN = [(Adapted, by_precision), (Compiled, by_precision), (Wide, around_steps)]
+
+
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        pytest.param(make, how, marks=() if (make, how) in OFTEN else full)
+        for make in (Wide, Once, Convolved, Adapted, Compiled)
+        for how in HOW
+    ],
+)
+def test_whatever_casts_it_a_sharded_parameter_has_the_bits_of_a_whole_one(group, make, how):
+    group(2, transport="gloo")(same_in_each_row, make, how)

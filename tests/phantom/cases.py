@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 from shardwise.collectives import Solo
 from shardwise.mesh import Mesh
+from shardwise.states.host_storage import HostStorage
 from shardwise.tiers import device_spool, host_window
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.nvme import Store
@@ -155,6 +156,30 @@ def small_blocks(world: World, function: Callable[..., Any], *args: Any) -> Any:
         return function(world, *args)
     finally:
         device_spool.CHUNK, host_window.PIECE = before
+
+
+def summed_elsewhere(world: World, numel: int) -> float:
+    """A sum in 16 bits, asked for on one stream and waited for on another; all its elements."""
+    one, other = torch.cuda.Stream(world.device), torch.cuda.Stream(world.device)
+    one.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(one):
+        buffer = torch.full((numel,), world.rank + 1.0, dtype=torch.bfloat16, device=world.device)
+        handle = world.collectives.all_reduce(buffer)
+    other.wait_stream(one)
+    with torch.cuda.stream(other):
+        handle.wait()
+        del handle
+        return float(buffer.float().sum())  # the host has waited: the buffer may go
+
+
+def added_twice(world: World) -> None:
+    """A gradient is added to one that is still on its way down to the host."""
+    copies = CopyStream(world.device)
+    storage = HostStorage(copies.memory(1000, torch.float32), copies)
+    parts = [torch.full((1000,), n, device=world.device) for n in (1.0, 2.0)]
+    for number, part in enumerate(parts):
+        storage.add(part, fresh=number == 0)
+    assert bool((storage.take(0) == 3).all())
 
 
 def lent_again(world: World, folder: Path) -> None:

@@ -128,7 +128,7 @@ class Order:
             return
         self._nbytes -= block.nbytes
         for access in block.log.last:
-            if access.who not in (HOST, *block.recorded) and not self._next(block, access):
+            if access.who != HOST and not self._next(block, access):
                 self.races.append(
                     f"a block of {block.stream}, made by {block.made}, was freed by "
                     f"{self._where()} before this, without record_stream: {access}"
@@ -136,10 +136,10 @@ class Order:
                 return
 
     def _next(self, block: Block, access: Access) -> bool:
-        """Whether what the block's own stream is asked for next comes after `access`."""
-        return any(
-            self._clocks.has_seen(who, access.who, access.count) for who in (block.stream, HOST)
-        )
+        """Whether what the block's own stream is asked for next comes after `access`; the allocator
+        lets it wait for what the streams were given that it was told of."""
+        known = (block.stream, HOST, *block.recorded)
+        return any(self._clocks.has_seen(who, access.who, access.count) for who in known)
 
     def is_pinned(self, address: int) -> bool:
         """Whether a block of pinned memory starts there."""
@@ -198,6 +198,11 @@ class Order:
         with self._now():
             self._clocks.learn(stream, self._clocks.of(HOST))
             return dict(self._clocks.of(stream))
+
+    def everything(self) -> Seen:
+        """All that was asked for until now."""
+        with self._now():
+            return self._clocks.everything()
 
     def record(self, event: int, stream: str) -> None:
         """`event` is behind what `stream` was asked for."""

@@ -62,6 +62,8 @@ CASES = {
         {"zero": 2},
         {"optimizer": "device", "gradients": "cpu"},
     ),
+    "a sum waited for elsewhere": (cases.summed_elsewhere, 1 << 17),
+    "a short sum waited for elsewhere": (cases.summed_elsewhere, 64),
     "a buffer lent again": (cases.lent_again, "folder"),
     "saved": (cases.small_blocks, cases.saved_and_loaded, "folder", {"zero": 3}, False),
 }
@@ -99,6 +101,8 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("model/batch_norm_statistics.py",), "SyncBatchNorm"),
     rarely(COLLECTIVE, ("model/sync_batch_norm.py",), "SyncBatchNorm"),
     rarely(COLLECTIVE, ("collectives/nccl.py",), "exact"),
+    often(RECORD, ("collectives/nccl.py",), "a sum waited for elsewhere"),
+    rarely(RECORD, ("collectives/nccl.py",), "a short sum waited for elsewhere"),
     rarely(COLLECTIVE, ("parallel/tensor/region_collectives.py",), "tensor"),
     rarely(COLLECTIVE, ("parallel/tensor/split_model.py",), "tensor"),
     rarely(
@@ -246,7 +250,7 @@ def up_before_it_came_down(world, folder):
     """The stream up does not wait for that down, whose sum it takes up again."""
     del folder
     with replaced(CopyStream, "up", lambda copies, real, memory, after=(): real(copies, memory)):
-        cases.accumulated(world, {"zero": 2}, {"optimizer": "device", "gradients": "cpu"})
+        cases.added_twice(world)
 
 
 def narrowed_early(world, folder):

@@ -54,6 +54,10 @@ CASES = {
     "a later write hides no race": ([READ, kernel("side", writes=[WHOLE]), WRITE], 1),
     "freed while another reads": ([WRITE, wait("side", "main"), READ, freed], 1),
     "freed, and recorded": ([WRITE, wait("side", "main"), READ, recorded("side"), freed], 0),
+    "recorded for one that waits for it": (
+        [WRITE, wait("side", "main"), READ, wait("x", "side"), recorded("x"), freed],
+        0,
+    ),
     "recorded for another": ([WRITE, wait("side", "main"), READ, recorded("x"), freed], 1),
     "freed when its stream has waited": (
         [WRITE, wait("side", "main"), READ, wait("main", "side"), freed],

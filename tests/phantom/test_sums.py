@@ -5,6 +5,8 @@ import torch
 
 from shardwise.bucket_layout import even_cuts
 from shardwise.collectives import Sum
+from shardwise.states.bucket_reducer import IN_FLIGHT, BucketReducer
+from tests.phantom import cases
 
 LONG = 1 << 17
 
@@ -74,3 +76,52 @@ def test_the_work_goes_on_until_a_sum_is_asked_for(phantom, how):
     for before, advanced, done in phantom(2, unheld, how):
         assert advanced == before
         assert done > before
+
+
+def of_nccl(seen):
+    """How many collectives are among what happened before."""
+    return sum(count for name, count in seen.items() if name.startswith("NCCL"))
+
+
+def waits_of_backward(world, zero):
+    """By bucket of a step: the collectives that the stream of backward waits for when the bucket is
+    launched, and those that had been asked for when the launch was over."""
+    from tests.phantom.streams import Device
+
+    order, real, found = Device.order, BucketReducer.launch, []
+
+    def launch(self, *args, **kwargs):
+        waited = of_nccl(order.moment(Device.current()))
+        real(self, *args, **kwargs)
+        found.append((waited, of_nccl(order.everything())))
+
+    torch.manual_seed(0)
+    model = cases.Model().to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = cases.sw.Engine(model, optimizer, zero=zero, precision="bf16", bucket_mb=0.004)
+    BucketReducer.launch = launch
+    try:
+        for step in range(2):
+            found.clear()
+            x, y = world.share(cases.batch(world, step))
+            engine.backward(cases.loss_of(model, x.bfloat16(), y))
+            engine.step()
+    finally:
+        BucketReducer.launch = real
+    engine.close()
+    return found
+
+
+def test_backward_waits_for_the_bucket_whose_buffer_it_borrows_and_no_later_one(phantom):
+    for found in phantom(2, waits_of_backward, 2):
+        assert len(found) > 2 * IN_FLIGHT
+        for number, (waited, _) in enumerate(found[IN_FLIGHT:], IN_FLIGHT):
+            _, asked = found[number - IN_FLIGHT]
+            assert waited <= asked, f"bucket {number} waits for one after {number - IN_FLIGHT}"
+        assert found[-1][0] > found[0][0]
+
+
+@pytest.mark.parametrize("numel", [LONG, 64])
+def test_a_sum_may_be_waited_for_on_another_stream(phantom, numel):
+    for total in phantom(2, cases.summed_elsewhere, numel):
+        assert total == 3.0 * numel

@@ -19,33 +19,49 @@ def same(phantom, group, function, *args, **tolerance):
             torch.testing.assert_close(a, b, **(tolerance or CLOSE))
 
 
-TIERS = [
-    {},
-    {"optimizer": "cpu"},
-    {"optimizer": "nvme"},
-    {"optimizer": "cpu", "gradients": "nvme"},
-    {"optimizer": "cpu", "params": "cpu"},
-    {"optimizer": "nvme", "params": "nvme"},
-]
-OFTEN = [
-    (0, {}, "fp32"),
-    (1, {"optimizer": "cpu"}, "bf16"),
-    (2, {}, "bf16"),
-    (2, {"optimizer": "cpu"}, "bf16-mixed"),
-    (3, {}, "bf16-mixed"),
-    (3, {"optimizer": "cpu", "params": "cpu"}, "bf16"),
-]
+TIERS = ("device", "cpu", "nvme")
+PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed")
+STATES = ("optimizer", "gradients", "params")
+"""Of which those that a row shards, and the optimizer's in any, may rest elsewhere."""
+
+SHARDED = {0: 1, 1: 1, 2: 2, 3: 3}
 PRODUCT = [
-    pytest.param(
-        *case, marks=() if case in OFTEN else pytest.mark.full, id="-".join(map(str, case))
-    )
-    for case in itertools.product(range(4), TIERS, ("fp32", "bf16-mixed", "bf16", "fp16-mixed"))
-    if case[0] >= 3 * ("params" in case[1]) and case[0] >= 2 * ("gradients" in case[1])
+    (row, tiers, precision)
+    for row, count in SHARDED.items()
+    for tiers in itertools.product(TIERS, repeat=count)
+    for precision in PRECISIONS
+]
+"""By row, where the states rest: the optimizer's, gradients, parameters; and the precision."""
+
+OFTEN = [
+    (0, ("device",), "fp32"),
+    (1, ("cpu",), "bf16"),
+    (2, ("device", "device"), "bf16"),
+    (2, ("cpu", "cpu"), "bf16-mixed"),
+    (3, ("device", "device", "device"), "bf16-mixed"),
+    (3, ("cpu", "cpu", "cpu"), "bf16"),
+    (3, ("nvme", "device", "nvme"), "fp16-mixed"),
 ]
 
 
-@pytest.mark.parametrize(("row", "named", "precision"), PRODUCT)
-def test_rows_tiers_and_precisions(phantom, group, row, named, precision):
+def test_the_product_is_all_that_is_legal():
+    assert len(PRODUCT) == 4 * (3 + 3 + 9 + 27)
+    assert set(OFTEN) <= set(PRODUCT)
+
+
+@pytest.mark.parametrize(
+    ("row", "where", "precision"),
+    [
+        pytest.param(
+            *case,
+            marks=() if case in OFTEN else pytest.mark.full,
+            id=f"{case[0]}-{'-'.join(case[1])}-{case[2]}",
+        )
+        for case in PRODUCT
+    ],
+)
+def test_rows_tiers_and_precisions(phantom, group, row, where, precision):
+    named = dict(zip(STATES, where, strict=False))
     settings = {"zero": row, "precision": precision}
     same(phantom, group, cases.by_precision, settings, named, rtol=2e-3, atol=1e-4)
 

@@ -322,6 +322,20 @@ class TestFailing:
         assert "was ended by SIGSEGV: a crash in native code" in ran.err
         assert ran.err.endswith('File "<string>", line 1 in <module>\n')
 
+    def test_a_rank_that_the_watchdog_of_nccl_has_ended_is_explained(
+        self, shardwise: Launcher
+    ) -> None:
+        ran = shardwise.run("run", "-n", "2", script("nccl_aborted"))
+        assert ran.code == 1
+        # The test's own script is the user's.
+        assert ran.err.endswith(
+            "shardwise: rank 1 of 2 did not come, nor say anything until it was ended. Rank 0 was "
+            "waiting for it:\n\nCollectiveError: Rank 0 of 2 waited 600 s in all-reduce number 7 "
+            "over NCCL for a rank that did not come. Every rank must make the same calls in the "
+            "same order; --timeout sets how long to wait, --warn-after when the ranks' lines are "
+            "shown. [" + script("nccl_aborted") + ":11: os.abort()]\n"
+        )
+
     def test_one_rank_has_said_all_itself(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "1", sys.executable, "-c", "raise SystemExit('no')")
         assert (ran.code, ran.err) == (1, "no\n")

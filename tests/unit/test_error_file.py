@@ -140,7 +140,7 @@ def test_all_lines_of_the_users_are_told(solo: World) -> None:
     ],
 )
 def test_whose_a_file_is(file: Path, users: bool) -> None:
-    assert error_file._is_users(file) == users
+    assert error_file.is_users(file) == users
 
 
 def test_errors_from_elsewhere() -> None:

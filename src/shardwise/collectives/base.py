@@ -235,13 +235,18 @@ class Collectives(ABC):
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         device = self.small_device
         lengths = self.gather_rows(torch.tensor([data.numel()], dtype=torch.float64, device=device))
-        counts = [int(length) for length in lengths.flatten().tolist()]
+        counts = [int(length) for length in self.read(lengths).flatten().tolist()]
         cuts = [sum(counts[:rank]) for rank in range(self.size + 1)]
         buffer = torch.zeros(cuts[-1], dtype=torch.uint8, device=device)
         buffer[cuts[self.rank] : cuts[self.rank + 1]] = data.to(device)
         self.all_gather(buffer, cuts).wait()
-        whole = buffer.cpu().numpy().tobytes()
+        whole = self.read(buffer).numpy().tobytes()
         return [whole[a:b] for a, b in pairwise(cuts)]
+
+    def read(self, rows: Tensor) -> Tensor:
+        """`rows`, which a collective fills, on the CPU. Blocks; such a wait is one that a hang
+        report tells of, on an accelerator too, where the collective itself does not block."""
+        return rows.cpu()
 
     @property
     def small_device(self) -> torch.device:

@@ -63,7 +63,12 @@ class Nccl(Collectives):
             return self._own_all_reduce(buffer, how)
         summed = buffer.to(wide)
         work = dist.all_reduce(real_view(summed), group=self._group, async_op=True)
-        return self._handle(work, lambda: _rounded(how.scaled(summed), buffer))
+
+        def round_off() -> None:
+            _used_here(summed)
+            _rounded(how.scaled(summed), buffer)
+
+        return self._handle(work, round_off)
 
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
@@ -94,10 +99,11 @@ class Nccl(Collectives):
         with torch.cuda.stream(self._stream_for("sums")):
             # The work that comes after this call, backward mostly, need not wait for the messages.
             self._wait(work)
+            _used_here(rows)
             _sum_rows(rows.view(self.size, -1), out, how)
             came: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             came.record()
-        return _Summing(came, rows)
+        return _Summing(came)
 
     def _stream_for(self, what: str) -> torch.cuda.Stream:
         if what not in self._streams:
@@ -148,7 +154,13 @@ class Nccl(Collectives):
         return rows
 
     def barrier(self) -> None:
-        self.gather_rows(torch.zeros(1, device=self._device)).cpu()
+        self.read(self.gather_rows(torch.zeros(1, device=self._device)))
+
+    def read(self, rows: Tensor) -> Tensor:
+        # Of NCCL's calls the host knows nothing but that it waits: for all that have not come.
+        others = [rank for rank in self._group_ranks.ranks if rank != self.status_server.rank]
+        with self.status_server.waits.noted("a collective over NCCL", lambda: others):
+            return rows.cpu()
 
     def second_group(self) -> Collectives:
         return self.split([range(self.size)])
@@ -212,22 +224,23 @@ class _Working(Handle):
 class _Summing(Handle):
     """A sum on a stream of its own: `came` is the event of its end."""
 
-    def __init__(self, came: Any, rows: Tensor) -> None:
-        super().__init__(self._end)
+    def __init__(self, came: Any) -> None:
+        super().__init__(self.await_)
         self._came = came
-        # Made on the present stream, which may use that memory again only once it has waited.
-        self._rows: Tensor | None = rows
 
     def await_(self) -> None:
         """Let the present stream wait for the sum."""
         torch.cuda.current_stream().wait_event(self._came)
 
-    def _end(self) -> None:
-        self.await_()
-        self._rows = None
-
     def is_there(self) -> bool:
         return super().is_there() or bool(self._came.query())
+
+
+def _used_here(made: Tensor) -> None:
+    """Tell the allocator that the present stream uses `made`, which may be of another one: freed
+    there, its memory would be used anew while this stream still reads it. Whoever waits for a sum
+    need not do so on the stream that has asked for it, nor at all."""
+    made.record_stream(torch.cuda.current_stream())
 
 
 def _sum_rows(rows: Tensor, out: Tensor, how: Sum) -> None:

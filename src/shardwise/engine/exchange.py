@@ -63,7 +63,7 @@ def exchange(
     )
     report = mine.row(group.small_device)
     # Looked at on the CPU: one copy from a GPU, and no more waiting for it.
-    rows = group.gather_rows(torch.cat([report, buffers.values()])).cpu()
+    rows = group.read(group.gather_rows(torch.cat([report, buffers.values()])))
     everyone = mine.join(rows[:, : report.numel()].tolist(), aggregation)
     weights = rows[:, : len(mine.weights)]
     _average_buffers(buffers, group, rows[:, report.numel() :], weights, news=everyone.news)
@@ -85,7 +85,7 @@ def squared_norm(
     """The squared norm of the sums as they are now; `copies` is as for `exchange`. Collective."""
     # In fp64 on all: a rank without any part of the norm has a zero of its own.
     row = (gradients.norm.squared().double() / copies).reshape(-1).to(group.small_device)
-    squared = aggregation.total_of_squares(group.gather_rows(row).cpu().tolist())
+    squared = aggregation.total_of_squares(group.read(group.gather_rows(row)).tolist())
     if math.isfinite(squared):
         return squared
     return _squared_in_fp64(aggregation, gradients, group, copies)
@@ -107,7 +107,7 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
     flags = [float(totals.several), float(totals.unsaved), float(totals.asked), totals.written]
     flags += [float(totals.rows_differ), totals.calls]
     row = torch.tensor([totals.squared_norm, totals.options, *flags], dtype=torch.float64)
-    rows = group.gather_rows(row.to(group.small_device)).cpu()
+    rows = group.read(group.gather_rows(row.to(group.small_device)))
     options, calls = rows[:, 1].tolist(), rows[:, 7].tolist()
     return replace(
         totals,
@@ -135,5 +135,5 @@ def _average_buffers(
     buffers.average(rows, weights)
     if news:
         buffers.follow_agreed()
-        buffers.average(group.gather_rows(buffers.values()).cpu(), weights)
+        buffers.average(group.read(group.gather_rows(buffers.values())), weights)
     buffers.remember()

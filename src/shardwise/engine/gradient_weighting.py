@@ -104,7 +104,8 @@ class GradientWeighting:
         collective."""
         if self._unit is None:
             row = torch.as_tensor(weight, dtype=torch.float64, device=self._group.small_device)
-            weights = self._group.gather_rows(row.reshape(1)).flatten().tolist()
+            rows = self._group.read(self._group.gather_rows(row.reshape(1)))
+            weights = rows.flatten().tolist()
             self.follow(*self._parts.first_step(weights))
 
     def seed(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, float | Tensor]:

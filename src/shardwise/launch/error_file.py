@@ -154,12 +154,12 @@ def refusal_sentence(error: BaseException) -> str:
     if not isinstance(error, ShardwiseError) or isinstance(error, CollectiveError):
         return ""
     files = _files(error.__traceback__)
-    users = [number for number, file in enumerate(files) if _is_users(file)]
+    users = [number for number, file in enumerate(files) if is_users(file)]
     if not users and _ADOPT in files:  # --adopt was refused, before any line of the script
         return _said(error)
     if not users or not any(OURS in file.parents for file in files[users[-1] :]):
         return ""
-    if any(any(map(_is_users, _files(cause.__traceback__))) for cause in _causes(error)):
+    if any(any(map(is_users, _files(cause.__traceback__))) for cause in _causes(error)):
         return ""
     *before, last = _users_frames(error.__traceback__)
     way = "".join(f"{_place(frame)} > " for frame in before)
@@ -179,7 +179,7 @@ def users_line(trace: TracebackType | None) -> str:
 
 def _users_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
     frames = zip(_files(trace), traceback.extract_tb(trace), strict=True)
-    return [frame for file, frame in frames if _is_users(file)]
+    return [frame for file, frame in frames if is_users(file)]
 
 
 def _line(frame: traceback.FrameSummary) -> str:
@@ -211,7 +211,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         error = found
 
 
-def _is_users(file: Path) -> bool:
+def is_users(file: Path) -> bool:
     """Whether a file is neither ours nor torch's nor Python's own: a package that is installed may
     well be the user's project."""
     if str(file).startswith("<frozen ") or not {OURS, _torch()}.isdisjoint(file.parents):

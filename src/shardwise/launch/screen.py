@@ -275,9 +275,10 @@ class Screen:
 
 
 class Tail:
-    """The last lines of a stream, for the last words of a rank."""
+    """The last lines of a stream, for the last words of a rank: so many that they go back beyond
+    the stacks of its threads, which end those of a crash."""
 
-    def __init__(self, length: int = 200) -> None:
+    def __init__(self, length: int = 1000) -> None:
         self._lines: deque[bytes] = deque(maxlen=length)
         self._cutter = Lines(b"")
 

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from shardwise.launch import failure_report
+from shardwise.launch import failure_report, nccl_watchdog
 from shardwise.launch.console import STDERR, Console
 from shardwise.launch.error_file import ErrorReport
 from shardwise.launch.local_workers import RankExit
@@ -256,7 +256,7 @@ class Supervisor:
             found.text if found else self._outputs[rank].tail.text()
         )
         if judged.late and found is not None:  # our frames do not say more of who is at fault
-            trace = f"{found.message} [{found.where}]"
+            trace = f"{found.message} [{found.where}]" if found.where else found.message
         words = failure_report.closing_words(
             judged,
             how,
@@ -293,5 +293,13 @@ class Supervisor:
         return [rank_exit.end for rank_exit in self._exits.values() if not rank_exit.saved]
 
     def _reports(self) -> dict[int, ErrorReport]:
-        found = self._exits.items()
-        return {rank: rank_exit.report for rank, rank_exit in found if rank_exit.report}
+        """The ranks' own error reports, and ours of those that NCCL's watchdog has ended."""
+        found = {rank: each.report for rank, each in self._exits.items() if each.report}
+        aborted = {
+            rank: each.end.time
+            for rank, each in self._exits.items()
+            if rank not in found and each.end.code == -signal.SIGABRT
+        }
+        tails = {rank: self._outputs[rank].tail.text() for rank in aborted}
+        ours = nccl_watchdog.reports(tails, aborted, len(self._outputs))
+        return found | {report.rank: report for report in ours}

@@ -56,6 +56,8 @@ class Parameters(ABC):
 
     def settle(self) -> None:
         """Every bucket was published: return when parameters may be used. Collective."""
+        # A user's autocast around several steps would go on with casts of the values before.
+        torch.clear_autocast_cache()
         torch.autograd.graph.increment_version([t.parameter for t in self.named])
         self.remember()
 

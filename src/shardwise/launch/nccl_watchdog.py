@@ -1,0 +1,126 @@
+"""Explains a rank that torch's watchdog of NCCL has ended, from what that wrote to stderr. Pure.
+
+NCCL's calls do not stop the host, so no line of the script is in one that fails: a thread of torch
+sees it and aborts the process (SIGABRT), which leaves no error file. What it wrote says which call
+failed; the other ranks, and what they wrote, say more. Python's faulthandler writes after it where
+each thread was, the main one last.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.launch.error_file import ErrorReport, is_users
+from shardwise.printable import from_here
+
+_TIMEOUT = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), "
+    r"OpType=(?P<kind>\w+),.*?\) ran for (?P<ms>\d+) milliseconds"
+)
+_ENDED = re.compile(
+    r"(?:Process group watchdog|NCCL watchdog) thread terminated with exception: (?P<why>[^\n]+)"
+)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
+
+_LOST = ("remote process exited", "ncclremoteerror", "connection closed", "connection reset")
+
+_VERBS = {
+    "ALLREDUCE": "all-reduce",
+    "ALLGATHER": "all-gather",
+    "_ALLGATHER_BASE": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "_REDUCE_SCATTER_BASE": "reduce-scatter",
+    "BROADCAST": "broadcast",
+    "ALLTOALL": "all-to-all",
+    "ALLTOALL_BASE": "all-to-all",
+}
+
+
+@dataclass(frozen=True)
+class Waited:
+    """A call for which a rank has waited too long: its words, such as all-reduce number 7."""
+
+    call: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Another failure of NCCL, as the watchdog told it."""
+
+    why: str
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether another rank, or the way to it, was lost."""
+        return any(sign in self.why.lower() for sign in _LOST)
+
+
+def parse(tail: str) -> Waited | Failed | None:
+    """What the watchdog has told of, in the last that a rank wrote to stderr; None if nothing."""
+    if (late := _TIMEOUT.search(tail)) is not None:
+        verb = _VERBS.get(late["kind"], late["kind"].strip("_").lower())
+        return Waited(f"{verb} number {late['number']}", int(late["ms"]) / 1000)
+    ended = _ENDED.search(tail)
+    return None if ended is None else Failed(re.sub(r"^\[.*?\] ", "", ended["why"]).rstrip(". "))
+
+
+def reports(tails: Mapping[int, str], times: Mapping[int, float], size: int) -> list[ErrorReport]:
+    """The error reports of the ranks, of `size`, that the watchdog has ended: what they would have
+    said. `tails` are the last that ranks wrote, `times` when they ended."""
+    told = {rank: found for rank, text in tails.items() if (found := parse(text)) is not None}
+    return [
+        _report(rank, f"Rank {rank} of {size} {_words(rank, told)}", times[rank], tails[rank])
+        for rank in sorted(told)
+    ]
+
+
+def _words(rank: int, told: Mapping[int, Waited | Failed]) -> str:
+    mine = told[rank]
+    if isinstance(mine, Waited):
+        return (
+            f"waited {mine.seconds:.0f} s in {mine.call} over NCCL for a rank that did not come."
+            f"{_others(rank, mine, told)} Every rank must make the same calls in the same order; "
+            "--timeout sets how long to wait, --warn-after when the ranks' lines are shown."
+        )
+    if mine.is_loss:
+        return (
+            f"lost another rank, or the way to it, in a call of NCCL: {mine.why}. The cause is on "
+            "the rank that went away, see its own output; or in the network: shardwise doctor "
+            "looks at it."
+        )
+    return f"failed in a call of NCCL: {mine.why}. NCCL_DEBUG=INFO tells more."
+
+
+def _others(rank: int, mine: Waited, told: Mapping[int, Waited | Failed]) -> str:
+    """Where other ranks waited, if that was in another call."""
+    apart = [
+        f"rank {other} waited in {found.call}"
+        for other, found in sorted(told.items())
+        if other != rank and isinstance(found, Waited) and found.call != mine.call
+    ]
+    return f" Meanwhile {', '.join(apart)}." if apart else ""
+
+
+def _report(rank: int, message: str, time: float, tail: str) -> ErrorReport:
+    message, where = f"CollectiveError: {message}", users_line(tail)
+    text = f"{message} [{where}]" if where else message
+    return ErrorReport(
+        rank=rank, time=time, secondary=True, message=message, text=text, where=where
+    )
+
+
+def users_line(tail: str) -> str:
+    """The innermost line of the user's own at which the main thread was; "" where no stack says."""
+    *_, main = _THREAD.split(tail)
+    for frame in _FRAME.finditer(main):
+        if is_users(Path(frame["file"])):
+            code = linecache.getline(frame["file"], int(frame["line"])).strip()
+            place = f"{from_here(frame['file'])}:{frame['line']}"
+            return f"{place}: {code}" if code else place
+    return ""

@@ -1,0 +1,12 @@
+"""Rank 0 dies as torch's watchdog of NCCL lets a rank die; rank 1 does not come to the call."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+if os.environ["RANK"] == "0":
+    sys.stderr.write(Path(__file__).with_name("nccl_watchdog.txt").read_text())
+    sys.stderr.flush()
+    os.abort()
+time.sleep(60)

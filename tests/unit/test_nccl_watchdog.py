@@ -1,0 +1,126 @@
+"""What the launcher makes of a rank that torch's watchdog of NCCL has ended."""
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from shardwise.collectives.nccl import Nccl
+from shardwise.launch import failure_report, nccl_watchdog
+from shardwise.launch.failure_report import ExitStatus, Verdict
+from shardwise.launch.nccl_watchdog import Failed, Waited, parse, users_line
+
+WORDS = Path(__file__).parents[1] / "system" / "scripts" / "nccl_watchdog.txt"
+
+
+def late(rank: int = 0, number: int = 7, kind: str = "ALLREDUCE") -> str:
+    """What torch 2.9 and later write when a rank has waited for 600 seconds."""
+    text = WORDS.read_text().replace("OpType=ALLREDUCE", f"OpType={kind}")
+    return text.replace("SeqNum=7", f"SeqNum={number}").replace("Rank 0", f"Rank {rank}")
+
+
+def ended(why: str) -> str:
+    prefix = "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated"
+    return f"terminate called\n  what():  {prefix} with exception: {why}\nException raised from"
+
+
+LOST = "NCCL error: remote process exited or there was a network error, NCCL version 2.27.5"
+
+
+@pytest.mark.parametrize(
+    ("tail", "found"),
+    [
+        ("", None),
+        ("ValueError: all-reduce", None),
+        (late(), Waited("all-reduce number 7", 600.027)),
+        (late(kind="_ALLGATHER_BASE"), Waited("all-gather number 7", 600.027)),
+        (late(kind="COALESCED"), Waited("coalesced number 7", 600.027)),
+        (ended(LOST), Failed(LOST)),
+    ],
+)
+def test_parse(tail: str, found: Waited | Failed | None) -> None:
+    assert parse(tail) == found
+
+
+def said(tails: dict[int, str], size: int = 2) -> dict[int, str]:
+    found = nccl_watchdog.reports(tails, dict.fromkeys(tails, 1.0), size)
+    assert all(report.secondary for report in found)
+    return {report.rank: report.message for report in found}
+
+
+def test_a_rank_that_waited_says_in_what_and_what_to_do() -> None:
+    assert said({0: late(), 1: "nothing"}) == {
+        0: "CollectiveError: Rank 0 of 2 waited 600 s in all-reduce number 7 over NCCL for a rank "
+        "that did not come. Every rank must make the same calls in the same order; --timeout sets "
+        "how long to wait, --warn-after when the ranks' lines are shown."
+    }
+
+
+def test_ranks_in_different_calls_say_so() -> None:
+    found = said({0: late(), 1: late(1, 9, "BROADCAST"), 2: late(2)}, 3)
+    assert "did not come. Meanwhile rank 1 waited in broadcast number 9. Every" in found[0]
+    assert "Meanwhile rank 0 waited in all-reduce number 7, rank 2 waited in all" in found[1]
+
+
+STACKS = """Fatal Python error: Aborted
+
+Thread 0x00007f2a (most recent call first):
+  File "/home/me/reader.py", line 4 in read
+  File "{threading}", line 975 in _bootstrap
+
+Thread 0x00007f2b (most recent call first):
+  File "{ours}", line 163 in read
+  File "/home/me/train.py", line 31 in step
+  File "/home/me/train.py", line 40 in <module>
+
+Extension modules: numpy._core (total: 1)
+"""
+
+
+def test_the_users_own_line_is_known_from_the_stacks() -> None:
+    stacks = STACKS.format(threading=threading.__file__, ours=nccl_watchdog.__file__)
+    assert users_line(late() + stacks) == "/home/me/train.py:31"
+    assert users_line(late()) == ""
+
+
+def test_a_rank_that_lost_another_points_there() -> None:
+    assert (
+        f"a call of NCCL: {LOST}. The cause is on the rank that went away"
+        in said({0: ended(LOST)})[0]
+    )
+    other = said({0: ended("[Rank 0] CUDA error: an illegal memory access")})[0]
+    assert "Rank 0 of 2 failed in a call of NCCL: CUDA error: an illegal memory access." in other
+
+
+def test_the_rank_that_said_nothing_is_blamed() -> None:
+    ends = [
+        ExitStatus(rank=0, code=-signal.SIGABRT, time=1.0),
+        ExitStatus(rank=1, code=-signal.SIGTERM, time=2.0, stopped=True),
+    ]
+    reports = {r.rank: r for r in nccl_watchdog.reports({0: late()}, {0: 1.0}, 2)}
+    assert failure_report.judge(ends, reports) == Verdict(rank=1, exit_code=1, waiting=0, late=True)
+
+
+class Rows:
+    """Rows of a collective; `seen` is the wait that was noted while they were read."""
+
+    def __init__(self, group: Nccl) -> None:
+        self._group = group
+        self.seen = None
+
+    def cpu(self) -> str:
+        wait = self._group.status_server.waits.longest()
+        self.seen = wait and (wait.call, list(wait.missing()))
+        return "the rows"
+
+
+def test_who_reads_what_nccl_brings_is_known_to_wait() -> None:
+    import torch
+
+    group = Nccl(1, 3, torch.device("cpu"))
+    rows = Rows(group)
+    assert group.read(rows) == "the rows"
+    assert rows.seen is not None
+    assert rows.seen[0] == "a collective over NCCL"
+    assert group.status_server.waits.longest() is None
