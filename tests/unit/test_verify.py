@@ -118,6 +118,16 @@ class TestComparing:
         assert not found.same_bits
         assert found.within(1e-8)
 
+    def test_a_loss_near_zero_is_compared_with_the_largest(self) -> None:
+        one, two = training(), training()
+        for run, tiny in ((one, 0.0), (two, 1e-18)):
+            run.engines[0][4] = replace(run.engines[0][4], loss=tiny, grad_norm=2 * tiny)
+        found = compare(one, two)
+        assert not found.same_bits
+        assert found.within(1e-12)
+        two.engines[0][4] = replace(two.engines[0][4], loss=1e-3)
+        assert not compare(one, two).within(1e-8)
+
     def test_without_values_the_sketch_says_how_far(self) -> None:
         one, two = training(), training(1e-3)
         for step in two.engines[0]:

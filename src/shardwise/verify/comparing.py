@@ -12,7 +12,8 @@ from shardwise.verify.records import Key, Step, Training, Whole
 
 FLOOR = 1e-3
 """A tensor smaller than this part of the largest of its kind is compared with that: where a
-gradient is zero but for rounding, nothing of it is alike, and nothing depends on it."""
+gradient is zero but for rounding, nothing of it is alike, and nothing depends on it. So is a loss,
+or a norm, that training has brought near zero, with the largest of all steps."""
 
 COUNTED = ("model", "optimizer", "buffer", "average")
 """The kinds of tensors that are compared; a plain attribute of a module may be anything."""
@@ -131,10 +132,20 @@ def compare(reference: Training, other: Training, *, steps: int | None = None) -
         counts[engine] = max(len(theirs) - 1, 0), max(len(ours) - 1, 0)
         renamed = _renaming(reference, other, engine)
         order = {name: place for place, name in enumerate(reference.order.get(engine, []))}
+        least = _least(theirs)
         for one, two in zip(theirs, ours, strict=False):
-            found.append(_step(engine, one, two, order, renamed, known=known))
+            found.append(_step(engine, one, two, order, renamed, least, known=known))
     found.sort(key=lambda step: (step.number, step.engine))
     return Comparison(found, counts)
+
+
+def _least(steps: Sequence[Step]) -> tuple[float, float]:
+    """What smaller losses, and smaller norms, are compared with."""
+    losses, norms = ([abs(getattr(step, name)) for step in steps] for name in ("loss", "grad_norm"))
+    return (
+        FLOOR * max(filter(math.isfinite, losses), default=0.0),
+        FLOOR * max(filter(math.isfinite, norms), default=0.0),
+    )
 
 
 def _end(steps: int | None) -> int | None:
@@ -158,6 +169,7 @@ def _step(
     ours: Step,
     order: Mapping[str, int],
     renamed: Mapping[str, str],
+    least: tuple[float, float],
     *,
     known: bool,
 ) -> StepDifference:
@@ -178,8 +190,8 @@ def _step(
     return StepDifference(
         engine=engine,
         number=ours.number,
-        loss=_relative(theirs.loss, ours.loss, known=known),
-        grad_norm=_relative(theirs.grad_norm, ours.grad_norm, known=known),
+        loss=_relative(theirs.loss, ours.loss, least[0], known=known),
+        grad_norm=_relative(theirs.grad_norm, ours.grad_norm, least[1], known=known),
         weight=_relative(theirs.weight, ours.weight, known=known),
         fed=_fed_alike(theirs, ours),
         rows=(theirs.fed.rows, ours.fed.rows),
@@ -205,11 +217,12 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     return f"{renamed[head]}.{key}" if head in renamed else name
 
 
-def _relative(theirs: float, ours: float, *, known: bool) -> float:
-    """0 for equal numbers, and where NaN of the reference says that it is not `known`."""
+def _relative(theirs: float, ours: float, least: float = 0.0, *, known: bool) -> float:
+    """0 for equal numbers, and where NaN of the reference says that it is not `known`; numbers
+    smaller than `least` are compared with that."""
     if theirs == ours or (math.isnan(theirs) and (math.isnan(ours) or not known)):
         return 0.0
-    return _ratio(abs(theirs - ours), max(abs(theirs), 1e-300))
+    return _ratio(abs(theirs - ours), max(abs(theirs), least, 1e-300))
 
 
 def _ratio(apart: float, size: float) -> float:

@@ -39,9 +39,9 @@ _CASTS: set[Any] = {Tensor.float, Tensor.half, Tensor.bfloat16}
 class Promoting(TorchFunctionMode):
     """Keeps a script in fp64 where it would leave it by itself.
 
-    Of what is fp64, casts by the script to fewer bits do nothing. A function that torch refuses for
-    fp32 and fp64 side by side is called again with all of them in fp64; what writes into its first
-    tensor gets the others in the dtype of that one.
+    Of what is fp64, casts by the script, or by a library of models, to fewer bits do nothing. A
+    function that torch refuses for fp32 and fp64 side by side is called again with all of them in
+    fp64; what writes into its first tensor gets the others in the dtype of that one.
     """
 
     def __torch_function__(
@@ -49,7 +49,7 @@ class Promoting(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
-        if wide and (func in _CASTS or func is Tensor.to) and watching.caller(1) is not None:
+        if wide and (func in _CASTS or func is Tensor.to) and not watching.is_called_by_torch(1):
             if func in _CASTS:
                 return args[0]
             args, kwargs = pytree.tree_map_only(torch.dtype, _widened, (args, kwargs))

@@ -61,6 +61,11 @@ def caller(depth: int) -> str | None:
     return _line(frame) if frame is not None and _is_users(frame) else None
 
 
+def is_called_by_torch(depth: int) -> bool:
+    """Whether the code that called, `depth` frames up, is torch's or this library's."""
+    return sys._getframe(depth + 1).f_code.co_filename.startswith(OURS)
+
+
 def module_of(depth: int) -> str:
     """The package that the code is of that called, `depth` frames up."""
     return str(sys._getframe(depth + 1).f_globals.get("__name__", "")).split(".")[0]
