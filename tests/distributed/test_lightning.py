@@ -441,7 +441,8 @@ def refused_case(world):
         pl.Trainer(accelerator="cpu", devices=3, strategy="shardwise")
     with calm(), pytest.raises(UsageError, match="zer0"):
         trainer(ours(1, zer0=1))
-    finder = trainer(ours(1), [pl.callbacks.BatchSizeFinder()])
+    with calm():
+        finder = trainer(ours(1), [pl.callbacks.BatchSizeFinder()])
     theirs = pl.utilities.exceptions.MisconfigurationException
     with calm(), pytest.raises(theirs, match="not supported with distributed strategies"):
         finder.fit(Model())
