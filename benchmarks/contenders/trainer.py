@@ -67,5 +67,6 @@ def _arguments(job: Job) -> transformers.TrainingArguments:
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
+        ddp_find_unused_parameters=False,  # its faster setting
         dataloader_pin_memory=False,
     )

@@ -125,7 +125,7 @@ def own_batches_case(world, zero):
     seen, _ = train(accelerator)
     rates = seen[2::3]
     assert len(rates) == 2 * -(-ROWS // (BATCH * world.size))
-    assert rates[0] == pytest.approx(1e-2 * (1.0 if world.size == 1 else 0.7))
+    assert rates[0] == pytest.approx(1e-2 * 0.7 ** (world.size // 2))
 
 
 @pytest.mark.parametrize("size", SIZES)

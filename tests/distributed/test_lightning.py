@@ -331,6 +331,36 @@ def test_several_optimizers_by_hand(group, toggles):
         ranks(group, 2)(gan_case, zero, toggles)
 
 
+class ByHand(Model):
+    """One optimizer, whose backward and step training_step makes itself."""
+
+    def __init__(self, share=1):
+        super().__init__(share)
+        self.automatic_optimization = False
+        self.scale.requires_grad_(False)
+
+    def training_step(self, batch, index):
+        x, y = batch
+        loss = ((self(x) if index % 2 else self.net(x)) - y).square().mean()
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.seen.append(self.trainer.strategy.reduce(loss.detach().clone()).item())
+
+
+def by_hand_case(world):
+    _, expected, _ = fitted("auto", model=ByHand(), max_epochs=1)
+    for zero in (0, 3):
+        _, model, _ = fitted(ours(zero), model=ByHand(world.size), max_epochs=1)
+        assert model.seen == pytest.approx(expected.seen, rel=1e-5)
+        alike(model, expected)
+
+
+def test_one_optimizer_by_hand(group):
+    ranks(group, 2)(by_hand_case)
+
+
 class Looking(Model):
     """Reads gradients before the step, and clips by value."""
 
@@ -411,7 +441,8 @@ def refused_case(world):
         pl.Trainer(accelerator="cpu", devices=3, strategy="shardwise")
     with calm(), pytest.raises(UsageError, match="zer0"):
         trainer(ours(1, zer0=1))
-    finder = trainer(ours(1), [pl.callbacks.BatchSizeFinder()])
+    with calm():
+        finder = trainer(ours(1), [pl.callbacks.BatchSizeFinder()])
     theirs = pl.utilities.exceptions.MisconfigurationException
     with calm(), pytest.raises(theirs, match="not supported with distributed strategies"):
         finder.fit(Model())

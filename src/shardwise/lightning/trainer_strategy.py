@@ -283,7 +283,9 @@ class TrainerStrategy(OverEngines):
         method = getattr(module, name)
         trained = self.training.engines.of_model(module)
         with getattr(self.precision_plugin, f"{kind}_step_context")():
-            if trained is None or module not in trained.models:
+            # By hand a training_step makes backward and step itself, which no forward encloses.
+            by_hand = kind == "train" and not self.lightning_module.automatic_optimization
+            if by_hand or trained is None or module not in trained.models:
                 return method(*args, **kwargs)
             return inside_forward(module, method, *args, **kwargs)
 
