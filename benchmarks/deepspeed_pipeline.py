@@ -191,6 +191,7 @@ def main() -> None:
     if given.worker:
         work(given.worker, json.loads(given.names), given.out)
         return
+    torch.set_num_threads(1)  # as each rank has
     print(f"torch {torch.__version__}, {STEPS} steps, largest relative differences")
     for replicas in given.replicas:
         compare(replicas, [name for name in CASES if given.only in name])

@@ -10,7 +10,8 @@ there are two of it, started by `shardwise run -n 2`, which run the same tests s
 test has passed where it has on both. What the test files import of DeepSpeed's inside, which
 scripts do not use, is an empty class here: their models import MoE, their tests DeepSpeedConfig. A
 test that uses such a class fails, and is counted so. The names of the JSON's words
-(WARMUP_NUM_STEPS) are given to them too. With `--into` the table takes its place in a document.
+(WARMUP_NUM_STEPS) are given to them too. One file needs the package hjson. With `--into` the table
+takes its place in a document.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ def run(source: Path, file: str, ranks: int) -> ElementTree.Element | None:
         (folder / "deepspeed" / "__init__.py").write_text(SHIM)
         (folder / "in_process.py").write_text(PLUGIN)
         tests = source / "tests"
-        paths = os.pathsep.join((str(folder), str(tests)))
+        given = filter(None, [os.environ.get("PYTHONPATH")])  # hjson, which a file imports
+        paths = os.pathsep.join((str(folder), str(tests), *given))
         environ = os.environ | {"PYTHONPATH": paths, "SHARDWISE_QUIET": "on"}
         environ |= {"SHARDWISE_DEVICE": "cpu", "TESTS_RANKS": str(ranks)}
         words = ["-q", "-p", "in_process", "-W", "ignore", "--tb=short", f"--junitxml={folder}/out"]

@@ -68,7 +68,7 @@ def test_goes_on_as_there(group, name, size, zero):
 
 HALF = [
     *[("bf16", f"stage{stage}-bf16") for stage in range(4)],
-    *[("fp16-mixed", f"stage{stage}-fp16") for stage in (0, 2)],
+    *[("fp16-mixed", f"stage{stage}-fp16") for stage in (0, 2, 3)],
 ]
 
 

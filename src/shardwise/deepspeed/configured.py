@@ -197,6 +197,14 @@ class Configured(nn.Module):
         """The keywords of the schedule in the JSON."""
         return None if self._job.schedule is None else dict(self._job.schedule.params)
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules whose gradients travel as sparse tensors: none do."""
+        return set()
+
+    def empty_partition_cache(self) -> None:
+        """Nothing to do: gathered parameters are freed as soon as they were used."""
+
     def get_lr(self) -> list[float]:
         """The learning rate of each group."""
         return self._of_groups("lr")
