@@ -6,9 +6,9 @@
     python benchmarks/plan.py --docs           # and puts the tables into docs/plan_accuracy.md
 
 Predicted: the step is observed without memory in one process. Measured: another process trains for
-two steps or four (plan_measure.py says what is counted). For the models on one rank both are forks of this
-process, which has imported the libraries; placements are runs of `shardwise run`. With KEEP=DIR in
-the environment the records stay.
+two steps or four (plan_measure.py says what is counted). For the models on one rank both are forks
+of this process, which has imported the libraries; placements are runs of `shardwise run`. With
+KEEP=DIR in the environment the records stay.
 """
 
 from __future__ import annotations
