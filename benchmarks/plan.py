@@ -6,9 +6,9 @@
     python benchmarks/plan.py --docs           # and puts the tables into docs/plan_accuracy.md
 
 Predicted: the step is observed without memory in one process. Measured: another process trains for
-two steps (plan_measure.py says what is counted). For the models on one rank both are forks of this
-process, which has imported the libraries; placements are runs of `shardwise run`. With KEEP=DIR in
-the environment the records stay.
+two steps or four (plan_measure.py says what is counted). For the models on one rank both are forks
+of this process, which has imported the libraries; placements are runs of `shardwise run`. With
+KEEP=DIR in the environment the records stay.
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class Setup:
         flags = " ".join(each.replace(str(tempfile.gettempdir()), "DIR") for each in self.flags)
         return f"-n {self.ranks} {flags}" + (", with a save" if self.saves else "")
 
+
+STEPS = 4
+"""Steps of a placement: so many take each buffer of gradients in its turn."""
 
 DISK = ("--offload-optimizer", f"nvme:{tempfile.gettempdir()}")
 SETUPS = (
@@ -215,6 +218,7 @@ def measured(setup: Setup) -> tuple[int, int]:
         file = Path(folder) / "peak"
         words = [sys.executable, "-m", "shardwise", "run", "-n", str(setup.ranks), "--quiet"]
         words += [*setup.flags, plan_measure.__file__, str(file), setup.model]
+        words += ["--steps", str(STEPS)]
         words += ["--save", str(Path(folder) / "checkpoints")] if setup.saves else []
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         found = [json.loads(Path(f"{file}.{rank}").read_text()) for rank in range(setup.ranks)]

@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from shardwise.planning.cpu_kernels import CODE, FIRST_LSTM, LSTM, buffer_bytes
+from shardwise.planning.cpu_kernels import CODE, FIRST_CONVOLUTION, FIRST_LSTM, LSTM, buffer_bytes
 from shardwise.planning.record import Operation
 from shardwise.tiers.host_memory import MMAP_THRESHOLD
 
 PRODUCTS = ((96, 200, 700), (640, 640, 640), (900, 1100, 1300), (300, 900, 3500), (70, 500, 9000))
 """Rows, inner length and columns, each asking for a larger buffer than those before."""
 
-CONVOLUTIONS = ((16, 16, 96), (16, 32, 48), (32, 64, 24), (24, 24, 20), (3, 64, 64))
+CONVOLUTIONS = ((3, 8, 40), (16, 16, 96), (16, 32, 48), (32, 64, 24), (24, 24, 20), (3, 64, 64))
 LAYERS = ((4, 2, 16), (8, 4, 32), (64, 8, 64), (16, 8, 64))
 
 
@@ -45,10 +45,10 @@ def main() -> None:
             lambda s=shape: _product(*s),
             threads * buffer_bytes(operation, threads),
         )
-    _convolve(3, 8, 40)
     code = CODE["convolution"] + CODE["convolution_backward"]
-    for shape in CONVOLUTIONS:
-        _print("convolution", shape, lambda s=shape: _convolve(*s), code)
+    for number, shape in enumerate(CONVOLUTIONS):
+        rule = code + (0 if number else FIRST_CONVOLUTION)
+        _print("convolution", shape, lambda s=shape: _convolve(*s), rule)
     for number, shape in enumerate(LAYERS):
         rule = sum(CODE[name] for name in LSTM) + (0 if number else FIRST_LSTM)
         _print("LSTM layer", shape, lambda s=shape: _lstm(*s), rule)

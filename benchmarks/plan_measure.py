@@ -1,4 +1,4 @@
-"""Trains a model of plan_models.py for two steps, and notes the peak of its memory.
+"""Trains a model of plan_models.py for some steps, and notes the peak of its memory.
 
     shardwise run -n 2 --zero 2 benchmarks/plan_measure.py FILE gpt2 [--save FOLDER]
 
@@ -28,7 +28,6 @@ import shardwise.engine
 from shardwise.tiers.host_memory import MMAP_THRESHOLD
 
 MODELS = Path(__file__).with_name("plan_models.py")
-STEPS = 2
 RETURNED = 1 << 16
 """Bytes from which a block is a mapping of its own."""
 
@@ -42,9 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("model")
     parser.add_argument("--save", type=Path, help="save a checkpoint there, in each step")
     parser.add_argument("--keeps", action="store_true")
+    parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args(arguments)
     warm_up([options.model])
-    measure(options.file, options.model, keeps=options.keeps, save=options.save)
+    measure(
+        options.file, options.model, keeps=options.keeps, save=options.save, steps=options.steps
+    )
 
 
 def warm_up(models: Sequence[str]) -> None:
@@ -56,18 +58,20 @@ def warm_up(models: Sequence[str]) -> None:
     torch.optim.AdamW([parameter]).step()
 
 
-def measure(file: Path, model: str, *, keeps: bool = False, save: Path | None = None) -> None:
+def measure(
+    file: Path, model: str, *, keeps: bool = False, save: Path | None = None, steps: int = 2
+) -> None:
     """Train `model` with an engine that notes what memory it takes."""
     if not keeps:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(RETURNED)  # so that sw.init leaves it so
         ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, RETURNED)
-    shardwise.engine.Engine = _measured(file, save)  # type: ignore[misc]
+    shardwise.engine.Engine = _measured(file, save, steps)  # type: ignore[misc]
     sys.argv = [str(MODELS), model]
     runpy.run_path(str(MODELS), run_name="__main__")
 
 
-def _measured(file: Path, save: Path | None) -> Any:
-    """An engine's class that writes `file` after STEPS steps of each engine, and ends."""
+def _measured(file: Path, save: Path | None, steps: int) -> Any:
+    """An engine's class that writes `file` after `steps` steps of each engine, and ends."""
 
     class MeasuredEngine(shardwise.engine.Engine):
         made = ended = before = 0
@@ -87,7 +91,7 @@ def _measured(file: Path, save: Path | None) -> Any:
             MeasuredEngine.ended += 1
             if save is not None:
                 self.save(save)
-            if MeasuredEngine.ended == STEPS * MeasuredEngine.made:
+            if MeasuredEngine.ended == steps * MeasuredEngine.made:
                 rank = os.environ.get("RANK", "0")
                 found = _peak(MeasuredEngine.before)
                 Path(f"{file}.{rank}").write_text(json.dumps(found))

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = """\
 import torch
 from torch import nn
@@ -46,17 +44,17 @@ def planned(tmp_path: Path, loss: str, *flags: str) -> dict:
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("flag", ["--tensor 2", "--pipeline 2 --schedule 1f1b"])
-def test_a_command_of_a_mesh_runs_as_printed(tmp_path, flag):
+def test_commands_of_meshes_run_as_printed(tmp_path):
     found = planned(tmp_path, IN_ROWS, "--on", "2xH100", "--disk", str(tmp_path))
     commands = [each["command"] for each in found["placements"]]
     assert any(f"--offload-optimizer nvme:{tmp_path}" in each for each in commands)
     assert {"gpipe", "zero-bubble"} <= {word for each in commands for word in each.split()}
-    command = next(each for each in commands if flag in each and "nvme" not in each)
-    words = [sys.executable, "-m", *shlex.split(command)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "trained" in done.stdout
+    for flag in ("--tensor 2", "--pipeline 2 --schedule 1f1b"):
+        command = next(each for each in commands if flag in each and "nvme" not in each)
+        words = [sys.executable, "-m", *shlex.split(command)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "trained" in done.stdout
 
 
 def test_what_a_script_excludes_is_said(tmp_path):

@@ -34,8 +34,8 @@ LSTM = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
 CODE = {"convolution": 100_000, "convolution_backward": 200_000} | dict.fromkeys(LSTM, 180_000)
 """Bytes of machine code for a new shape, by operator."""
 
-FIRST_LSTM = 3_500_000
-"""Bytes for the first LSTM of a process."""
+FIRST_LSTM, FIRST_CONVOLUTION = 3_500_000, 100_000
+"""Bytes for the first LSTM and the first convolution of a process."""
 
 WIDTHS = {"float32": 4, "float64": 8}
 
@@ -91,5 +91,6 @@ def copied_bytes(operation: Operation) -> int:
 def code_bytes(operations: Iterable[Operation]) -> int:
     """Bytes of the machine code that oneDNN makes for each shape of an operator, which stays."""
     made = {(each.name, each.shapes) for each in operations if each.name in CODE}
-    first = FIRST_LSTM if any(name in LSTM for name, _ in made) else 0
+    names = {name for name, _ in made}
+    first = FIRST_LSTM * (not names.isdisjoint(LSTM)) + FIRST_CONVOLUTION * bool(names - {*LSTM})
     return first + sum(CODE[name] for name, _ in made)
