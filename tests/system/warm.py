@@ -2,7 +2,8 @@
 
 Importing torch, and its compiler with the first optimizer, is most of the time of a short program.
 With `environ` in its environment every script that Python runs is such a fork, whoever starts it:
-`shardwise run`, mpirun, another script. How programs start is tested by those that are not.
+`shardwise run`, mpirun, another script. How programs start is tested by those that are not; nor are
+those whose own children a signal must not reach: it is passed on to all that a program has started.
 """
 
 import os
