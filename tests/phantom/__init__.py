@@ -13,6 +13,7 @@ that, what a real device would have been free to do is followed:
     streams.py      torch.cuda's streams and events; torch_cuda.py  the rest of that module
     collectives.py  NCCL's: Gloo moves the bytes, a stream of each communicator has the order
     host.py         what the CPU does with pinned memory, and what files read and write there
+    warm.py         a process that programs with such a device are forked from; script.py  they
     rank.py         a rank of a warm group that has such a device; report.py  what a case showed
 
 What it shows: a wait that is left out, a buffer that is reused or freed while another stream is

@@ -12,6 +12,7 @@ import pytest
 from tests.distributed.group import Groups, Origin
 from tests.phantom import building, rank
 from tests.phantom.report import Report, followed
+from tests.system.warm import WarmPython
 
 LIMIT = 120.0
 """Seconds that a case may take on a busy machine: each operation passes through Python."""
@@ -55,3 +56,11 @@ def phantom() -> Iterator[Phantom]:
     groups = Groups(Origin(multiprocessing.get_context("spawn"), rank.main))
     yield Phantom(groups)
     groups.close()
+
+
+@pytest.fixture(scope="session")
+def warm_device(phantom: Phantom) -> Iterator[WarmPython]:
+    """A process with a simulated device, which programs are forked from."""
+    made = WarmPython("tests.phantom.warm", processes=1)
+    yield made
+    made.close()

@@ -25,8 +25,10 @@ ONCE = "--rounds 1 --steps 2 --peers none"
 
 
 @pytest.fixture
-def python(phantom, tmp_path) -> Path:
+def python(warm_device, monkeypatch, tmp_path) -> Path:
     """An interpreter whose scripts find a simulated GPU."""
+    for name, value in warm_device.environ().items():
+        monkeypatch.setenv(name, value)
     path = tmp_path / "python"
     script = ROOT / "tests" / "phantom" / "script.py"
     path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
@@ -177,7 +179,10 @@ def test_compiled(tmp_path):
     assert on_the_cpu("compile", scale, tmp_path) == ["plain", "ddp", "fsdp2", "shardwise-2"]
 
 
-@pytest.mark.parametrize("name", ["tests", "two-ranks", "sanitizer"])
+@pytest.mark.parametrize(
+    "name",
+    ["sanitizer", *(pytest.param(n, marks=pytest.mark.full) for n in ("tests", "two-ranks"))],
+)
 def test_tests_that_all_are_skipped_are_no_success(tmp_path, name):
     """Without a GPU; on the simulated device test_gpu.py runs them."""
     figures, shown = step(name, "", sys.executable, tmp_path, code=1, CUDA_VISIBLE_DEVICES="")

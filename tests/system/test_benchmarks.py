@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("warm_programs")
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ["--width", "32", "--layers", "2", "--vocabulary", "64", "--sequence", "8", "--batch", "4"]
 

@@ -12,16 +12,17 @@ from tests.random_faults.drawing import OWN, PLACES, SIGNALS, Fault, draw
 from tests.random_faults.judging import COMMAND, Runner, judged
 from tests.system.launcher import Ran
 
-FAULTS = (11, 23)
-"""A rank that is stopped and one that is killed, both around a save."""
+FAULTS = (23, pytest.param(11, marks=pytest.mark.full))
+"""A rank that is killed and one that is stopped, both around a save."""
 FAULT = Fault(
     size=3, victim=1, kind="kill", place="forward", step=1, zero=0, transport="auto", delay=0.0
 )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-def test_the_rank_at_fault_is_named(tmp_path):
-    assert not (told := COMMAND.failures(Runner(tmp_path), FAULTS)), told
+@pytest.mark.parametrize("seed", FAULTS)
+def test_the_rank_at_fault_is_named(tmp_path, seed):
+    assert not (told := COMMAND.failures(Runner(tmp_path), [seed])), told
 
 
 def test_a_seed_is_one_fault():

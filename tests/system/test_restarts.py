@@ -17,6 +17,8 @@ from tests.system.launcher import Launcher, Ran, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
+WARM = pytest.mark.usefixtures("warm_programs")
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -55,6 +57,7 @@ def rank_of(shardwise: Launcher, rank: int) -> int:
 
 
 class TestRestarts:
+    @WARM
     @pytest.mark.parametrize("row", [pytest.param("0", marks=pytest.mark.full), "3"])
     def test_a_rank_is_killed(self, shardwise: Launcher, undisturbed: str, row: str) -> None:
         words = [script("resumes"), "checkpoints", "--die", "7"]
@@ -67,6 +70,7 @@ class TestRestarts:
             "the checkpoint of step 4: 3 steps are lost."
         ]
 
+    @WARM
     def test_what_fails_always_at_one_step_is_given_up(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "--max-restarts", "9", script("tells"), "fails", "9")
         assert ran.code == 1
@@ -101,6 +105,7 @@ class TestAskedToEnd:
         (saved,) = re.findall(r"SIGTERM: saved checkpoints/step-(\d+), ending with", ran.err)
         assert complete(shardwise.folder / "checkpoints")[-1].step == int(saved) in range(6, 9)
 
+    @WARM
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
     def test_who_saves_is_waited_for(self, shardwise: Launcher, number: signal.Signals) -> None:
         process = shardwise.start("run", "--grace", "0", "-n", "2", script("tells"), "waits")
@@ -109,6 +114,7 @@ class TestAskedToEnd:
         process.send_signal(number)
         assert shardwise.finish(process).code == SAVED
 
+    @WARM
     def test_one_rank(self, shardwise: Launcher, undisturbed: str) -> None:
         """The others learn of it with the next step, and what comes after has the same bits."""
         words = ["run", "-n", "2", "--zero", "2", "--restarts", "1", script("resumes")]

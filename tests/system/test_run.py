@@ -520,6 +520,7 @@ def test_an_option_of_the_script_is_its_own(shardwise: Launcher) -> None:
     assert (ran.out, ran.err) == ("3\n", "")
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
     shardwise: Launcher,
 ) -> None:
@@ -546,6 +547,7 @@ def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
     assert lines == [f"[0] shardwise: {source}" for source in sources]
 
 
+@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize("backend", ["", "'gloo'"])
 def test_torchs_variables_and_its_own_group(shardwise: Launcher, backend: str) -> None:
     """A script, or a library of it, that makes torch's group before sw.init keeps it."""
@@ -563,6 +565,7 @@ def test_torchs_variables_and_its_own_group(shardwise: Launcher, backend: str) -
     assert ran.lines() == told
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_a_script_of_torchs_own_is_left_alone(shardwise: Launcher) -> None:
     """No word of copies to ranks that join each other without us."""
     path = shardwise.folder / "plain.py"
@@ -575,6 +578,7 @@ def test_a_script_of_torchs_own_is_left_alone(shardwise: Launcher) -> None:
     assert (ran.code, ran.lines(), ran.err) == (0, ["[0] 2.0", "[1] 2.0"], "")
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_steps_without_an_engine_are_told_at_the_second(shardwise: Launcher) -> None:
     path = shardwise.folder / "without.py"
     path.write_text(

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.system.launcher import Launcher, script
 
 
@@ -14,6 +16,7 @@ def events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_a_rank_that_sleeps_is_named(shardwise: Launcher, tmp_path: Path) -> None:
     ran = shardwise.run("run", "-n", "2", "--timeline", "t.json", script("timed"), "20", "0.03")
     assert ran.code == 0, ran.err
@@ -58,6 +61,7 @@ def test_a_killed_run_leaves_a_timeline(shardwise: Launcher, tmp_path: Path) -> 
     assert "Milliseconds per step" in said.out
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_where_no_file_can_be(shardwise: Launcher) -> None:
     ran = shardwise.run("run", "-n", "1", "--timeline", "no/t.json", script("timed"), "1", "0")
     assert ran.code != 0

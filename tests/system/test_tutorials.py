@@ -14,6 +14,8 @@ import pytest
 
 from tests.system.components import need
 
+pytestmark = pytest.mark.usefixtures("warm_programs")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SETTINGS = {
     "OMP_NUM_THREADS": "1",

@@ -2,7 +2,8 @@
 
 Importing torch, and its compiler with the first optimizer, is most of the time of a short program.
 With `environ` in its environment every script that Python runs is such a fork, whoever starts it:
-`shardwise run`, mpirun, another script. How programs start is tested by those that are not.
+`shardwise run`, mpirun, another script. How programs start is tested by those that are not; nor are
+those whose own children a signal must not reach: it is passed on to all that a program has started.
 """
 
 import os
@@ -15,12 +16,13 @@ from pathlib import Path
 from shardwise.verify.rank_client import SEATS, socket_path
 from tests.disk import wait_until
 
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "warm_python"
 START_LIMIT = 240.0
 
 
 class WarmPython:
-    """Warm processes that have imported `modules` too, where they are there; made when asked for.
+    """Warm processes that have imported `modules` first, where they are there; made when asked for.
 
     Of two, each has a seed of `hash` of its own: rank 0 is forked from another one than rank 1.
     """
@@ -47,13 +49,15 @@ class WarmPython:
         self._folder.cleanup()
 
     def _start(self) -> None:
+        paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+        environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         sockets = [socket_path(self._folder.name, seat) for seat in range(SEATS)]
         command = [sys.executable, str(FOLDER / "server.py")]
         self._servers = [
             subprocess.Popen(
                 [*command, path, *self._modules],
                 stdin=subprocess.PIPE,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | environ,
                 start_new_session=True,
             )
             for path in sockets[: self._processes]

@@ -1,4 +1,4 @@
-"""A warm process: it has imported torch and what programs of tests import, and forks them.
+"""A warm process: it has imported what programs of tests import, torch above all, and forks them.
 
     python server.py SOCKET MODULES ...
 
@@ -17,8 +17,6 @@ import warnings
 from importlib import import_module
 from pathlib import Path
 
-import torch
-
 from shardwise.launch import program
 from shardwise.verify.fork_server import IMPORTED, ForkServer
 from shardwise.verify.rank_client import FREE
@@ -28,8 +26,8 @@ def main(path: str, *modules: str) -> None:
     """Serve at `path`; a program that was forked returns from here when it has run."""
     reserved = [os.open(os.devnull, os.O_RDONLY) for _ in range(3, FREE)]
     with socket.socket(socket.AF_UNIX) as listener:
-        for name in (*IMPORTED, *modules):
-            with contextlib.suppress(ImportError):  # its tests are skipped
+        for name in (*modules, *IMPORTED):
+            with contextlib.suppress(ModuleNotFoundError):  # its tests are skipped
                 import_module(name)
         # A collection would copy each page that is shared with the programs.
         gc.collect()
@@ -61,7 +59,9 @@ def _take_variables() -> None:
     for words in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
         action, _, category, *_ = [*words.split(":"), "", ""]
         warnings.simplefilter(action, getattr(builtins, category or "Warning"))  # type: ignore[arg-type]
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    import_module("torch").set_num_threads(
+        int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    )
 
 
 if __name__ == "__main__":
