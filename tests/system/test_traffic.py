@@ -46,8 +46,7 @@ def test_over_gloo_alone_every_rank_sends_for_itself(hosts: TwoHosts) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("wire", ["fp32", "int4"])
 def test_islands_send_nothing_between_two_boundaries(hosts: TwoHosts, wire: str) -> None:
-    """Not a byte, clipping and all; at a boundary what the formula says: large packets have fewer
-    headers than it counts, acknowledgements are more."""
+    """Not a byte, clipping and all; at a boundary what the formula says, and headers."""
     for host in told(hosts, "islands_traffic", WIRE=wire):
         assert host["between"] == 0
-        assert host["boundary"] == pytest.approx(1, abs=0.05)
+        assert 1 <= host["boundary"] <= 1.03
