@@ -1,6 +1,7 @@
 """Two islands with one rank each at the ends of a slow link: seconds and bytes per step.
 
     python benchmarks/slow_links.py --rates 10,100,none --json FILE
+    python benchmarks/slow_links.py --rates 10,100 --formulas          # by arithmetic, at once
 
 Each rank is in a network namespace of its own (needs root); between them tbf limits what each end
 sends. It limits the rate alone: nothing is said of latency. Bytes are those that the interfaces
@@ -83,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about, neighbours, console = machine.describe(), Neighbours(), _console()
     for name, value in about.items():
         console.print(f"{name:>9}  {value}", highlight=False, soft_wrap=True)
+    if options.formulas:
+        console.print(_arithmetic(takers, options.rates, workload))
+        return 0
     lines = {(rate, t.key): _line(t, rate) for rate in options.rates for t in takers}
     try:
         for number in range(options.rounds):
@@ -105,6 +109,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _line(taker: Sender, rate: float | None) -> Line:
     formula = on_the_wire(taker.payload) / taker.every
     return Line(taker.key, taker.label, rate, taker.every, formula)
+
+
+def _arithmetic(takers: Sequence[Sender], rates: Sequence[float | None], workload: Gpt) -> Table:
+    """Seconds per step that the bytes of the formulas take on the link: no step is shorter, except
+    that with --late they pass beside the computing."""
+    table = Table(box=SIMPLE, title=workload.describe(), title_justify="left")
+    table.add_column("two islands, by formula", no_wrap=True)
+    limits = [rate for rate in rates if rate is not None]
+    for name in ("MB/step", *(f"s at {_rate(rate)}" for rate in limits)):
+        table.add_column(name, justify="right")
+    for taker in takers:
+        nbytes = _line(taker, None).formula
+        seconds = [f"{nbytes * 8 / (rate * 1e6):.3f}" for rate in limits]
+        table.add_row(taker.label, f"{nbytes / 1e6:.3f}", *seconds)
+    return table
 
 
 def _turn(line: Line, taker: Sender, workload: Gpt, options: argparse.Namespace) -> None:
@@ -192,7 +211,7 @@ def _keep(
 
 
 def _table(lines: Sequence[Line], rate: float | None, workload: Gpt) -> Table:
-    """One rate; times as often as DDP, and as PowerSGD and PostLocalSGD, beside."""
+    """One rate; how many times as fast as DDP each is, and its share of its speed without one."""
     here = [line for line in lines if line.rate == rate]
     free = {line.key: line.median for line in lines if line.rate is None}
     title = f"{_rate(rate)}; {workload.describe()}"
@@ -252,6 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10, help="of those that send in each")
     parser.add_argument("--seconds", type=float, default=60.0, help="or until these are over")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each stint")
+    parser.add_argument("--formulas", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path, metavar="FILE")
     for name in ("width", "layers", "vocabulary", "sequence", "batch", "heads"):
         parser.add_argument(f"--{name}", type=int)

@@ -138,7 +138,7 @@ def _island_count(settings: config.Settings, group: collectives.Collectives) -> 
     if isinstance(settings.islands, int):
         return settings.islands
     hosts = collectives.ranks_by_host(group.gather_plain(collectives.host_key() or gethostname()))
-    in_a_row = all(ranks[-1] - ranks[0] == len(hosts[0]) - 1 for ranks in hosts)
+    in_a_row = all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in hosts)
     if len({len(ranks) for ranks in hosts}) > 1 or not in_a_row:
         counts = ", ".join(str(len(ranks)) for ranks in hosts)
         raise ConfigError(

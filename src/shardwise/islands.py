@@ -88,6 +88,6 @@ class IslandRule:
 
     def in_words(self) -> str:
         """What is made equal when, such as "parameters equal every 30 steps (mean), as int8"."""
-        late = f", used {self.late} steps after" if self.late else ""
+        late = f", used {self.late} step{'s' * (self.late > 1)} after" if self.late else ""
         wire = "" if self.wire == LOSSLESS else f", sent as {self.wire}"
         return f"parameters equal every {self.every} steps ({self.outer}){wire}{late}"

@@ -426,6 +426,37 @@ def test_what_is_not_finite_is_sent_to_nobody(group):
     group(2, islands=2)(bad_case)
 
 
+def said_case(world):
+    """The lines at the start, and the title of the table."""
+    model, lines = mlp(), []
+    dataset = torch.utils.data.TensorDataset(torch.zeros(32, 6, dtype=torch.float64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "print", lambda line: lines.append(line))
+        rule = {"equal_every": 4, "wire": "int8", "late": 1, "quiet": False}
+        engine = sw.Engine(model, optimizer_of("sgd", model), **rule)
+        for (rows,) in sw.Loader(dataset, 16):
+            engine.backward(loss_of(model, rows))
+            engine.step()
+    title = sw.engine.describe.table_of(engine._spec, engine._states, "memory").title
+    engine.close()
+    return lines, title
+
+
+def test_what_is_made_equal_when_is_said(group):
+    lines, title = group(4, islands=2, quiet=True)(said_case)[0]
+    assert "4 workers = 2 islands x 2 data on" in lines[0]
+    rule = "parameters equal every 4 steps (mean), sent as int8, used 1 step after"
+    assert lines[2] == (
+        f"  2 islands of 2 workers, which make steps of their own: {rule}, 1 fragment in turn: "
+        "240 B sent per worker each time"
+    )
+    assert lines[3] == (
+        "  batch: 16 = 4 workers x 1 micro-batch x 4, 2 steps per epoch; a step of an island has "
+        "8 of them"
+    )
+    assert title == f"ZERO_0 on 4 ranks over memory, 2 islands; bytes per rank; {rule}"
+
+
 def rows_case(world):
     world.share(batches(1)[0])
     with pytest.raises(sw.errors.UsageError, match="leave --islands out for a loss over pairs"):

@@ -391,3 +391,57 @@ def test_whose_mean_is_exact(tmp_path: Path) -> None:
     assert cases["classes"]["ours"] == pytest.approx([1.0, 1.0], abs=1e-5)
     assert cases["accelerate"]["ours"] == pytest.approx([1.0, 1.0], abs=1e-5)
     assert cases["classes"]["stock"][0] == pytest.approx(4.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["A", "C"])
+def test_the_shapes_that_formulas_of_bytes_go_by_are_those_of_the_model(
+    load: Callable[[str], ModuleType], name: str
+) -> None:
+    workload = load("workloads").changed(load("workloads").CONFIGURATIONS[name], {"layers": 2})
+    found = load("slow_links_contenders").shapes(workload)
+    with torch.device("meta"):
+        model = load("models").GptModel(workload)
+    assert sorted(found) == sorted(tuple(p.shape) for p in model.parameters())
+    assert sum(torch.Size(shape).numel() for shape in found) == workload.parameters
+
+
+def test_power_sgd_sends_two_thin_matrices(load: Callable[[str], ModuleType]) -> None:
+    compressed = load("slow_links_contenders")._compressed
+    assert compressed((100, 60), 4) == 4 * 160
+    assert compressed((100, 8), 4) == 800, "would be more than half as many"
+    assert compressed((50,), 4) == 50
+
+
+@pytest.mark.full
+def test_slow_links(tmp_path: Path, load: Callable[[str], ModuleType]) -> None:
+    link = load("link")
+    try:
+        link.Link().close()
+    except link.NoNamespaces as error:
+        pytest.skip(f"may not make network namespaces: {error}")
+    path = tmp_path / "result.json"
+    takers = ["--contenders", "ddp,post-local-sgd,int8,int4-late", "--rates", "10"]
+    how = ["--every", "6", "--late", "2", "--steps", "3", "--json", str(path)]
+    run("slow_links.py", "--width", "64", "--sequence", "8", "--batch", "2", *takers, *how)
+    lines = {line["key"]: line for line in json.loads(path.read_text())["results"]}
+    assert list(lines) == ["ddp", "post-local-sgd", "int8", "int4-late"]
+    for line in lines.values():
+        assert line["note"] == ""
+        assert line["bytes"][0] == pytest.approx(line["formula"], rel=0.05)
+    assert lines["int8"]["between"] == 0
+    assert lines["ddp"]["median_s"] > 0.9 * lines["ddp"]["formula"] * 8 / 10e6
+
+
+@pytest.mark.full
+def test_the_quality_of_islands(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    small = ["--layers", "1", "--width", "32", "--context", "16", "--batch-size", "2"]
+    some = ["--vocabulary", "300", "--tokens", "2560", "--held-out", "8", "--every", "4"]
+    chosen = ["--wires", "int8", "--rarely", "20", "--rates", "1e-3,3e-3", "--seeds", "0,1"]
+    data = ["--data", str(Path(json.__file__).parent), "--json", str(path)]
+    shown = run("island_quality.py", *small, *some, *chosen, *data)
+    ways = json.loads(path.read_text())["ways"]
+    assert [way["larger"] for way in ways] == [1, 4, 1, 1]
+    for way in ways:
+        assert len(way["found"]) == 3, "both rates with one seed, the better with the other"
+        assert way["label"] in shown

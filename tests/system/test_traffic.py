@@ -17,9 +17,9 @@ def hosts() -> Iterator[TwoHosts]:
     two.close()
 
 
-def told(hosts: TwoHosts, **environ: str) -> list[dict[str, Any]]:
+def told(hosts: TwoHosts, name: str = "traffic", **environ: str) -> list[dict[str, Any]]:
     """What both hosts print of a run with two ranks each."""
-    ranks = [hosts.start(rank // 2, rank, 4, script("traffic"), environ) for rank in range(4)]
+    ranks = [hosts.start(rank // 2, rank, 4, script(name), environ) for rank in range(4)]
     ended = [rank.communicate(timeout=LIMIT) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, ended
     assert not any("Traceback" in err for _, err in ended), ended
@@ -41,3 +41,12 @@ def test_over_gloo_alone_every_rank_sends_for_itself(hosts: TwoHosts) -> None:
     for host in told(hosts, SHARDWISE_TRANSPORT="gloo"):
         assert host["transport"] == "gloo"
         assert host["rows"]["2"] > 1.9
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wire", ["fp32", "int4"])
+def test_islands_send_nothing_between_two_boundaries(hosts: TwoHosts, wire: str) -> None:
+    """Not a byte, clipping and all; at a boundary what the formula says, and headers."""
+    for host in told(hosts, "islands_traffic", WIRE=wire):
+        assert host["between"] == 0
+        assert 1 <= host["boundary"] <= 1.03

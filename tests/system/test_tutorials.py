@@ -210,3 +210,22 @@ def test_batches_of_each_worker_are_refused(tmp_path: Path, words: tuple[str, ..
     )
     assert ran.returncode == 2, ran.stderr
     assert "leave --batch worker out" in ran.stderr
+
+
+@pytest.mark.full
+def test_ways_to_make_islands_equal_are_drawn(tmp_path: Path) -> None:
+    data = str(Path(json.__file__).parent)
+    small = ("--layers", "1", "--width", "32", "--context", "16", "--batch-size", "4")
+    some = ("--vocabulary", "300", "--tokens", "5760", "--held-out", "8", "--data", data)
+    screen = example("diloco.py", *small, *some, "--evaluations", "3", folder=tmp_path)
+    out = tmp_path / "runs" / "diloco"
+    found = json.loads((out / "curves.json").read_text())
+    assert (out / "bytes_and_seconds.png").read_bytes().startswith(b"\x89PNG")
+    for way, result in found.items():
+        assert way in screen
+        losses = [point["loss"] for point in result["curve"]]
+        assert losses[-1] < losses[0]
+    sent = [result["curve"][-1]["bytes"] for result in found.values()]
+    parameters = next(iter(found.values()))["parameters"]
+    assert sent[:2] == [90 * 4 * parameters, 3 * 4 * parameters]
+    assert sent == sorted(sent, reverse=True)

@@ -1,8 +1,12 @@
 """When islands make their parameters equal: literal tables."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from shardwise.config import Settings
 from shardwise.errors import ConfigError
+from shardwise.initialize import _island_count, _mesh
 from shardwise.islands import IslandRule, Outer
 from shardwise.mesh import Mesh
 
@@ -91,3 +95,29 @@ def test_words():
     assert late.in_words() == (
         "parameters equal every 30 steps (nesterov:0.7,0.9), sent as int8, used 5 steps after"
     )
+
+
+def hosts(*keys: str) -> SimpleNamespace:
+    """A group whose ranks are on these hosts."""
+    return SimpleNamespace(gather_plain=lambda mine: list(keys))
+
+
+def test_one_island_per_host():
+    by_host = Settings(islands="host")
+    assert _island_count(by_host, hosts("a", "a", "b", "b")) == 2
+    assert _island_count(by_host, hosts("a", "a")) == 1
+    assert _island_count(Settings(islands=3), hosts()) == 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"), [("aab", "these have 2, 1. Start"), ("abab", "2, 2, and their numbers alt")]
+)
+def test_hosts_that_are_no_islands(keys, words):
+    with pytest.raises(ConfigError, match=f"--islands host needs as many workers .*{words}"):
+        _island_count(Settings(islands="host"), hosts(*keys))
+
+
+def test_the_exact_mode_has_one_island():
+    with pytest.raises(ConfigError, match="--exact 4 and --islands 2 cannot be had together"):
+        _mesh(Settings(exact=4, islands=2), 4, 2)
+    assert _mesh(Settings(exact=4, islands=1), 4, 1).islands == 1

@@ -1,0 +1,55 @@
+"""Trains on two islands, a host each, and tells what this host has sent over the interface LINK.
+
+The first rank of each host prints a line of JSON: the bytes sent in the steps between two
+boundaries, and at the second of them as a multiple of what the wire's formula says. WIRE names it.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shardwise as sw
+
+WIDTH, BLOCKS, EVERY = 512, 8, 4
+NUMEL = BLOCKS * (WIDTH * WIDTH + WIDTH)
+BYTES = {"fp32": 4.0, "int4": 0.5 + 4 / 256}
+SETTLED = 0.3
+"""Seconds after which every delayed acknowledgement has gone out."""
+
+
+def sent() -> int:
+    """Bytes that have left this host since its start."""
+    time.sleep(SETTLED)
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    line = next(line for line in lines if line.strip().startswith(f"{os.environ['LINK']}:"))
+    return int(line.partition(":")[2].split()[8])
+
+
+def train(steps: int) -> None:
+    """Take `steps` steps."""
+    for _ in range(steps):
+        engine.backward(model(torch.randn(4, WIDTH)).square().mean())
+        engine.step(max_norm=1.0)
+
+
+torch.set_num_threads(1)
+world = sw.init(seed=0, islands=2, quiet=True)
+blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
+model = nn.Sequential(*blocks)
+wire = os.environ["WIRE"]
+engine = sw.Engine(
+    model, torch.optim.AdamW(model.parameters()), zero=2, equal_every=EVERY, wire=wire
+)
+train(EVERY)
+first = sent()
+train(EVERY - 1)
+second = sent()
+train(1)
+third = sent()
+if world.local_rank == 0:
+    formula = BYTES[wire] * NUMEL
+    print(json.dumps({"between": second - first, "boundary": (third - second) / formula}))
