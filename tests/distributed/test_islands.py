@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.bridging import joining
 
 STEPS, ROWS, EVERY = 7, 16, 3
 
@@ -471,3 +472,12 @@ def rows_case(world):
 
 def test_rows_and_rates_of_an_island(group):
     assert group(4, islands=2)(rows_case) == [2.0] * 4
+
+
+def bridge_case(world):
+    with pytest.raises(sw.errors.UsageError, match="Accelerator with --islands 2: it averages"):
+        joining.join({}, "Accelerator")
+
+
+def test_bridges_do_not_know_islands(group):
+    group(2, islands=2)(bridge_case)
