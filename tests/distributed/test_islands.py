@@ -174,6 +174,25 @@ def test_over_gloo(group):
     check(found, plain(2, "adamw", wire="bf16"), 2)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_each_host_is_an_island(group, zero):
+    """Memory is shared in each, and differences go over Gloo, beside steps."""
+    ranks = group(4, hosts=[0, 0, 1, 1], islands="host")
+    rule = {"equal_every": EVERY, "wire": "int8", "late": 2, "zero": zero, "bucket_mb": 1000.0}
+    found = ranks(trained, "adamw", rule)
+    ranks(names_case)
+    assert torch.equal(found[0][2], found[3][2])
+    if zero == 3:
+        same_place = group(4, islands=2)(trained, "adamw", rule)
+        for mine, theirs in zip(found, same_place, strict=True):
+            assert torch.equal(mine[2], theirs[2])
+
+
+def names_case(world):
+    assert (world.island_count, world.peers.name, world.peers.size) == (2, "gloo", 2)
+    assert world.island.name == "shared memory"
+
+
 def test_every_step_and_plain_sgd_are_one_large_batch(group):
     for zero in (0, 3):
         found = group(4, islands=2)(trained, "sgd", {"equal_every": 1, "zero": zero})
