@@ -274,7 +274,7 @@ def test_bytes_are_those_of_the_formula(group, wire, zero):
         counted, 6, {"zero": zero, "wire": wire, "equal_every": 3}
     ):
         each = sum(8 + math.ceil(BYTES[wire](n) / 8) * 8 for n in lengths)
-        report = 6 * 8
+        report = 5 * 8
         assert sent == [0, 0, each + report] * 2
 
 
