@@ -25,20 +25,18 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
 
     Generators stay the script's own then, since these libraries seed and save them themselves. Of
     `settings`, those of a run go to `sw.init`. Raises UsageError for settings of a run that has
-    begun, and for a model in parts unless `library` knows of them: with `in_parts` what its workers
-    draw in common is seeded by the step.
+    begun, for islands, and for a model in parts unless `library` knows of them: with `in_parts`
+    what its workers draw in common is seeded by the step.
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
     world = _joined()
     if world is None:
         error_file.watch_exceptions()
         settled = resolve(sources(os.environ, given))[0]
-        if not in_parts:
-            _refuse_parts(settled, library)
+        _refuse(settled, library, in_parts=in_parts)
         world = sw.init(**{"reseed": settled.tensor * settled.pipeline > 1, **given})
     else:
-        if not in_parts:
-            _refuse_parts(world.settings, library)
+        _refuse(world.settings, library, in_parts=in_parts)
         _refuse_late(world, given, library)
     _tell_environment(world)
     _mention_one_process(world)
@@ -74,9 +72,16 @@ def divide(world: sw.World, library: str, **axes: int) -> None:
     initialize.divide(world, axes)
 
 
-def _refuse_parts(settings: Settings, library: str) -> None:
-    """Raise UsageError for a run whose replicas are of several workers."""
-    for name in ("tensor", "pipeline"):
+def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
+    """Raise UsageError for a run whose workers do not step together, and for one whose replicas are
+    of several workers, but `in_parts`."""
+    if settings.islands != 1:
+        raise UsageError(
+            f"{library} with --islands {settings.islands}: it averages over all workers, and those "
+            "of other islands make steps of their own. Leave the flag out, or write the loop with "
+            "sw.Engine."
+        )
+    for name in () if in_parts else ("tensor", "pipeline"):
         if (size := getattr(settings, name)) > 1:
             raise UsageError(
                 f"{library} with --{name} {size}: it gives every worker batches of its own, and "
