@@ -252,11 +252,11 @@ def _pace(reference: Training, other: Training, size: int) -> int:
         for its, mine in zip(theirs, ours, strict=False)
     ):
         return 1  # scaled with the workers
-    for times in dict.fromkeys((size, *range(2, MOST_MICRO_BATCHES))):
+    for times in (size, *range(2, MOST_MICRO_BATCHES)):
         # One who steps it before engine.step has made all of them by the first step.
         for begin in (0, times - 1):
             if times > 1 and all(_runs_ahead(*each, times, begin) for each in engines):
-                return times
+                return int(times)
     return 1
 
 
