@@ -252,11 +252,11 @@ def _pace(reference: Training, other: Training, size: int) -> int:
         for its, mine in zip(theirs, ours, strict=False)
     ):
         return 1  # scaled with the workers
-    for times in dict.fromkeys((size, *range(2, MOST_MICRO_BATCHES))):
+    for times in (size, *range(2, MOST_MICRO_BATCHES)):
         # One who steps it before engine.step has made all of them by the first step.
         for begin in (0, times - 1):
             if times > 1 and all(_runs_ahead(*each, times, begin) for each in engines):
-                return times
+                return int(times)
     return 1
 
 
@@ -269,23 +269,17 @@ def _runs_ahead(theirs: Sequence[Rates], ours: Sequence[Rates], times: int, begi
 
 
 def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
-    return len(one) == len(other) and all(
-        math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-300) for a, b in zip(one, other, strict=True)
-    )
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
 
 
 def _fast_schedule(times: int, rates: Mapping[str, Any], *, of_workers: bool) -> Suspect:
-    accelerate = (
-        "Accelerate does so for schedulers that are prepared, unless its batches are totals: write "
-        "DataLoaderConfiguration(split_batches=True) and the total batch size, or do not prepare "
-        "the scheduler. In a loop of your own step it once."
-    )
     return Suspect(
         name="lr",
         words=f"the learning-rate scheduler is stepped {times} times in each step, once for each "
         f"{'worker' if of_workers else 'micro-batch'}, though the total batch is the same. With "
         "the reference's rates the runs agree. "
-        + (accelerate if of_workers else "Step it beside engine.step(), once."),
+        + (_STEPPED_BY_WORKERS if of_workers else "Step it beside engine.step(), once."),
         alter={"lr": rates},
     )
 
@@ -357,6 +351,11 @@ def _general(facts: Mapping[str, Any], *, by_design: bool = False) -> Iterator[S
         )
 
 
+_STEPPED_BY_WORKERS = (
+    "Accelerate does so for schedulers that are prepared, unless its batches are totals: write "
+    "DataLoaderConfiguration(split_batches=True) and the total batch size, or do not prepare "
+    "the scheduler. In a loop of your own step it once."
+)
 _GROWING = {
     "accelerate": "Accelerate gives each worker a batch of batch_size rows, and steps schedulers "
     "once for each worker",

@@ -126,7 +126,7 @@ class ForkServer:
         os.environ.update(asked["environ"])
         os.chdir(asked["folder"])
         # What multiprocessing spawns finds the script from there.
-        import_module("multiprocessing.process").ORIGINAL_DIR = asked["folder"]
+        vars(import_module("multiprocessing.process"))["ORIGINAL_DIR"] = asked["folder"]
         if os.environ.get("PYTHONFAULTHANDLER"):
             faulthandler.enable()
         _open_streams(buffered=not os.environ.get("PYTHONUNBUFFERED"))
