@@ -30,6 +30,7 @@ from shardwise.bridging.joining import SETTINGS, join
 from shardwise.bridging.trained import TrainedModels
 from shardwise.bridging.trained_engine import LossItems
 from shardwise.config import OF_THE_ENGINE
+from shardwise.deepspeed.checkpoints import KeptBeside
 from shardwise.errors import UsageError
 
 _PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
@@ -165,7 +166,7 @@ class Accelerator(Clipping, Stock):
             settings["compile"] = True
         settings |= {n: v for n, v in self._settings.items() if n in OF_THE_ENGINE}
         engine = sw.Engine(models, optimizers, scaler=self.scaler, **settings)
-        engine.track(schedules_of_accelerate=_KeptBeside())
+        engine.track(schedules_of_accelerate=KeptBeside())
         return engine
 
     # -- a step -----------------------------------------------------------------------------
@@ -374,22 +375,6 @@ class Accelerator(Clipping, Stock):
         """Finish the trackers. The process group is left when the process ends."""
         for tracker in self.trackers:
             tracker.finish()
-
-
-class _KeptBeside:
-    """Tells an engine that schedules are saved, which Accelerate and Trainer do in files of their
-    own."""
-
-    def get_last_lr(self) -> list[float]:
-        """As a scheduler has it."""
-        return []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: see there."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing either."""
 
 
 def _drop_weights(models: list[nn.Module], weights: list[Any], folder: str) -> None:

@@ -47,7 +47,7 @@ class Wanted:
 
 
 class KeptBeside:
-    """Tells an engine that schedules are saved, which this module does in a file of its own."""
+    """Tells an engine that schedules are saved, which its library does in a file of its own."""
 
     def get_last_lr(self) -> list[float]:
         """As a scheduler has it."""
