@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.bridging import joining
 
 STEPS, ROWS, EVERY = 7, 16, 3
 
@@ -173,6 +174,25 @@ def test_over_gloo(group):
     check(found, plain(2, "adamw", wire="bf16"), 2)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_each_host_is_an_island(group, zero):
+    """Memory is shared in each, and differences go over Gloo, beside steps."""
+    ranks = group(4, hosts=[0, 0, 1, 1], islands="host")
+    rule = {"equal_every": EVERY, "wire": "int8", "late": 2, "zero": zero, "bucket_mb": 1000.0}
+    found = ranks(trained, "adamw", rule)
+    ranks(names_case)
+    assert torch.equal(found[0][2], found[3][2])
+    if zero == 3:
+        same_place = group(4, islands=2)(trained, "adamw", rule)
+        for mine, theirs in zip(found, same_place, strict=True):
+            assert torch.equal(mine[2], theirs[2])
+
+
+def names_case(world):
+    assert (world.island_count, world.peers.name, world.peers.size) == (2, "gloo", 2)
+    assert world.island.name == "shared memory"
+
+
 def test_every_step_and_plain_sgd_are_one_large_batch(group):
     for zero in (0, 3):
         found = group(4, islands=2)(trained, "sgd", {"equal_every": 1, "zero": zero})
@@ -254,7 +274,7 @@ def test_bytes_are_those_of_the_formula(group, wire, zero):
         counted, 6, {"zero": zero, "wire": wire, "equal_every": 3}
     ):
         each = sum(8 + math.ceil(BYTES[wire](n) / 8) * 8 for n in lengths)
-        report = 6 * 8
+        report = 5 * 8
         assert sent == [0, 0, each + report] * 2
 
 
@@ -471,3 +491,12 @@ def rows_case(world):
 
 def test_rows_and_rates_of_an_island(group):
     assert group(4, islands=2)(rows_case) == [2.0] * 4
+
+
+def bridge_case(world):
+    with pytest.raises(sw.errors.UsageError, match="Accelerator with --islands 2: it averages"):
+        joining.join({}, "Accelerator")
+
+
+def test_bridges_do_not_know_islands(group):
+    group(2, islands=2)(bridge_case)

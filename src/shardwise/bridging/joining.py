@@ -22,8 +22,8 @@ def join(settings: Mapping[str, Any], library: str) -> sw.World:
     """The world of this process, which is made by `sw.init` where the script has not called it.
 
     Generators stay the script's own then, since these libraries seed and save them themselves. Of
-    `settings`, those of a run go to `sw.init`. Raises UsageError for a model in parts, of which
-    `library` knows nothing, and for settings of a run that has begun.
+    `settings`, those of a run go to `sw.init`. Raises UsageError for a model in parts and for
+    islands, of which `library` knows nothing, and for settings of a run that has begun.
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
     world = _joined()
@@ -58,7 +58,13 @@ def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> Non
 
 
 def _refuse_parts(settings: Settings, library: str) -> None:
-    """Raise UsageError for a run whose replicas are of several workers."""
+    """Raise UsageError for a run whose replicas are of several workers, or do not step together."""
+    if settings.islands != 1:
+        raise UsageError(
+            f"{library} with --islands {settings.islands}: it averages over all workers, and those "
+            "of other islands make steps of their own. Leave the flag out, or write the loop with "
+            "sw.Engine."
+        )
     for name in ("tensor", "pipeline"):
         if (size := getattr(settings, name)) > 1:
             raise UsageError(

@@ -139,29 +139,24 @@ class IslandTensors:
     def numbers(self) -> dict[str, Any]:
         """By parameter what the steps since its difference was sent have weighed, and at which step
         one is due that is on its way."""
-        names = self._names
-        weights = {
-            name: self._islands.weights[index]
-            for index in range(self._islands.buckets)
-            for name in names(index, "").values()
+        islands = self._islands
+        buckets = range(islands.buckets)
+        return {
+            "weights": {n: islands.weights[i] for i in buckets for n in self._parameters_of(i)},
+            "due": {n: islands.due[i] for i in islands.flying for n in self._parameters_of(i)},
         }
-        due = {
-            name: self._islands.due[index]
-            for index in self._islands.flying
-            for name in names(index, "").values()
-        }
-        return {"weights": _bare(weights), "due": _bare(due)}
+
+    def _parameters_of(self, index: int) -> list[str]:
+        """The names of the parameters of a bucket."""
+        slots = self._bucket(index).slots
+        return [self._parameters.tracked[slot.parameter].name for slot in slots]
 
     def take_numbers(self, saved: Mapping[str, Any], step: int) -> None:
         """Go on with `saved` numbers at `step`; a difference that is due for a whole bucket, at a
         step at which this run uses it, is waited for."""
         for index in range(self._islands.buckets):
-            names = [self._parameters.tracked[s.parameter].name for s in self._bucket(index).slots]
+            names = self._parameters_of(index)
             self._islands.weights[index] = float(saved["weights"].get(names[0], 0.0))
             due = {saved["due"].get(name) for name in names}
             if len(due) == 1 and (when := due.pop()) is not None and when > step:
                 self._islands.expect(index, int(when))
-
-
-def _bare(named: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.removesuffix("."): value for name, value in named.items()}

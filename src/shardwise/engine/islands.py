@@ -13,7 +13,6 @@ from dataclasses import replace
 from zlib import crc32
 
 import torch
-from torch import Tensor
 
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.step_statistics import StepStats, StepTotals
@@ -29,7 +28,6 @@ class Islands:
         self._spec = state.spec
         self._asked = 0
         self._unsaved = False
-        self._report: Message | None = None
 
     @property
     def _exchange(self) -> IslandExchange | None:
@@ -67,13 +65,14 @@ class Islands:
         reports = None
         if rule.late:
             exchange.arrive([i for i in due if i in exchange.flying])
-            reports = self._reports(due=rule.is_due(step, 0, count))
+        if rule.late and rule.is_due(step, 0, count):
+            reports = self._reports(exchange, stats)
         if rule.sends(step, 0, count):
-            self._report = self._sent_report(totals, stats)
+            exchange.report = self._sent_report(totals, stats)
         for index in sent:
             exchange.send(index, step + rule.late)
-        if not rule.late:
-            reports = self._reports(due=bool(sent))
+        if sent and not rule.late:
+            reports = self._reports(exchange, stats)
             exchange.arrive(sent)
         if due:
             self._state.parameters_changed()
@@ -82,30 +81,41 @@ class Islands:
     def _sent_report(self, totals: StepTotals, stats: StepStats) -> Message:
         """Let all islands know of this one."""
         loss = stats.loss if stats.weight else 0.0
-        form = crc32(str(self._state.objects.buffers.form()).encode())
-        row = [loss, stats.weight, float(totals.divisor), self._asked, self._unsaved, form]
+        row = [loss, stats.weight, self._asked, self._unsaved, self._form()]
         peers = self._spec.peers
         packed = torch.tensor(row, dtype=torch.float64).view(torch.uint8)
         return send(peers, packed.to(peers.small_device))
 
-    def _reports(self, *, due: bool) -> list[list[float]] | None:
-        """The rows of all islands, where they are due; buffers become their mean then."""
-        report = self._report
-        if report is None or not due:
-            return None
-        self._report = None
-        rows = report.wait().cpu().contiguous().view(torch.float64)
-        self._average_buffers(rows[:, 1:2], alike=len(set(rows[:, 5].tolist())) == 1)
-        return rows.tolist()
+    def _form(self) -> int:
+        """A checksum of which buffers forward changes here."""
+        return crc32(str(self._state.objects.buffers.form()).encode())
 
-    def _average_buffers(self, weights: Tensor, *, alike: bool) -> None:
-        """Give buffers that forward changes their mean over the islands, by what their last steps
-        weighed, where all follow the same ones."""
+    def _reports(self, exchange: IslandExchange, stats: StepStats) -> list[list[float]] | None:
+        """The rows of all islands, None where they were sent before this run began; buffers become
+        their mean. Collective over the peers."""
+        report, exchange.report = exchange.report, None
+        rows = None
+        if report is None:
+            forms = self._spec.peers.gather_plain(self._form())
+        else:
+            rows = report.wait().cpu().contiguous().view(torch.float64).tolist()
+            forms = [row[-1] for row in rows]
+        if len(set(forms)) == 1:
+            self._average_buffers(stats.weight)
+        return rows
+
+    def _average_buffers(self, weight: float) -> None:
+        """Give buffers that forward changes their mean over the islands, by the `weight` of the
+        step that each has made last."""
         buffers = self._state.objects.buffers
-        if not alike or not buffers.form() or not float(weights.sum()):
+        if not buffers.form():
             return
-        buffers.average(self._spec.peers.gather_rows(buffers.values()).cpu(), weights)
-        buffers.remember()
+        values = buffers.values()
+        row = torch.cat([values.new_full((1,), weight), values])
+        rows = self._spec.peers.gather_rows(row).cpu()
+        if float(rows[:, 0].sum()):
+            buffers.average(rows[:, 1:], rows[:, :1])
+            buffers.remember()
 
     def _joined(
         self, rows: list[list[float]], totals: StepTotals, stats: StepStats
@@ -113,7 +123,7 @@ class Islands:
         """The step's totals and figures with what the islands reported."""
         self._asked, self._unsaved = 0, False
         totals = replace(
-            totals, asked=int(max(row[3] for row in rows)), unsaved=any(row[4] for row in rows)
+            totals, asked=int(max(row[2] for row in rows)), unsaved=any(row[3] for row in rows)
         )
         if self._spec.settings.late:
             return totals, stats  # the losses are those of an earlier step

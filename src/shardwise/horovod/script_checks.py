@@ -60,7 +60,12 @@ Note = Mapping[str, str]
 _SHARED_SETTINGS = {"bucket_mb", "quiet"}
 """Settings of the engine that a script in Horovod's style acts upon as well."""
 
-_ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {"tensor", "pipeline", "exact"}
+_ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
+    "tensor",
+    "pipeline",
+    "exact",
+    "islands",
+}
 
 
 def idle_settings_line(given: Mapping[str, tuple[Any, str]]) -> str:

@@ -60,6 +60,8 @@ class IslandExchange:
         self._flying: dict[int, Message | Tensor] = {}
         self.due: dict[int, int] = {}
         """By bucket that was sent and has moved nothing yet: when it does, in steps."""
+        self.report: Message | None = None
+        """What islands tell each other beside, on its way."""
         self.begun = begun
         """Whether the anchor is behind the weights; until the first step it is what they are."""
 
@@ -132,7 +134,7 @@ class IslandExchange:
     def forget(self) -> None:
         """Let what is on its way move nothing: it is part of the next difference, since the weights
         have not been moved either. Called by all islands alike."""
-        for sent in self._flying.values():
+        for sent in [*self._flying.values(), self.report]:
             if isinstance(sent, Message):
                 sent.wait()
-        self._flying, self.due = {}, {}
+        self._flying, self.due, self.report = {}, {}, None
