@@ -10,7 +10,7 @@ with the other seeds at the rate that was best. The second way is synchronous wi
 --every times as large: it sends as many bytes as islands with fp32 do, and makes fewer steps.
 What is measured are common values: let the number of steps, --tokens / (--batch-size x --context),
 be a multiple of --every and of all --rarely. Needs as much patience as it has trials: of the
-defaults there are 40.
+defaults there are 45. With a --json that a run which was cut has left, it goes on from there.
 """
 
 import argparse
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts, console, found = machine.describe(), Console(width=110), ways(options)
     for name, value in facts.items():
         console.print(f"{name:>9}  {value}", highlight=False, soft_wrap=True)
+    _go_on(found, options)
     with tempfile.TemporaryDirectory(prefix="island-quality-") as folder:
         text = _read_text(Path(folder), options)
         for way in found:
@@ -88,15 +89,34 @@ def ways(options: argparse.Namespace) -> list[Way]:
     """Synchronous first, also with the larger batch."""
     found = [Way("synchronous")]
     found.append(Way(f"synchronous, batch x {options.every}", larger=options.every))
-    found += [_islands(options.every, wire, options) for wire in options.wires]
-    found += [_islands(every, "fp32", options) for every in options.rarely]
+    mean_outside = _islands(options.every, "fp32", "mean")
+    mean_outside.label += ", mean"
+    found.append(mean_outside)
+    found += [_islands(options.every, wire, options.outer) for wire in options.wires]
+    found += [_islands(every, "fp32", options.outer) for every in options.rarely]
     return found
 
 
-def _islands(every: int, wire: str, options: argparse.Namespace) -> Way:
-    flags = ["--islands", "2", "--equal-every", str(every), "--outer", options.outer]
+def _islands(every: int, wire: str, outer: str) -> Way:
+    flags = ["--islands", "2", "--equal-every", str(every), "--outer", outer]
     flags += [] if wire == "fp32" else ["--wire", wire]
     return Way(f"islands, H {every}, {wire}", flags)
+
+
+def _go_on(found: Sequence[Way], options: argparse.Namespace) -> None:
+    """Take the trials that --json has already, of a run with the same sizes that was cut."""
+    if not options.json or not options.json.exists():
+        return
+    written = json.loads(options.json.read_text())
+    if any(written["method"][name] != vars(options)[name] for name in SIZES):
+        return
+    known = {way["label"]: way["found"] for way in written["ways"]}
+    for way in found:
+        way.found = known.get(way.label, {})
+
+
+SIZES = ("tokens", "batch_size", "context", "vocabulary", "layers", "width", "held_out", "outer")
+"""Flags without which a trial is another one."""
 
 
 def _read_text(folder: Path, options: argparse.Namespace) -> Path:
@@ -112,7 +132,9 @@ def _read_text(folder: Path, options: argparse.Namespace) -> Path:
 def _try(
     way: Way, rate: float, seed: int, text: Path, options: argparse.Namespace, console: Console
 ) -> None:
-    """One trial: a run of its own."""
+    """One trial: a run of its own, unless it was made before."""
+    if trial(rate, seed) in way.found:
+        return
     result = text.with_name("result.json")
     batch = options.batch_size * way.larger
     own = {

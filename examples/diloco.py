@@ -35,12 +35,11 @@ import gpt
 import islands_plot
 import shardwise as sw
 
-NESTEROV = ("--outer", "nesterov:0.7,0.9")
-EVERY_30 = ("--islands", "2", "--equal-every", "30", *NESTEROV)
+EVERY_30 = ("--islands", "2", "--equal-every", "30")
 WAYS = {
     "every step, gradients": (),
     "every 30 steps, fp32": EVERY_30,
-    "every 30 steps, int8": (*EVERY_30, "--wire", "int8"),
+    "every 30 steps, int8, Nesterov": (*EVERY_30, "--wire", "int8", "--outer", "nesterov:0.7,0.9"),
     "every 30 steps, int4, late 10": (*EVERY_30, "--wire", "int4", "--late", "10"),
 }
 """What the islands do, and the flags that say so."""

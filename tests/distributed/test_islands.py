@@ -158,7 +158,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_the_layout_of_an_island_changes_nothing(group, layout, late, tmp_path):
     if layout.get("offload_optimizer") == "nvme":
         layout = layout | {"offload_optimizer": f"nvme:{tmp_path}"}
@@ -167,6 +167,7 @@ def test_the_layout_of_an_island_changes_nothing(group, layout, late, tmp_path):
     check(found, plain(2, "adamw", lr=0.7, momentum=0.9, wire="bf16", late=late), 2)
 
 
+@pytest.mark.full
 def test_over_gloo(group):
     found = group(4, islands=2, transport="gloo")(
         trained, "adamw", {"equal_every": EVERY, "wire": "bf16", "zero": 2}
@@ -328,7 +329,7 @@ def split_case(world, zero):
     return losses, mine, anchor
 
 
-@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+@pytest.mark.parametrize("split", ["tensor", pytest.param("pipeline", marks=pytest.mark.full)])
 def test_replicas_that_are_split(group, split):
     found = group(4, islands=2, **{split: 2})(split_case, 1)
     check(found, plain(2, "adamw", lr=0.7, momentum=0.9, wire="bf16"), 2)

@@ -194,7 +194,7 @@ def fill_islands(engine_tensors: EngineTensors, source: CheckpointSource, step: 
     if islands is None:
         return
     islands.forget()
-    islands.begun = "islands" in source.fields
+    islands.begun = "weights" in source.fields  # several islands wrote it
     if not islands.begun:
         return  # the first step begins from the weights
     tensors = engine_tensors.all_of_islands(islands)

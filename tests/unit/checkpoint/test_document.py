@@ -107,6 +107,11 @@ def test_documents_that_are_none(tmp_path, text, said):
         document.load(tmp_path)
 
 
+def island(**fields):
+    """What stands beside the tensors of an island."""
+    return {"state": {}, "borders": [], "weights": {}, "due": {}} | fields
+
+
 def deep(levels):
     value = 0
     for _ in range(levels):
@@ -131,6 +136,10 @@ def deep(levels):
         ("borders", [[]], "its borders[0] is [], not text"),
         ("scaling", {"scale": 0.0}, "its scaling.scale is 0.0, not a number above 0"),
         ("tracked", [], "its tracked is [], not a map"),
+        ("islands", {}, "its islands is {}, not a list"),
+        ("islands", [{"state": {}, "borders": []}], "it has no islands[0].weights"),
+        ("islands", [island(weights={"w": -1})], "its islands[0].weights.w is -1, not a number of"),
+        ("islands", [island(due={"w": 0.5})], "its islands[0].due.w is 0.5, not a whole number"),
     ],
 )
 def test_values_that_cannot_be(tmp_path, field, value, said):
