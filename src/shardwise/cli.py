@@ -23,7 +23,7 @@ from shardwise.launch import (
     console,
     deepspeed_flags,
     failure_report,
-    launchers,
+    launcher_detection,
     program,
     resources,
     slurm,
@@ -200,7 +200,7 @@ def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
 
 def _doctor(explain: bool, **given: Any) -> int:
     """The command `doctor`: this process where a launcher started it, else a run of its own."""
-    identity = launchers.detect(os.environ)
+    identity = launcher_detection.detect(os.environ)
     if explain:
         click.echo(described(identity, os.environ))
         return 0

@@ -14,7 +14,7 @@ import torch
 
 from shardwise import collectives, config, randomness
 from shardwise.errors import ConfigError, LaunchError, UsageError
-from shardwise.launch import error_file, launchers
+from shardwise.launch import error_file, launcher_detection
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import ProgressWriter
 from shardwise.loop_checks import StepsWithoutEngine
@@ -58,7 +58,7 @@ def enter(
     given = dict(settings) | ({"seed": seed} if seed is not None else {})
     error_file.watch_exceptions()
     chosen, _ = config.resolve(config.sources(os.environ, given))
-    identity = launchers.detect(os.environ)
+    identity = launcher_detection.detect(os.environ)
     device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
     if device.type == "cpu":
         host_memory.keep(os.environ)
@@ -182,7 +182,7 @@ def _share_cores(made: World) -> None:
 
     Each would else start a thread per core, and all would wait for each other.
     """
-    if made.launcher in launchers.SETS_THREADS:
+    if made.launcher in launcher_detection.SETS_THREADS:
         return
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):
         return

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwise.islands import LOSSLESS
+from shardwise.outer_optimizer import LOSSLESS
 
 BLOCK = 256
 """Values that share a scale."""

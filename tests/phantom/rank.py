@@ -32,9 +32,8 @@ def main(
 ) -> None:
     """Be a rank, as `tests.distributed.worker.main`, whose launcher shows it one GPU."""
     become()
-    from shardwise.launch import launchers
     from tests.distributed import worker
 
-    detect = launchers.detect
-    launchers.detect = lambda environ: replace(detect(environ), own_gpus=True)
+    detect = launcher_detection.detect
+    launcher_detection.detect = lambda environ: replace(detect(environ), own_gpus=True)
     worker.main(connection, printed, environ, settings)

@@ -126,7 +126,9 @@ LEFT_OUT = [
     rarely(RECORD, (SIDE, "horovod/operation_handle.py"), "horovod"),
     often(RECORD, (SIDE, HVD), "horovod"),
     often(
-        SYNCHRONIZE, ("states/host_storage.py", "states/span_read_ahead.py"), "states on the host"
+        SYNCHRONIZE,
+        ("states/host_storage.py", "states/offload_read_ahead.py"),
+        "states on the host",
     ),
     often(SYNCHRONIZE, ("tiers/nvme.py", "phantom/cases.py"), "a buffer lent again"),
     often(SYNCHRONIZE, ("tiers/staging.py", "tiers/nvme.py"), "gradients on a disk"),

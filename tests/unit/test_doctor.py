@@ -11,7 +11,7 @@ from shardwise.config import Settings
 from shardwise.doctor import checks, findings
 from shardwise.doctor.checks import Check
 from shardwise.doctor.network import Speed
-from shardwise.launch import identity, launchers
+from shardwise.launch import identity, launcher_detection
 from shardwise.placement import Tier
 
 HOSTS = {
@@ -101,7 +101,7 @@ def test_which_variables_said_who_a_rank_is() -> None:
         "MASTER_ADDR": "n1",
         "MASTER_PORT": "29500",
     }
-    assert identity.described(launchers.detect(environ), environ).splitlines() == [
+    assert identity.described(launcher_detection.detect(environ), environ).splitlines() == [
         "started by torchrun",
         "  rank        1     RANK=1",
         "  size        2     WORLD_SIZE=2",
@@ -110,7 +110,7 @@ def test_which_variables_said_who_a_rank_is() -> None:
         "  node        1     GROUP_RANK=1",
         "  meeting     rank 0 listens at n1, port 29500",
     ]
-    assert identity.described(launchers.detect({}), {}).splitlines()[-1] == (
+    assert identity.described(launcher_detection.detect({}), {}).splitlines()[-1] == (
         "  meeting     there are no others"
     )
 

@@ -7,8 +7,8 @@ import pytest
 from shardwise.config import Settings
 from shardwise.errors import ConfigError
 from shardwise.initialize import _island_count, _mesh
-from shardwise.islands import IslandRule, Outer
 from shardwise.mesh import Mesh
+from shardwise.outer_optimizer import IslandRule, Outer
 
 
 def test_islands_are_the_outermost_axis():

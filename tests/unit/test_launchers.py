@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, launchers, rendezvous_file, slurm
+from shardwise.launch import environment, launcher_detection, rendezvous_file, slurm
 from shardwise.launch.identity import Identity
 
 OWN = {
@@ -236,11 +236,11 @@ TORCHRUN_RANK = Identity(
     ],
 )
 def test_detect(environ: dict[str, str], identity: Identity) -> None:
-    assert launchers.detect(environ) == identity
+    assert launcher_detection.detect(environ) == identity
 
 
-@pytest.mark.parametrize("row", launchers.LAUNCHERS, ids=lambda row: row.name)
-def test_a_row_and_what_it_reads_name_the_launcher_alike(row: launchers.Launcher) -> None:
+@pytest.mark.parametrize("row", launcher_detection.LAUNCHERS, ids=lambda row: row.name)
+def test_a_row_and_what_it_reads_name_the_launcher_alike(row: launcher_detection.Launcher) -> None:
     environs = (OWN, TORCHRUN, HOROVOD, OPENMPI, HYDRA, MVAPICH, STEP, {})
     found = [who for environ in environs if (who := row.read(environ)) is not None]
     assert {who.launcher for who in found} == {row.name}, f"a table of {row.name} in environs"
@@ -250,7 +250,7 @@ def test_what_we_tell_is_what_we_read() -> None:
     identity = Identity(
         launcher="shardwise run", size=2, local_size=2, address="::1", port=1, listen_fd=7
     )
-    assert launchers.detect(environment.identity_variables(identity)) == identity
+    assert launcher_detection.detect(environment.identity_variables(identity)) == identity
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_what_we_tell_is_what_we_read() -> None:
 )
 def test_nonsense_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        launchers.detect(environ)
+        launcher_detection.detect(environ)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_nonsense_is_refused(environ: dict[str, str], message: str) -> None:
 )
 def test_contradictions_are_quoted(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
-        launchers.detect(environ)
+        launcher_detection.detect(environ)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.config import values
 from shardwise.errors import ConfigError
-from shardwise.islands import FORMATS, IslandRule, Outer
+from shardwise.outer_optimizer import FORMATS, IslandRule, Outer
 from shardwise.placement import DEVICE, Placement, Tier
 
 PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed", "fp64")

@@ -13,7 +13,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.islands import Outer
+from shardwise.outer_optimizer import Outer
 from shardwise.placement import STATES, Tier
 
 T = TypeVar("T")

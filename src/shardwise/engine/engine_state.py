@@ -21,7 +21,7 @@ from shardwise.engine.step_statistics import Aggregation, StepTotals
 from shardwise.engine.user_objects import UserObjects, living
 from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
-from shardwise.model.precision import LossScale
+from shardwise.model.loss_scale import LossScale
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.world import World
 

@@ -27,7 +27,8 @@ from shardwise.collectives import Collectives
 from shardwise.current_batch import Batch
 from shardwise.engine.step_statistics import Aggregation
 from shardwise.errors import UsageError
-from shardwise.model.precision import NARROW, LossScale
+from shardwise.model.loss_scale import LossScale
+from shardwise.model.precision import NARROW
 
 REDUCTIONS = ("mean", "sum", "ddp")
 

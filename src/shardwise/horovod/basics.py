@@ -26,7 +26,7 @@ from shardwise.horovod.coordinator import JOIN
 from shardwise.horovod.operations import submit, wait
 from shardwise.horovod.process_sets import ProcessSet, add_process_set, global_process_set
 from shardwise.initialize import init as init_world
-from shardwise.launch import launchers
+from shardwise.launch import launcher_detection
 from shardwise.world import World
 from shardwise.world import current as current_world
 from shardwise.world import start_timeline as start
@@ -83,7 +83,7 @@ def _connect(world: World, timeout: float) -> dict[int, links.Link]:
     if world.rank != 0:
         address, port = group.gather_plain(None)[0]
         return {0: links.connect(address, port, secret, world.rank, timeout)}
-    address = collectives.address_of(launchers.detect(os.environ))
+    address = collectives.address_of(launcher_detection.detect(os.environ))
     with links.listen(address) as listener:
         group.gather_plain((address, listener.getsockname()[1]))
         return links.accept(listener, secret, world.size, timeout)

@@ -5,7 +5,7 @@ one_host.py, ssh/    start them: on this host, on several hosts over ssh
 slurm.py, elastic.py leave it to srun, to torch's elastic agent
 supervisor.py        watches the ranks, and ends all when one fails
 failure_report.py    says which rank failed and why
-launchers.py         the table of launchers: each rank reads from it which rank it is
+launcher_detection.py  the table of launchers: each rank reads from it which rank it is
 environment.py       the variables that a rank is given
 deepspeed_flags.py   the command line of DeepSpeed's launcher, as flags of ours
 """

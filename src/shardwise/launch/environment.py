@@ -1,7 +1,7 @@
 """Builds the environment variables that the launcher gives each rank.
 
 A rank gets the launcher's own variables, less those that would tell it that it is someone else,
-plus who it is, the settings, and the secret of the run. `launchers.py` reads them back.
+plus who it is, the settings, and the secret of the run. `launcher_detection.py` reads them back.
 """
 
 import difflib

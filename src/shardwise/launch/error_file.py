@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from shardwise.errors import CollectiveError, LaunchError, ShardwiseError
-from shardwise.launch import launchers
+from shardwise.launch import launcher_detection
 from shardwise.launch.environment import OWN_NAMES, RANK_VARIABLE, REPORTS_VARIABLE
 from shardwise.printable import from_here
 
@@ -105,7 +105,7 @@ def _show(text: str) -> None:
 def _speaker() -> str:
     """Name this rank where there are several: the others may not say the same."""
     try:
-        identity = launchers.detect(os.environ)
+        identity = launcher_detection.detect(os.environ)
     except LaunchError:  # that error is the one to be shown
         return ""
     return "" if identity.size == 1 else f"rank {identity.rank} of {identity.size}: "

@@ -5,14 +5,14 @@ does."""
 import os
 import sys
 
-from shardwise.launch import launchers
+from shardwise.launch import launcher_detection
 
 
 def main(arguments: list[str]) -> None:
     """Become the program, in this process."""
     count, *words = arguments
     place = int(count)
-    local_rank = launchers.detect(os.environ).local_rank
+    local_rank = launcher_detection.detect(os.environ).local_rank
     line = [*words[:place], f"--local_rank={local_rank}", *words[place:]]
     sys.stdout.flush()
     os.execvp(line[0], line)

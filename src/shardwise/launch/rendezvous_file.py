@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import LaunchError
-from shardwise.launch import launchers, private_files
+from shardwise.launch import launcher_detection, private_files
 from shardwise.launch.identity import Identity
 
 VARIABLE = "SHARDWISE_RENDEZVOUS"
@@ -196,7 +196,7 @@ def launcher_process(pid: int | None = None) -> int | None:
         above = _stat(os.getpid() if pid is None else pid)[2]
         while above > 1:
             name, _, next_above, _ = _stat(above)
-            if name in launchers.PROCESSES:
+            if name in launcher_detection.PROCESSES:
                 return above
             above = next_above
     return None

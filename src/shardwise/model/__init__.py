@@ -1,6 +1,7 @@
 """Changes to the user's model, which stays the user's own object: hooks, precision, activations.
 
-precision.py              presets, masters, the loss scale
+precision.py              presets, masters
+loss_scale.py             the loss scale of fp16
 sync_batch_norm.py        BatchNorm over all ranks
 batch_norm_statistics.py  the exchange of its statistics between them, in gather order
 buffers.py                running statistics, kept in step

@@ -1,4 +1,4 @@
-"""Runs forwards in a precision preset, and keeps the loss scale that fp16 needs.
+"""Runs forwards in a precision preset; `loss_scale.py` keeps the scale that fp16 needs.
 
     preset       parameters   forward          masters   loss scale
     fp32         as built     as built         -         -
@@ -16,7 +16,7 @@ without naming a dtype is fp64 too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -160,54 +160,3 @@ def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype
                 and parameter.dtype == dtype
             ):
                 kept[key] = value.to(dtype)
-
-
-class LossScale:
-    """A dynamic loss scale (Micikevicius et al., 2018), ours or a GradScaler's.
-
-    Halves when a gradient overflows and doubles after `interval` steps without. A GradScaler
-    that is handed over gives its scale and constants and is kept up to date.
-    """
-
-    def __init__(self, scaler: torch.amp.GradScaler | None, *, active: bool) -> None:
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self.active = active or self._scaler is not None
-        self._growth, self._backoff, self._interval = 2.0, 0.5, 2000
-        self.value = 65536.0 if self.active else 1.0
-        self._good_steps = 0
-        if self._scaler is not None:
-            self._growth = self._scaler.get_growth_factor()
-            self._backoff = self._scaler.get_backoff_factor()
-            self._interval = self._scaler.get_growth_interval()
-            self.value = self._scaler.get_scale()
-
-    def update(self, *, overflow: bool) -> None:
-        """Move the scale after a step; `overflow` is alike on all ranks."""
-        if not self.active:
-            return
-        if overflow:
-            self.value *= self._backoff
-            self._good_steps = 0
-        else:
-            self._good_steps += 1
-            if self._good_steps == self._interval:
-                self.value *= self._growth
-                self._good_steps = 0
-        self._tell_scaler()
-
-    def state(self) -> dict[str, float]:
-        """What a checkpoint holds of it."""
-        return {"scale": self.value, "good_steps": self._good_steps}
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from `state`; nothing to do where this run needs no scale."""
-        if not self.active:
-            return
-        self.value, self._good_steps = float(state["scale"]), int(state["good_steps"])
-        self._tell_scaler()
-
-    def _tell_scaler(self) -> None:
-        if self._scaler is not None:
-            # A GradScaler makes its scale tensor at the first use.
-            self._scaler.scale(torch.ones((), device=self._scaler._device))
-            self._scaler.update(self.value)

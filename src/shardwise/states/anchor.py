@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise.bucket_layout import Bucket
 from shardwise.collectives import Collectives
 from shardwise.errors import NonFiniteError
-from shardwise.islands import IslandRule, Outer
+from shardwise.outer_optimizer import IslandRule
 from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters
 from shardwise.states.storage import Span, Storage
@@ -170,7 +170,7 @@ class Anchor:
         the difference was sent stays. Collective over the island; `publish` comes after."""
         value = self._value(VALUE, index)
         velocity = self._value(VELOCITY, index) if VELOCITY in self.keys else None
-        outer_update(self.rule.outer, value, mean, velocity)
+        self.rule.outer.move(value, mean, velocity)
         self._keep(VALUE, index, value)
         if velocity is not None:
             self._keep(VELOCITY, index, velocity)
@@ -277,15 +277,6 @@ def _keep(held: Storage, value: Tensor) -> None:
     """Store `value`, which may be the storage's own memory, changed in place."""
     if held.memory is None or held.memory.data_ptr() != value.data_ptr():
         held.store(value)
-
-
-def outer_update(outer: Outer, value: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
-    """Move `value` by the `mean` difference, in place, as `Outer` says; so does `velocity`."""
-    if velocity is None:
-        value.sub_(mean, alpha=outer.lr)
-        return
-    velocity.mul_(outer.momentum).add_(mean)
-    value.sub_(mean.add(velocity, alpha=outer.momentum), alpha=outer.lr)
 
 
 def weighted_mean(parts: Iterator[Tensor], weights: Sequence[float]) -> Tensor:

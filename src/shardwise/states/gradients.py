@@ -10,7 +10,7 @@ goes through these files:
     bucket_reducer        all-reduces or reduce-scatters the buffer
     gradient_accumulator  adds the sum to those of other micro-batches
     gradient_norm         squares it for the global norm, and clips by that
-    gradient_guard        stands in `param.grad` until the step is made
+    unreadable_grad        stands in `param.grad` until the step is made
 
 - replicated gradients have a buffer for good: micro-batches add up in it, and it is reduced once
   per step, in place;
@@ -39,12 +39,12 @@ from shardwise.placement import Placement
 from shardwise.states.bucket_fill import Backward, BucketFill, refuse_sparse
 from shardwise.states.bucket_reducer import BucketReducer
 from shardwise.states.gradient_accumulator import Summation
-from shardwise.states.gradient_guard import GradientGuard
 from shardwise.states.gradient_norm import GradientNorm
 from shardwise.states.parameters import Parameters
 from shardwise.states.parameters_at_rest import unguarded
 from shardwise.states.storage import Storage
 from shardwise.states.storage_factory import StorageFactory
+from shardwise.states.unreadable_grad import GradientGuard
 from shardwise.states.unused_parameters import ExpectedGradients
 
 SMALL = 1 << 14

@@ -1,7 +1,7 @@
 """Updates the intervals of one or more buckets with an inner copy of the user's optimizer.
 
 An update goes span by span: a span is in use while the next one is read ahead and the one before is
-written behind (`span_read_ahead`). In memory there is one span, the whole interval.
+written behind (`offload_read_ahead`). In memory there is one span, the whole interval.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.states import span_read_ahead
+from shardwise.states import offload_read_ahead
+from shardwise.states.offload_read_ahead import SpanInUse
 from shardwise.states.optimizer_kind import bare_copy
 from shardwise.states.optimizer_lr_and_options import FollowedOptions, ParameterGroup
-from shardwise.states.span_read_ahead import SpanInUse
 from shardwise.states.storage import Storage
 from shardwise.states.unused_parameters import cut_by_use
 from shardwise.states.update_intervals import UpdateInterval
@@ -60,11 +60,11 @@ class InnerOptimizer:
 
     def read_ahead(self, index: int, sums: Sequence[Storage]) -> None:
         """Start to read span `index` of every interval and of its reduced gradient."""
-        span_read_ahead.read_ahead(self.inner, index, self.intervals, sums)
+        offload_read_ahead.read_ahead(self.inner, index, self.intervals, sums)
 
     def stow(self, interval: UpdateInterval) -> None:
         """Put the state of all segments where it rests."""
-        span_read_ahead.stow(self.inner, interval)
+        offload_read_ahead.stow(self.inner, interval)
 
     # -- the update -----------------------------------------------------------------------
 

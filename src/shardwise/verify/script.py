@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shardwise.launch import launchers, program
+from shardwise.launch import launcher_detection, program
 from shardwise.launch.flags import ADOPTED
 from shardwise.model.precision import PRESETS
 from shardwise.verify import alterations, outside, watching
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
     preset = PRESETS[given["precision"]]
     recorder = outside.Recorder(
         Path(given["record"]),
-        rank=0 if given["plain"] else launchers.detect(os.environ).rank,
+        rank=0 if given["plain"] else launcher_detection.detect(os.environ).rank,
         stop_after=given["steps"],
         preset=preset,
         facts=facts,

@@ -4,9 +4,9 @@ import json
 import os
 import sys
 
-from shardwise.launch import launchers
+from shardwise.launch import launcher_detection
 
-identity = launchers.detect(os.environ)
+identity = launcher_detection.detect(os.environ)
 print(
     json.dumps(
         {

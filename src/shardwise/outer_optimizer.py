@@ -1,4 +1,4 @@
-"""IslandRule says how islands make their parameters equal: how often, by which update, how late.
+"""The outer optimizer of islands: how often parameters are made equal, by which update, how late.
 
 An island is a group of ranks that makes its own steps, in any row of the table. Every H steps each
 sends how far its parameters have come since they were last equal, and all move that last common
@@ -17,8 +17,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:  # the command starts without torch
+    from torch import Tensor
 
 LOSSLESS = "fp32"
 
@@ -50,6 +54,15 @@ class Outer:
                 "such as nesterov:0.7,0.9"
             )
         return cls(lr, momentum)
+
+    def move(self, value: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
+        """Move `value` by the `mean` difference, in place, and so `velocity`, which is None without
+        momentum; all are flat, of one dtype and length."""
+        if velocity is None:
+            value.sub_(mean, alpha=self.lr)
+            return
+        velocity.mul_(self.momentum).add_(mean)
+        value.sub_(mean.add(velocity, alpha=self.momentum), alpha=self.lr)
 
     def __str__(self) -> str:
         return f"nesterov:{self.lr:g},{self.momentum:g}" if self.momentum else "mean"
