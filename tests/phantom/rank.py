@@ -32,6 +32,7 @@ def main(
 ) -> None:
     """Be a rank, as `tests.distributed.worker.main`, whose launcher shows it one GPU."""
     become()
+    from shardwise.launch import launcher_detection
     from tests.distributed import worker
 
     detect = launcher_detection.detect
