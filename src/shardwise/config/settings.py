@@ -148,7 +148,7 @@ class Settings:
     )
     islands: int | str = _setting(
         "islands",
-        "workers in N groups, each with steps of its own; host: one per host",
+        "workers in N groups that step by themselves; host: one per host",
         values.islands,
         "host|N",
         default=1,

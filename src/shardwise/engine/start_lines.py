@@ -218,11 +218,12 @@ def _elsewhere(spec: EngineSpec, states: States) -> str:
 def _replicated_bytes(spec: EngineSpec, states: States) -> int:
     """Bytes of the same states if every rank held them whole, without padding."""
     total = 0
+    anchor = 0 if states.islands is None else len(states.islands.anchor.keys)
     for index, bucket in enumerate(states.parameters.buckets):
         dtype, _ = states.parameters.kind(index)
         is_narrow = dtype in NARROW
         moments = len(states.optimizer.groups[index].kind.tensor_keys)
-        kept = moments + is_narrow + (spec.settings.ema_decay is not None)
+        kept = moments + is_narrow + (spec.settings.ema_decay is not None) + anchor
         each = 2 * dtype.itemsize + kept * (4 if is_narrow else dtype.itemsize)
         total += sum(slot.numel for slot in bucket.slots) * each
     for tracked, _ in states.parameters.frozen_bytes():
