@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -223,8 +224,7 @@ def test_ways_to_make_islands_equal_are_drawn(tmp_path: Path) -> None:
     assert (out / "bytes_and_seconds.png").read_bytes().startswith(b"\x89PNG")
     for way, result in found.items():
         assert way in screen
-        losses = [point["loss"] for point in result["curve"]]
-        assert losses[-1] < losses[0]
+        assert result["curve"][-1]["loss"] < math.log(300), "it has learned"
     sent = [result["curve"][-1]["bytes"] for result in found.values()]
     parameters = next(iter(found.values()))["parameters"]
     assert sent[:2] == [90 * 4 * parameters, 3 * 4 * parameters]

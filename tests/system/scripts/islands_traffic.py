@@ -17,13 +17,21 @@ import shardwise as sw
 WIDTH, BLOCKS, EVERY = 512, 8, 4
 NUMEL = BLOCKS * (WIDTH * WIDTH + WIDTH)
 BYTES = {"fp32": 4.0, "int4": 0.5 + 4 / 256}
-SETTLED = 0.3
-"""Seconds after which every delayed acknowledgement has gone out."""
+SETTLED = 1.0
+"""Seconds without a byte after which every delayed acknowledgement has gone out."""
 
 
 def sent() -> int:
-    """Bytes that have left this host since its start."""
-    time.sleep(SETTLED)
+    """Bytes that have left this host since its start, once no more follow."""
+    before, now = -1, counted()
+    while now != before:
+        time.sleep(SETTLED)
+        before, now = now, counted()
+    return now
+
+
+def counted() -> int:
+    """What the interface has counted."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     line = next(line for line in lines if line.strip().startswith(f"{os.environ['LINK']}:"))
     return int(line.partition(":")[2].split()[8])
