@@ -413,6 +413,31 @@ def test_a_group_that_is_added(group):
     assert not torch.equal(first, flat(mlp()))
 
 
+def freezes_case(world, zero):
+    """A bias that is frozen between two boundaries, and what it was at the last one."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=EVERY, zero=zero)
+    kept = None
+    for number, batch in enumerate(batches(), 1):
+        engine.backward(loss_of(model, world.share(batch)))
+        engine.step()
+        if number == EVERY:
+            with engine.full_parameters():
+                kept = model[2].bias.detach().clone()
+        if number == EVERY + 1:
+            model[2].bias.requires_grad_(False)
+    with engine.full_parameters():
+        frozen = model[2].bias.detach().clone()
+    engine.close()
+    return kept, frozen
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_is_frozen_is_what_islands_had_in_common(group, zero):
+    for kept, frozen in group(2, islands=2)(freezes_case, zero):
+        assert torch.equal(kept, frozen)
+
+
 def refused_case(world, settings, words):
     model = mlp()
     with pytest.raises(sw.errors.ConfigError, match=words):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
+from torch import nn
+
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.states.anchor import Anchor, Kept
+from shardwise.states.anchor import VALUE, Anchor, Kept
 from shardwise.states.interval_gather import IntervalGather
 from shardwise.states.island_exchange import IslandExchange
 from shardwise.states.optimizer_state import OptimizerState
@@ -34,10 +38,18 @@ def build(
 
 
 def take_apart(islands: IslandExchange | None, gathering: IntervalGather) -> Kept | None:
-    """The anchor by key and parameter, whole; what is on its way to other islands is dropped.
-    Collective."""
-    if islands is None:
+    """The anchor by key and parameter, whole; what is on its way to other islands is dropped. None
+    before the first step: islands begin at the weights then. Collective."""
+    if islands is None or not islands.begun:
         return None
     islands.forget()
     anchor = islands.anchor
     return {key: gathering.tensors(anchor.loaded(key)) for key in anchor.keys}
+
+
+def leave_equal(kept: Kept | None, training: Set[nn.Parameter]) -> None:
+    """Let parameters that are `training` no longer be what islands have in common of them: each
+    island has another value since, and nothing would make these equal again."""
+    for parameter, value in ({} if kept is None else kept[VALUE]).items():
+        if parameter not in training:
+            parameter.detach().copy_(value)

@@ -13,6 +13,7 @@ from shardwise.engine import (
     build,
     consistency,
     initial_values,
+    island_states,
     pipeline_parallel,
     plain_state_dict,
     tensor_parallel,
@@ -291,7 +292,14 @@ class UserObjects:
             )
         consistency.check_same_model(self.spec)
         self.buffers.meet(self._synchronised)
-        self._rebuild_states(*build.take_apart(self.spec, self.states))
+        masters, averages, anchor = build.take_apart(self.spec, self.states)
+        island_states.leave_equal(anchor, self._training())
+        self._rebuild_states(masters, averages, anchor)
+
+    def _training(self) -> set[nn.Parameter]:
+        """The parameters that optimizers update."""
+        groups = [group for o in self.spec.optimizers for group in o.param_groups]
+        return {p for group in groups for p in group["params"] if p.requires_grad}
 
     def plain_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
