@@ -152,6 +152,7 @@ class Settings:
         values.islands,
         "host|N",
         default=1,
+        rare=True,
     )
     equal_every: int = _setting(
         "islands",
@@ -159,6 +160,7 @@ class Settings:
         values.whole(1),
         "H",
         default=30,
+        rare=True,
     )
     outer: Outer = _setting(
         "islands",
@@ -166,6 +168,7 @@ class Settings:
         Outer.parse,
         "OUTER",
         default=Outer(),
+        rare=True,
     )
     wire: str = _choice(
         "islands", "how differences are sent: fp32, bf16, int8 or int4", FORMATS, "W", rare=True
