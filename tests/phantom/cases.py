@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from shardwise.bucket_layout import even_cuts
 from shardwise.collectives import Solo
 from shardwise.mesh import Mesh
 from shardwise.states.host_storage import HostStorage
@@ -170,6 +171,13 @@ def summed_elsewhere(world: World, numel: int) -> float:
         handle.wait()
         del handle
         return float(buffer.float().sum())  # the host has waited: the buffer may go
+
+
+def summed_in_vain(world: World, numel: int) -> None:
+    """A sum in 16 bits that nobody waits for."""
+    buffer = torch.ones(numel, dtype=torch.bfloat16, device=world.device)
+    world.collectives.reduce_scatter(buffer, even_cuts(numel, world.size))
+    torch.cuda.synchronize()  # until then the buffer must live
 
 
 def added_twice(world: World) -> None:

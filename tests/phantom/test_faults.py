@@ -64,6 +64,7 @@ CASES = {
     ),
     "a sum waited for elsewhere": (cases.summed_elsewhere, 1 << 17),
     "a short sum waited for elsewhere": (cases.summed_elsewhere, 64),
+    "a sum that nobody waits for": (cases.summed_in_vain, 1 << 17),
     "a buffer lent again": (cases.lent_again, "folder"),
     "saved": (cases.small_blocks, cases.saved_and_loaded, "folder", {"zero": 3}, False),
 }
@@ -103,6 +104,7 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("collectives/nccl.py",), "exact"),
     often(RECORD, ("collectives/nccl.py",), "a sum waited for elsewhere"),
     rarely(RECORD, ("collectives/nccl.py",), "a short sum waited for elsewhere"),
+    rarely(RECORD, ("collectives/nccl.py",), "a sum that nobody waits for"),
     rarely(COLLECTIVE, ("parallel/tensor/region_collectives.py",), "tensor"),
     rarely(COLLECTIVE, ("parallel/tensor/split_model.py",), "tensor"),
     rarely(
