@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from shardwise.bucket_layout import even_cuts
 from shardwise.collectives import Solo
 from shardwise.mesh import Mesh
+from shardwise.model.offloaded_tensor import HostTarget, OffloadTarget, StagedDiskTarget
 from shardwise.states.host_storage import HostStorage
 from shardwise.tiers import device_spool, host_window
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.nvme import Store
+from shardwise.tiers.spool import Spool
 from shardwise.world import World
 from tests.gpu import test_activations
 from tests.gpu.training import CLASSES, Model, tiers
@@ -170,6 +173,33 @@ def summed_elsewhere(world: World, numel: int) -> float:
         handle.wait()
         del handle
         return float(buffer.float().sum())  # the host has waited: the buffer may go
+
+
+def summed_in_vain(world: World, numel: int) -> None:
+    """A sum in 16 bits that nobody waits for."""
+    buffer = torch.ones(numel, dtype=torch.bfloat16, device=world.device)
+    world.collectives.reduce_scatter(buffer, even_cuts(numel, world.size))
+    torch.cuda.synchronize()  # until then the buffer must live
+
+
+def fetched_elsewhere(world: World, folder: Path | None) -> None:
+    """What was saved comes back for a node on one stream and is used by one on another; through
+    the host's memory, or a disk."""
+    host = HostTarget(world.device)
+    target: OffloadTarget = host
+    if folder is not None:
+        spool = device_spool.DeviceSpool(Spool(folder, "activations", rank=0), host.copy_stream)
+        target = StagedDiskTarget(spool)
+    one, other = torch.cuda.Stream(world.device), torch.cuda.Stream(world.device)
+    offload = target.send(torch.ones(SMALL, dtype=torch.uint8, device=world.device))
+    offload.settle()
+    with torch.cuda.stream(one):
+        offload.fetch()
+    with torch.cuda.stream(other):
+        total = offload.arrived().sum()
+    offload.drop()  # freed while `other` reads it
+    torch.cuda.synchronize()
+    assert int(total) == SMALL
 
 
 def added_twice(world: World) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 HOST = "the host"
 
@@ -36,6 +36,14 @@ class Clocks:
     def has_seen(self, who: str, other: str, count: int) -> bool:
         """Whether the thing number `count` of `other` happened before what `who` does now."""
         return self.of(who).get(other, 0) >= count
+
+    def all_of(self, several: Iterable[str]) -> dict[str, int]:
+        """What any of `several` has seen."""
+        found: dict[str, int] = {}
+        for who in several:
+            for other, count in self.of(who).items():
+                found[other] = max(count, found.get(other, 0))
+        return found
 
     def everything(self) -> dict[str, int]:
         """All that has been asked for until now."""

@@ -52,6 +52,8 @@ class Order:
         self._events: dict[int, dict[str, int]] = {}
         self._blocks: dict[int, Block] = {}
         self._nbytes = self._most_nbytes = 0
+        self._held_back: list[tuple[Seen, int]] = []
+        self._most_active_nbytes = 0
         self._pinned_nbytes = self._most_pinned_nbytes = 0
         self.begin()
 
@@ -62,6 +64,7 @@ class Order:
             self.kernels: Counter[str] = Counter()
             self.synchronisations: Counter[str] = Counter()
             self._most_nbytes = self._nbytes
+            self._most_active_nbytes = self._active_nbytes()
             self._most_pinned_nbytes = self._pinned_nbytes
 
     def nbytes(self) -> int:
@@ -73,6 +76,16 @@ class Order:
         """The most bytes at once since `begin`, or since `forget_most`."""
         with self._now():
             return self._most_nbytes
+
+    def most_active_nbytes(self) -> int:
+        """The most bytes at once since `begin`, with those of freed blocks that the allocator may
+        not use anew yet: torch's `active_bytes`."""
+        with self._now():
+            return self._most_active_nbytes
+
+    def _active_nbytes(self) -> int:
+        self._held_back = [each for each in self._held_back if not self._is_done(each[0])]
+        return self._nbytes + sum(nbytes for _, nbytes in self._held_back)
 
     def most_pinned_nbytes(self) -> int:
         """The most bytes of pinned memory at once since `begin`."""
@@ -104,11 +117,13 @@ class Order:
             else:
                 self._nbytes += nbytes
                 self._most_nbytes = max(self._most_nbytes, self._nbytes)
+                self._most_active_nbytes = max(self._most_active_nbytes, self._active_nbytes())
 
     def record_stream(self, address: int, stream: str) -> None:
         """The allocator is told that `stream` uses a block of another one."""
         with self._now():
-            if (block := self._blocks.get(address)) is not None:
+            block = self._blocks.get(address)
+            if block is not None and stream != block.stream:  # the allocator looks at that, too
                 block.recorded.add(stream)
 
     def freed(self, address: int) -> None:
@@ -127,6 +142,8 @@ class Order:
             self._pinned_nbytes -= block.nbytes
             return
         self._nbytes -= block.nbytes
+        if block.recorded:
+            self._held_back.append((self._clocks.all_of(block.recorded), block.nbytes))
         for access in block.log.last:
             if access.who != HOST and not self._next(block, access):
                 self.races.append(
@@ -227,7 +244,10 @@ class Order:
     def has_happened(self, seen: Seen) -> bool:
         """Whether the host has waited for all of `seen`; a device may be that far sooner."""
         with self._now():
-            return all(self._clocks.has_seen(HOST, who, count) for who, count in seen.items())
+            return self._is_done(seen)
+
+    def _is_done(self, seen: Seen) -> bool:
+        return all(self._clocks.has_seen(HOST, who, count) for who, count in seen.items())
 
 
 OWN_THREADS = "shardwise-"

@@ -64,10 +64,19 @@ CASES = {
     ),
     "a sum waited for elsewhere": (cases.summed_elsewhere, 1 << 17),
     "a short sum waited for elsewhere": (cases.summed_elsewhere, 64),
+    "a sum that nobody waits for": (cases.summed_in_vain, 1 << 17),
     "a buffer lent again": (cases.lent_again, "folder"),
+    "fetched for another stream": (cases.fetched_elsewhere, None),
+    "read for another stream": (cases.fetched_elsewhere, "folder"),
     "saved": (cases.small_blocks, cases.saved_and_loaded, "folder", {"zero": 3}, False),
 }
-ALONE = ("activations on the host", "activations on a disk", "a buffer lent again")
+ALONE = (
+    "activations on the host",
+    "activations on a disk",
+    "a buffer lent again",
+    "fetched for another stream",
+    "read for another stream",
+)
 
 
 def often(kind, places, case):
@@ -103,6 +112,7 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("collectives/nccl.py",), "exact"),
     often(RECORD, ("collectives/nccl.py",), "a sum waited for elsewhere"),
     rarely(RECORD, ("collectives/nccl.py",), "a short sum waited for elsewhere"),
+    rarely(RECORD, ("collectives/nccl.py",), "a sum that nobody waits for"),
     rarely(COLLECTIVE, ("parallel/tensor/region_collectives.py",), "tensor"),
     rarely(COLLECTIVE, ("parallel/tensor/split_model.py",), "tensor"),
     rarely(
@@ -145,6 +155,8 @@ LEFT_OUT = [
     rarely(EVENT, (BESIDE, "tiers/host_window.py", "engine/load_tensors.py"), "saved"),
     rarely(EVENT, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
     rarely(RECORD, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
+    rarely(RECORD, (BESIDE, "model/offloaded_tensor.py"), "fetched for another stream"),
+    rarely(RECORD, (BESIDE, "tiers/device_spool.py"), "read for another stream"),
 ]
 
 

@@ -85,6 +85,26 @@ def test_the_allocator_of_pinned_memory_waits_by_itself():
     assert order.races == []
 
 
+def test_a_block_that_another_stream_was_recorded_for_is_active_until_the_host_has_waited():
+    order = Order()
+    for step in (1, 2):
+        order.allocated(1000, 100, "main")
+        WRITE(order)
+        wait("side", "main")(order)
+        READ(order)
+        recorded("side")(order)
+        freed(order)
+        assert (order.most_nbytes(), order.most_active_nbytes()) == (100, 100 * step)
+    sync("side")(order)
+    order.begin()
+    assert order.most_active_nbytes() == 0
+    order.allocated(1000, 100, "main")
+    recorded("main")(order)
+    freed(order)
+    order.allocated(1000, 100, "main")
+    assert order.most_active_nbytes() == 100
+
+
 def test_bytes_and_counts():
     order = Order(lambda: "a line")
     order.allocated(1000, 100, "main")

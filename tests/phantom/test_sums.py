@@ -125,3 +125,25 @@ def test_backward_waits_for_the_bucket_whose_buffer_it_borrows_and_no_later_one(
 def test_a_sum_may_be_waited_for_on_another_stream(phantom, numel):
     for total in phantom(2, cases.summed_elsewhere, numel):
         assert total == 3.0 * numel
+
+
+def test_a_sum_that_nobody_waits_for_is_in_order(phantom):
+    phantom(2, cases.summed_in_vain, LONG)
+
+
+def ahead(world, sums):
+    """The most bytes that sums take whose host never waits for the device."""
+    from tests.phantom.streams import Device
+
+    buffer = torch.ones(LONG, dtype=torch.bfloat16, device=world.device)
+    torch.cuda.synchronize()
+    Device.order.begin()
+    before = Device.order.most_active_nbytes()
+    for _ in range(sums):
+        world.collectives.reduce_scatter(buffer, even_cuts(LONG, world.size)).wait()
+    return Device.order.most_active_nbytes() - before
+
+
+def test_memory_does_not_grow_with_how_far_the_host_runs_ahead(phantom):
+    """The rows of each sum are used anew by the next one."""
+    assert phantom(2, ahead, 8) == phantom(2, ahead, 1)

@@ -6,6 +6,7 @@ import torch
 
 from shardwise.tiers.copy_stream import BLOCKS, CopyStream
 from shardwise.tiers.direct_io import THREADS
+from shardwise.tiers.host_window import HostWindow
 from tests.disk import on_a_disk
 from tests.phantom import cases
 from tests.phantom.order import ASIDE
@@ -43,7 +44,7 @@ def test_with_states_on_a_disk_training_waits_for_its_reads_alone(phantom, setti
         found = of_training(waits)
         others = {k: n for k, n in found.items() if not any(place in k for place in places)}
         assert sum(others.values()) == 1, others
-        assert all("in engine/exchange.py" in cause for cause in others), others
+        assert all("engine/exchange.py" in cause for cause in others), others
         assert sum(found.values()) - 1 <= buckets, found
 
 
@@ -94,3 +95,37 @@ def ways(world):
 
 def test_each_way_has_a_stream_of_its_own(phantom):
     assert phantom(1, ways) == [(True, True, True, True)]
+
+
+@pytest.mark.parametrize("rests", ["host", "disk"])
+def test_what_was_saved_may_come_back_for_another_stream(phantom, rests):
+    phantom(1, cases.fetched_elsewhere, on_a_disk() if rests == "disk" else None)
+
+
+def interrupted(world, verb):
+    """A checkpoint's piece fails in the reader's hands, and the memory is freed."""
+    window = HostWindow()
+    flat = torch.ones(8 * cases.SMALL, dtype=torch.uint8, device=world.device)
+    pieces = window.read(flat) if verb == "read" else window.write(flat, fresh=True)
+    for _ in range(3):
+        next(pieces)
+    pieces.close()
+    del flat
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_window_that_is_left_early_is_in_order(phantom, verb):
+    phantom(1, cases.small_blocks, interrupted, verb)
+
+
+def windows(world):
+    """How many streams some checkpoints make."""
+    flat = torch.ones(10, device=world.device)
+    first = torch.cuda.Stream(world.device).cuda_stream
+    for _ in range(3):
+        list(HostWindow().read(flat))
+    return torch.cuda.Stream(world.device).cuda_stream - first - 1
+
+
+def test_checkpoints_share_their_streams(phantom):
+    assert phantom(1, windows)[0] <= 2

@@ -286,6 +286,24 @@ class TestVerdict:
     def test_last_words(self, tail: str, shown: str) -> None:
         assert failure_report.last_traceback(tail) == shown
 
+    STACK = '{} 0x00007f{:02} (most recent call first):\n  File "a.py", line {} in f\n\n'
+
+    def test_of_a_crash_two_stacks_are_shown(self) -> None:
+        """As faulthandler writes them: the newest thread first, the main one last."""
+        stacks = [self.STACK.format("Thread", n, n) for n in range(80)]
+        stacks[30] = self.STACK.format("Current thread", 30, 30)
+        head = "Fatal Python error: Segmentation fault\n\n"
+        shown = failure_report.last_words(
+            f"step 1\n{head}{''.join(stacks)}Extension modules: numpy._core (total: 1)\n"
+        )
+        others = "\n\n(78 other threads are left out.)"
+        assert shown == f"{head}{stacks[30]}{stacks[79].rstrip()}{others}"
+
+    def test_a_traceback_far_back_is_not_the_last_words(self) -> None:
+        lines = "\n".join(map(str, range(400)))
+        assert failure_report.last_words(f"{self.TRACE}\n{lines}").splitlines()[0] == "380"
+        assert failure_report.last_words(f"{lines}\n{self.TRACE}") == self.TRACE
+
 
 class TestCause:
     FREE = HostMemory(total=16 * 10**9, available=12 * 10**9, kills=1)

@@ -26,6 +26,13 @@ def ended(why: str) -> str:
 
 
 LOST = "NCCL error: remote process exited or there was a network error, NCCL version 2.27.5"
+SYSTEM = "NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)"
+RESET = "ncclSystemError: System call failed.\nLast error:\nrecv: Connection reset by peer"
+ASSERTED = "CUDA error: device-side assert triggered"
+ADVICE = (
+    "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1"
+)
 
 
 @pytest.mark.parametrize(
@@ -33,10 +40,13 @@ LOST = "NCCL error: remote process exited or there was a network error, NCCL ver
     [
         ("", None),
         ("ValueError: all-reduce", None),
-        (late(), Waited("all-reduce number 7", 600.027)),
-        (late(kind="_ALLGATHER_BASE"), Waited("all-gather number 7", 600.027)),
-        (late(kind="COALESCED"), Waited("coalesced number 7", 600.027)),
+        (late(), Waited("all-reduce number 7", 600.027, "0")),
+        (late(kind="_ALLGATHER_BASE"), Waited("all-gather number 7", 600.027, "0")),
+        (late(kind="COALESCED"), Waited("coalesced number 7", 600.027, "0")),
+        (late().partition("\n")[0], Waited("all-reduce number 7", 600.027)),
         (ended(LOST), Failed(LOST)),
+        (ended(f"[Rank 0] {ASSERTED}\n{ADVICE}\n"), Failed(ASSERTED, ADVICE)),
+        (ended(ASSERTED) + late(), Failed(ASSERTED)),
     ],
 )
 def test_parse(tail: str, found: Waited | Failed | None) -> None:
@@ -45,7 +55,6 @@ def test_parse(tail: str, found: Waited | Failed | None) -> None:
 
 def said(tails: dict[int, str], size: int = 2) -> dict[int, str]:
     found = nccl_watchdog.reports(tails, dict.fromkeys(tails, 1.0), size)
-    assert all(report.secondary for report in found)
     return {report.rank: report.message for report in found}
 
 
@@ -61,6 +70,12 @@ def test_ranks_in_different_calls_say_so() -> None:
     found = said({0: late(), 1: late(1, 9, "BROADCAST"), 2: late(2)}, 3)
     assert "did not come. Meanwhile rank 1 waited in broadcast number 9. Every" in found[0]
     assert "Meanwhile rank 0 waited in all-reduce number 7, rank 2 waited in all" in found[1]
+
+
+def test_numbers_of_two_process_groups_are_not_compared() -> None:
+    beside = late(1).replace("PG ID 0 PG GUID 0(default_pg)", "PG ID 0 PG GUID 3(data)")
+    found = said({0: late(), 1: beside, 2: late(2).replace("PG ID 0", "PG ID 4")}, 3)
+    assert "Meanwhile rank 1 waited in all-reduce number 7 of another process group. E" in found[0]
 
 
 STACKS = """Fatal Python error: Aborted
@@ -89,8 +104,38 @@ def test_a_rank_that_lost_another_points_there() -> None:
         f"a call of NCCL: {LOST}. The cause is on the rank that went away"
         in said({0: ended(LOST)})[0]
     )
-    other = said({0: ended("[Rank 0] CUDA error: an illegal memory access")})[0]
-    assert "Rank 0 of 2 failed in a call of NCCL: CUDA error: an illegal memory access." in other
+    assert f"Rank 0 of 2 failed in a call of NCCL: {SYSTEM}." in said({0: ended(SYSTEM)})[0]
+
+
+@pytest.mark.parametrize(
+    ("tail", "secondary"),
+    [
+        (late(), True),
+        (ended(LOST), True),
+        (ended(f"{SYSTEM}\n{RESET}"), True),
+        (ended(SYSTEM), False),
+        (ended(ASSERTED), False),
+        (ended("CUDA error: an illegal memory access was encountered"), False),
+        (ended("CUDA error: uncorrectable ECC error encountered"), False),
+    ],
+)
+def test_another_rank_is_at_fault_only_for_a_wait_or_a_loss(tail: str, secondary: bool) -> None:
+    ends = [
+        ExitStatus(rank=0, code=-signal.SIGABRT, time=1.0),
+        ExitStatus(rank=1, code=-signal.SIGTERM, time=2.0, stopped=True),
+    ]
+    reports = {r.rank: r for r in nccl_watchdog.reports({0: tail}, {0: 1.0}, 2)}
+    assert reports[0].secondary == secondary
+    judged = failure_report.judge(ends, reports)
+    assert judged is not None
+    assert (judged.rank, judged.late) == (int(secondary), secondary)
+
+
+def test_an_error_of_the_device_keeps_the_words_and_the_advice_of_torch() -> None:
+    [found] = nccl_watchdog.reports({0: ended(f"{ASSERTED}\n{ADVICE}")}, {0: 1.0}, 2)
+    assert found.message.startswith("Rank 0 of 2 failed on its GPU")
+    assert f"{ASSERTED}. The GPU tells of an error some calls later: with CUDA_L" in found.message
+    assert found.text == f"{found.message}\n\n{ADVICE}"
 
 
 def test_the_rank_that_said_nothing_is_blamed() -> None:

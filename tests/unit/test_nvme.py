@@ -11,7 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.collectives import Solo
 from shardwise.errors import TierError
+from shardwise.placement import Tier
+from shardwise.states.storage_factory import StorageFactory
 from shardwise.tiers.direct_io import CHUNK
 from shardwise.tiers.nvme import Store
 from tests.disk import MB, drain, on_a_disk, pattern, put, slow, sweep, take, wait_until
@@ -175,6 +178,43 @@ def test_closing_gives_the_disk_back(folder: Path) -> None:
     assert descriptors() == before + 1
     store.close()
     assert descriptors() == before
+
+
+def test_a_store_without_records_has_no_buffers(folder: Path) -> None:
+    """As of a rank that owns nothing of a bucket; pinned memory is never asked for in vain."""
+
+    def pages(nbytes: int, count: int) -> list[torch.Tensor]:
+        assert nbytes * count > 0
+        return [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(count)]
+
+    with closing(Store(folder, "state", [], rank=0, pages=pages)) as store:
+        assert (store.nbytes, store.staging_bytes) == (0, 0)
+
+
+class LostCopy:
+    """The event of a copy of an accelerator that has failed."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_all_is_given_back_where_the_accelerator_has_failed(folder: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    factory = StorageFactory(Tier("nvme", str(folder)), Solo())
+    stores = [Store(folder, "state", [4096], rank=0) for _ in range(3)]
+    factory._stores += stores
+    for store in stores[1:]:
+        lease = store.blank(0)
+        lease.wait()
+        lease.copied(LostCopy())
+        lease.write()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        factory.close()
+    assert descriptors() == before
+    factory.close()
 
 
 def test_a_forked_process_is_refused_and_can_end(folder: Path) -> None:

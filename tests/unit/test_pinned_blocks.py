@@ -1,5 +1,8 @@
 """States in pinned memory lie in a few blocks, since torch rounds each up to a power of two."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -73,3 +76,21 @@ def test_states_of_one_kind_share_blocks():
 def test_a_copy_stream_takes_what_it_is_told():
     first, second = CopyStream(torch.device("cpu")).memories([3, 5], torch.float64)
     assert (first.numel(), second.numel(), second.dtype) == (3, 5, torch.float64)
+
+
+def test_a_thread_is_at_the_device_before_it_is_at_a_stream():
+    """Left to the stream's block alone, torch would set it back to a stream of device 0."""
+    done = []
+
+    @contextmanager
+    def noted(what):
+        done.append(f"at {what}")
+        yield
+        done.append(f"from {what}")
+
+    copies = CopyStream(torch.device("cpu"))
+    copies.device = torch.device("cuda", 1)
+    copies._streams = SimpleNamespace(device=noted, stream=noted)
+    with copies._entered("up", ()):
+        pass
+    assert done == ["at cuda:1", "at up", "from up", "from cuda:1"]

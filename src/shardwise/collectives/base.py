@@ -244,8 +244,12 @@ class Collectives(ABC):
         return [whole[a:b] for a, b in pairwise(cuts)]
 
     def read(self, rows: Tensor) -> Tensor:
-        """`rows`, which a collective fills, on the CPU. Blocks; such a wait is one that a hang
-        report tells of, on an accelerator too, where the collective itself does not block."""
+        """`rows`, which a collective fills, on the CPU. Blocks.
+
+        A hang report tells of that wait. On an accelerator, where the collective itself does not
+        block, it is the wait for all that the present stream was given before, too. `rows` must
+        be what that stream has made, or has waited for.
+        """
         return rows.cpu()
 
     @property

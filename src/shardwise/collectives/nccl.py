@@ -96,14 +96,14 @@ class Nccl(Collectives):
         rows = sent.new_empty(self.size * out.numel())
         received = [out.numel()] * self.size
         work = dist.all_to_all_single(rows, sent, received, lengths, self._group, async_op=True)
-        with torch.cuda.stream(self._stream_for("sums")):
+        stream = self._stream_for("sums")
+        with torch.cuda.stream(stream):
             # The work that comes after this call, backward mostly, need not wait for the messages.
             self._wait(work)
-            _used_here(rows)
             _sum_rows(rows.view(self.size, -1), out, how)
             came: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             came.record()
-        return _Summing(came)
+        return _Summing(_SumUnderWay(came, rows, stream))
 
     def _stream_for(self, what: str) -> torch.cuda.Stream:
         if what not in self._streams:
@@ -221,25 +221,55 @@ class _Working(Handle):
         return super().is_there() or self._work.is_completed()
 
 
-class _Summing(Handle):
-    """A sum on a stream of its own: `came` is the event of its end."""
+class _SumUnderWay:
+    """A sum of `rows` that `stream` makes: `came` is the event of its end.
 
-    def __init__(self, came: Any) -> None:
-        super().__init__(self.await_)
-        self._came = came
+    The rows are held until somebody waits. Were they let go of at once, the allocator would have to
+    be told of `stream`, and use their memory anew only when the device has come so far: the further
+    the host runs ahead, the more memory the sums of a backward would take.
+    """
+
+    def __init__(self, came: Any, rows: Tensor, stream: torch.cuda.Stream) -> None:
+        self.came = came
+        self._rows: Tensor | None = rows
+        self._stream = stream
 
     def await_(self) -> None:
         """Let the present stream wait for the sum."""
-        torch.cuda.current_stream().wait_event(self._came)
+        torch.cuda.current_stream().wait_event(self.came)
+
+    def end(self) -> None:
+        """Wait, and let go of the rows."""
+        self.await_()
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            _used_here(rows)
+
+    def __del__(self) -> None:
+        if self._rows is not None:  # nobody has waited
+            self._rows.record_stream(self._stream)
+
+
+class _Summing(Handle):
+    """The handle of a sum on a stream of its own; apart from it, so that neither holds the other
+    in a circle that only the garbage collector ends."""
+
+    def __init__(self, under_way: _SumUnderWay) -> None:
+        super().__init__(under_way.end)
+        self._under_way = under_way
+
+    def await_(self) -> None:
+        """Let the present stream wait for the sum, which is waited for once more."""
+        self._under_way.await_()
 
     def is_there(self) -> bool:
-        return super().is_there() or bool(self._came.query())
+        return super().is_there() or bool(self._under_way.came.query())
 
 
 def _used_here(made: Tensor) -> None:
     """Tell the allocator that the present stream uses `made`, which may be of another one: freed
     there, its memory would be used anew while this stream still reads it. Whoever waits for a sum
-    need not do so on the stream that has asked for it, nor at all."""
+    need not do so on the stream that has asked for it. On that one this does nothing."""
     made.record_stream(torch.cuda.current_stream())
 
 

@@ -374,6 +374,9 @@ def _fill_of(
         return laid.flattened(tensors.whole(theirs))
 
     def fill(into: Tensor, offset: int) -> None:
-        into.copy_(flat()[offset : offset + into.numel()])
+        whole, end = flat(), offset + into.numel()
+        into.copy_(whole[offset:end])
+        if end == whole.numel():
+            flat.cache_clear()  # pieces come in order: one tensor at a time is held whole
 
     return fill

@@ -23,6 +23,17 @@ _CHAINED = (
 )
 _LINES_WITHOUT_TRACE = 20
 
+_LINES_OF_TRACE = 250
+"""How far back from the end of its output a rank's last traceback may begin: two stacks of
+faulthandler, which have 100 lines each, and some more."""
+
+_CRASH = "Fatal Python error:"
+
+_STACK = re.compile(r"^(?:Current thread|Thread) 0x.*\n(?:  .*\n?)*\n*", re.MULTILINE)
+"""The stack of one thread, as faulthandler writes it."""
+
+_MODULES = re.compile(r"^Extension modules: .*\n?", re.MULTILINE)
+
 _TRACE = re.compile(
     r"^[^|\n]*?((?:  \+ Exception Group )?Traceback \(most recent call last\):"
     r"|Fatal Python error:)",
@@ -152,6 +163,25 @@ def last_traceback(tail: str) -> str:
     while starts and any(words in text[starts[-1] : start] for words in _CHAINED):
         start = starts.pop()
     return text[start:]
+
+
+def last_words(tail: str) -> str:
+    """Cut the last traceback from what a rank without an error report has written; of a crash the
+    stacks of the current and of the main thread; else some lines."""
+    before, crash, after = tail.rpartition(_CRASH)
+    text = before + crash + (_two_stacks(after) if crash else after)
+    return last_traceback("\n".join(text.rstrip().splitlines()[-_LINES_OF_TRACE:]))
+
+
+def _two_stacks(text: str) -> str:
+    """faulthandler's dump without the stacks of threads that are neither the current nor, as the
+    last one is, the main one."""
+    stacks = [match[0] for match in _STACK.finditer(text)]
+    others = [stack for stack in stacks[:-1] if not stack.startswith("Current")]
+    for stack in others:
+        text = text.replace(stack, "", 1)
+    text = _MODULES.sub("", text).rstrip()
+    return f"{text}\n\n({len(others)} other threads are left out.)" if others else text
 
 
 _KILL_HINT = "Once more kills them at once."

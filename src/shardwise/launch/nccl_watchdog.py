@@ -23,7 +23,11 @@ _TIMEOUT = re.compile(
 )
 _ENDED = re.compile(
     r"(?:Process group watchdog|NCCL watchdog) thread terminated with exception: (?P<why>[^\n]+)"
+    r"(?P<more>(?:\n(?!Exception raised from|frame #)[^\n]+)*)"
 )
+_GROUP = re.compile(r"\[PG ID \d+ PG GUID (?P<name>[^\s(]+)")
+"""A process group, by the name that all of its ranks know; the ID is a count of this process."""
+
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
 
@@ -43,31 +47,51 @@ _VERBS = {
 
 @dataclass(frozen=True)
 class Waited:
-    """A call for which a rank has waited too long: its words, such as all-reduce number 7."""
+    """A call for which a rank has waited too long: its words, such as all-reduce number 7.
+
+    Calls are counted in their process group, `group`; "" where that is not known.
+    """
 
     call: str
     seconds: float
+    group: str = ""
+
+    def is_beside(self, other: Waited) -> bool:
+        """Whether they are of two process groups, so that their numbers say nothing together."""
+        return "" not in (self.group, other.group) and self.group != other.group
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Another failure of NCCL, as the watchdog told it."""
+    """Another failure of NCCL or of the device, as the watchdog told it: the first line, and
+    those that follow."""
 
     why: str
+    more: str = ""
 
     @property
     def is_loss(self) -> bool:
         """Whether another rank, or the way to it, was lost."""
-        return any(sign in self.why.lower() for sign in _LOST)
+        said = f"{self.why}\n{self.more}".lower()
+        return any(sign in said for sign in _LOST)
+
+    @property
+    def is_of_device(self) -> bool:
+        """Whether the device has failed, or what this rank gave it to do."""
+        return "CUDA error" in self.why
 
 
 def parse(tail: str) -> Waited | Failed | None:
     """What the watchdog has told of, in the last that a rank wrote to stderr; None if nothing."""
-    if (late := _TIMEOUT.search(tail)) is not None:
+    late, ended = _TIMEOUT.search(tail), _ENDED.search(tail)
+    if late is not None and (ended is None or late.start() < ended.end()):
         verb = _VERBS.get(late["kind"], late["kind"].strip("_").lower())
-        return Waited(f"{verb} number {late['number']}", int(late["ms"]) / 1000)
-    ended = _ENDED.search(tail)
-    return None if ended is None else Failed(re.sub(r"^\[.*?\] ", "", ended["why"]).rstrip(". "))
+        group = _GROUP.search(tail, late.end())  # the watchdog's next line says it
+        name = "" if group is None else group["name"]
+        return Waited(f"{verb} number {late['number']}", int(late["ms"]) / 1000, name)
+    if ended is None:
+        return None
+    return Failed(re.sub(r"^\[.*?\] ", "", ended["why"]).rstrip(". "), ended["more"].strip())
 
 
 def reports(tails: Mapping[int, str], times: Mapping[int, float], size: int) -> list[ErrorReport]:
@@ -75,7 +99,7 @@ def reports(tails: Mapping[int, str], times: Mapping[int, float], size: int) -> 
     said. `tails` are the last that ranks wrote, `times` when they ended."""
     told = {rank: found for rank, text in tails.items() if (found := parse(text)) is not None}
     return [
-        _report(rank, f"Rank {rank} of {size} {_words(rank, told)}", times[rank], tails[rank])
+        _report(rank, f"Rank {rank} of {size} {_words(rank, told)}", told[rank], times, tails)
         for rank in sorted(told)
     ]
 
@@ -94,6 +118,12 @@ def _words(rank: int, told: Mapping[int, Waited | Failed]) -> str:
             "the rank that went away, see its own output; or in the network: shardwise doctor "
             "looks at it."
         )
+    if mine.is_of_device:
+        return (
+            f"failed on its GPU, which torch's watchdog of NCCL was the first to see: {mine.why}. "
+            "The GPU tells of an error some calls later: with CUDA_LAUNCH_BLOCKING=1 the line "
+            "that made it raises; where no line did (ECC, NVLink, Xid), the GPU is at fault."
+        )
     return f"failed in a call of NCCL: {mine.why}. NCCL_DEBUG=INFO tells more."
 
 
@@ -101,17 +131,35 @@ def _others(rank: int, mine: Waited, told: Mapping[int, Waited | Failed]) -> str
     """Where other ranks waited, if that was in another call."""
     apart = [
         f"rank {other} waited in {found.call}"
+        + (" of another process group" if found.is_beside(mine) else "")
         for other, found in sorted(told.items())
-        if other != rank and isinstance(found, Waited) and found.call != mine.call
+        if other != rank
+        and isinstance(found, Waited)
+        and (found.call != mine.call or found.is_beside(mine))
     ]
     return f" Meanwhile {', '.join(apart)}." if apart else ""
 
 
-def _report(rank: int, message: str, time: float, tail: str) -> ErrorReport:
-    message, where = f"CollectiveError: {message}", users_line(tail)
+def _report(
+    rank: int,
+    message: str,
+    found: Waited | Failed,
+    times: Mapping[int, float],
+    tails: Mapping[int, str],
+) -> ErrorReport:
+    where = users_line(tails[rank])
+    if isinstance(found, Waited) or not found.is_of_device:
+        message = f"CollectiveError: {message}"
     text = f"{message} [{where}]" if where else message
+    if isinstance(found, Failed) and found.more:
+        text += f"\n\n{found.more}"
     return ErrorReport(
-        rank=rank, time=time, secondary=True, message=message, text=text, where=where
+        rank=rank,
+        time=times[rank],
+        secondary=isinstance(found, Waited) or found.is_loss,
+        message=message,
+        text=text,
+        where=where,
     )
 
 

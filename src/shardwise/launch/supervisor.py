@@ -252,8 +252,10 @@ class Supervisor:
         rank_exit = self._exits[judged.rank]
         # A rank that we ended is to blame only where an error of its own came before.
         how = failure_report.UNCAUGHT if rank_exit.end.stopped else rank_exit.how
-        trace = failure_report.last_traceback(
-            found.text if found else self._outputs[rank].tail.text()
+        trace = (
+            failure_report.last_traceback(found.text)
+            if found
+            else failure_report.last_words(self._outputs[rank].tail.text())
         )
         if judged.late and found is not None:  # our frames do not say more of who is at fault
             trace = f"{found.message} [{found.where}]" if found.where else found.message

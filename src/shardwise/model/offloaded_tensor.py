@@ -115,6 +115,7 @@ class _HostOffload:
         assert self._back is not None
         data, event = self._back
         self._host.copy_stream.await_(event)
+        self._host.copy_stream.used_here(data)  # another node, on its stream, may have fetched it
         return data
 
     def drop(self) -> None:

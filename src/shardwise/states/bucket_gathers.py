@@ -196,6 +196,7 @@ class AllGathers(BucketGathers):
         with nullcontext() if copy_stream is None else copy_stream.from_here():
             for bucket, whole in zip(buckets, wholes, strict=True):
                 bucket.load(whole.flat)
+                _hold(copy_stream, whole.flat)
             handles = [send(i) for i in range(len(buckets))]
             if copy_stream is not None:
                 handles.append(_until(copy_stream))
@@ -243,7 +244,15 @@ def _load(
     for which the present stream waits and not the host."""
     with scope:
         bucket.load(flat)
+        _hold(copy_stream, flat)
         return Handle() if copy_stream is None else _until(copy_stream)
+
+
+def _hold(copy_stream: CopyStream | None, flat: Tensor) -> None:
+    """Keep the memory of `flat` from others until what goes there has come, also of a gather that
+    nobody waits for."""
+    if copy_stream is not None:
+        copy_stream.used_here(flat)
 
 
 def _until(copy_stream: CopyStream) -> Handle:

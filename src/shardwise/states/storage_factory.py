@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from shardwise.collectives import Collectives
+from shardwise.errors import TierError
 from shardwise.placement import Tier
 from shardwise.states.host_storage import HostStorage
 from shardwise.states.storage import MemoryStorage, Storage, on_disk, record_bytes
@@ -102,6 +103,12 @@ class StorageFactory:
                 yield HostStorage(memory, copy_stream)
 
     def close(self) -> None:
-        """Give room on disks back."""
+        """Give room on disks back, all of it also where one has failed; raises the first error."""
+        failures = []
         while self._stores:
-            self._stores.pop().close()
+            try:
+                self._stores.pop().close()
+            except (RuntimeError, TierError) as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]

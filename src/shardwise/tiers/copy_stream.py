@@ -16,7 +16,7 @@ itself needs a copy, it waits for the copy's event: `event.synchronize()`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -85,7 +85,11 @@ class CopyStream:
 
     @contextmanager
     def _entered(self, stream: Any, after: Iterable[Any]) -> Iterator[None]:
-        with self._streams.stream(stream):
+        # A new thread is at device 0. Left to `stream` alone, it would be set back to that one's
+        # stream, which makes a context there: one of every rank on the first GPU of a host.
+        is_cpu = self.device.type == "cpu"
+        scope = nullcontext() if is_cpu else self._streams.device(self.device)
+        with scope, self._streams.stream(stream):
             for event in after:
                 stream.wait_event(event)
             yield
@@ -134,7 +138,15 @@ class CopyStream:
     def _copy(self, stream: Any, source: Tensor, target: Tensor, after: Iterable[Any]) -> Any:
         with self._entered(stream, after):
             target.copy_(source, non_blocking=True)
-            return self.here()
+            return self._recorded(stream)
+
+    def _recorded(self, stream: Any) -> Any:
+        """An event behind what `stream` was given until now, for which a thread of the host may
+        wait: asleep, where CUDA would else spin."""
+        is_cuda = self.device.type == "cuda"
+        event = self._streams.Event(blocking=True) if is_cuda else self._streams.Event()
+        event.record(stream)
+        return event
 
     def send_narrowed(self, value: Tensor, into: Tensor) -> None:
         """Copy `value` (flat, of the host) `into` memory of the device, in whose dtype it travels,
@@ -146,7 +158,12 @@ class CopyStream:
         near = block.tensor[:nbytes].view(into.dtype)
         near.copy_(value)
         into.copy_(near, non_blocking=True)
-        block.copies = [self.here()]
+        block.copies = [self._recorded(self._streams.current_stream(self.device))]
+
+    def used_here(self, data: Tensor) -> None:
+        """`data`, of the device, is used by the present stream, which need not be that under which
+        it was allocated: freed there, its memory is used anew only after that use."""
+        self.hold(data, self._streams.current_stream(self.device))
 
     def hold(self, data: Tensor, stream: Any) -> None:
         """Should `data` be freed before `stream` is done with it, let the allocator wait with using

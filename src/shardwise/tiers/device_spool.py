@@ -33,9 +33,13 @@ class Coming:
         self._copy_stream = copy_stream
 
     def arrived(self) -> Tensor:
-        """The bytes, for which the present stream waits; their record must have been read."""
+        """The bytes, for which the present stream waits; their record must have been read.
+
+        It need not be the stream under which they were asked for.
+        """
         for event in self.events:
             self._copy_stream.await_(event)
+        self._copy_stream.used_here(self.data)
         return self.data
 
 

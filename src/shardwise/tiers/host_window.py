@@ -7,6 +7,8 @@ pinned blocks (`pieces.py`): the file has one piece while the next one is on its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -38,8 +40,9 @@ class HostWindow:
             return
         copy_stream, ring = self._way(flat.device)
         data, behind = flat.view(torch.uint8), [copy_stream.here()]
-        for piece in pieces.down(copy_stream, ring, data, behind, unused):
-            yield piece.first // flat.element_size(), piece.memory.view(flat.dtype)
+        with _ended(copy_stream, ring):
+            for piece in pieces.down(copy_stream, ring, data, behind, unused):
+                yield piece.first // flat.element_size(), piece.memory.view(flat.dtype)
 
     def write(self, flat: Tensor, *, fresh: bool) -> Iterator[tuple[int, Tensor]]:
         """Pieces as `read` has them, to be changed: they are `flat`, or go there when the next one
@@ -56,19 +59,36 @@ class HostWindow:
     def _up(self, flat: Tensor, *, fresh: bool) -> Iterator[tuple[int, Tensor]]:
         copy_stream, ring = self._way(flat.device)
         data, behind = flat.view(torch.uint8), [copy_stream.here()]
-        for piece in pieces.up(copy_stream, ring, data, behind):
-            if not fresh:
-                part = data[piece.first : piece.first + piece.nbytes]
-                copy_stream.start_down(part, piece.memory, behind).synchronize()
-            yield piece.first // flat.element_size(), piece.memory.view(flat.dtype)
-        for event in ring.copies:
-            copy_stream.await_(event)
+        with _ended(copy_stream, ring):
+            for piece in pieces.up(copy_stream, ring, data, behind):
+                if not fresh:
+                    part = data[piece.first : piece.first + piece.nbytes]
+                    copy_stream.start_down(part, piece.memory, behind).synchronize()
+                yield piece.first // flat.element_size(), piece.memory.view(flat.dtype)
 
     def _way(self, device: torch.device) -> tuple[CopyStream, StagingRing]:
         if device not in self._ways:
-            copy_stream = CopyStream(device)
+            copy_stream = _copy_stream(device)
             self._ways[device] = copy_stream, copy_stream.ring(PIECE)
         return self._ways[device]
+
+
+@cache
+def _copy_stream(device: torch.device) -> CopyStream:
+    """The one of all windows: each checkpoint with streams of its own would come around to those
+    that others have, of which torch has 32."""
+    return CopyStream(device)
+
+
+@contextmanager
+def _ended(copy_stream: CopyStream, ring: StagingRing) -> Iterator[None]:
+    """A block after which the present stream comes behind the copies, also where whoever was shown
+    the pieces has failed: the memory may then be freed, or written."""
+    try:
+        yield
+    finally:
+        for event in ring.copies:
+            copy_stream.await_(event)
 
 
 def _has_streams(device: torch.device) -> bool:

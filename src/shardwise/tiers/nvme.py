@@ -119,9 +119,10 @@ class Store:
         self._file = DirectFile(folder, label, rank, self.nbytes)
         self.direct = self._file.direct
         # A record is leased once at a time, so no more buffers than records are ever needed.
-        count = min(in_flight, len(sizes))
-        memories = [None] * count if pages is None else pages(max(sizes), count)
-        self._free = [Staging(max(sizes), memory) for memory in memories]
+        count, largest = min(in_flight, len(sizes)), max(sizes, default=0)
+        # A rank may own nothing of a bucket: then there is nothing to pin.
+        memories = pages(largest, count) if pages is not None and count else [None] * count
+        self._free = [Staging(largest, memory) for memory in memories]
         self.staging_bytes = sum(buffer.tensor.numel() for buffer in self._free)
         self._buffers = len(self._free)
         self._leased: dict[int, BufferLease] = {}
@@ -154,6 +155,7 @@ class Store:
 
         Raises:
             TierError: A transfer failed, and no call has said so yet.
+            RuntimeError: A copy to or from an accelerator failed.
         """
         if self._closed:
             return
@@ -162,14 +164,16 @@ class Store:
             self._file.close()  # this process's descriptor: threads and transfers are the other's
             return
         self._transfers.end()
-        for _, transfer in self._behind.values():
-            self._land(transfer)
-        for lease in self._leased.values():
-            self._land(lease.coming)
-        self._behind.clear()
-        self._leased.clear()
-        self._free.clear()
-        self._file.close()
+        try:
+            for _, transfer in self._behind.values():
+                self._land(transfer)
+            for lease in self._leased.values():
+                self._land(lease.coming)
+        finally:  # all has ended, however it did
+            self._behind.clear()
+            self._leased.clear()
+            self._free.clear()
+            self._file.close()
         if not self._reported:
             self._raise_failure()
 
