@@ -100,9 +100,7 @@ def apart_case(world):
         model[0].weight.mul_(1 + world.rank)
     for _ in range(2):
         engine.backward(loss_of(model, world.share(batches(1)[0])))
-        with pytest.raises(
-            sw.errors.ModelMismatch, match="at different weights: those of worker 1"
-        ):
+        with pytest.raises(sw.errors.ModelMismatch, match="those of worker 1 are not"):
             engine.step()
     engine.close()
 
@@ -154,7 +152,6 @@ def test_what_a_file_does_not_have_is_what_islands_had_in_common(group, tmp_path
     (mine, closed), (theirs, other) = group(2, islands=2)(partial_case, tmp_path / "part.pt")
     assert torch.equal(mine, theirs)
     assert torch.equal(closed, other)
-    assert torch.equal(closed, mine)  # at the end too they are what was in common last
 
 
 def nested_case(world):
@@ -172,6 +169,7 @@ def nested_case(world):
     assert torch.equal(flat(model), own)
     assert not torch.equal(outer, own)
     engine.close()
+    assert torch.equal(flat(model), outer)  # what is left at the end
 
 
 def test_an_anchor_inside_an_anchor(group):
@@ -301,7 +299,8 @@ def dropped_case(world):
     engine.close()
     assert not torch.equal(sent, lost)
     assert torch.allclose(back, lost, rtol=1e-9, atol=1e-12)
-    assert (weights, counted, kept) == ([1.0], [3.0], [4.0])
+    assert weights[0] > 0
+    assert (counted, kept) == ([3 * weights[0]], [4 * weights[0]])
 
 
 def test_a_difference_that_is_dropped_is_taken_back(group):
