@@ -89,7 +89,7 @@ class IslandRule:
     def offset(self, bucket: int, buckets: int) -> int:
         """By how many steps the turn of `bucket` comes after that of the first: where differences
         travel beside steps they take turns, so that the link is always in use; else none waits."""
-        return bucket * self.every // buckets if self.late else 0
+        return bucket * self.every // max(buckets, 1) if self.late else 0
 
     def sends(self, step: int, bucket: int, buckets: int) -> bool:
         """Whether `bucket` of so many is sent when `step` steps were made."""

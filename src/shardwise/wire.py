@@ -52,13 +52,23 @@ class Wire:
         scales = -(-numel // BLOCK) * 4
         return scales, numel if self.name == "int8" else -(-numel // 2)
 
+    def holds(self, values: Tensor) -> bool:
+        """Whether `values` are finite, and stay so when they are packed."""
+        if self.name == "bf16":
+            values = values.bfloat16()
+        if self.name in CODES:
+            values = (values / CODES[self.name]).float()
+        return bool(torch.isfinite(values).all())
+
     def pack(self, values: Tensor) -> Tensor:
         """`values`, flat and finite, as (nbytes,) uint8 on the same device.
 
-        Raises ValueError for a NaN or an infinity, and for one that fp32 cannot hold.
+        Raises ValueError for a NaN or an infinity, and for what becomes one in this format.
         """
         if not bool(torch.isfinite(values).all()):
             raise ValueError("a NaN or an infinity")
+        if not self.holds(values):
+            raise ValueError(f"a value above what {self.name} can tell")
         packed = torch.zeros(
             self.nbytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device
         )
@@ -93,8 +103,6 @@ def _coded(values: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """The scales of the blocks, fp32, and the codes of the values, as uint8 of int8's bits."""
     blocks = _blocks(values)
     scales = (blocks.abs().amax(1) / most).float()
-    if not bool(torch.isfinite(scales).all()):
-        raise ValueError("a value above what fp32 holds")
     # A block of zeros has the scale 0, and its codes are 0 whatever they are divided by.
     divisors = torch.where(scales > 0, scales, 1.0).to(values.dtype).unsqueeze(1)
     codes = (blocks / divisors).round_().clamp_(-most, most)

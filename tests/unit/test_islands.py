@@ -66,6 +66,13 @@ def test_buckets_take_turns_where_differences_travel():
     assert [rule.offset(bucket, 6) for bucket in range(6)] == [0, 0, 1, 2, 2, 3]
 
 
+def test_a_stage_that_trains_nothing_follows_the_others():
+    """It has no bucket, and sends its report with theirs."""
+    rule = IslandRule(every=3, late=1)
+    assert [step for step in range(1, 8) if rule.sends(step, 0, 0)] == [3, 6]
+    assert [step for step in range(1, 8) if rule.is_due(step, 0, 0)] == [4, 7]
+
+
 def test_a_difference_must_be_there_before_the_next():
     with pytest.raises(ConfigError, match=r"--late 3 .*--late 2 or less, or --equal-every 4"):
         IslandRule(every=3, late=3)

@@ -83,8 +83,13 @@ def test_what_is_not_finite_is_refused(name, bad):
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_what_no_scale_holds_is_refused(name):
-    with pytest.raises(ValueError, match="above what fp32 holds"):
+    with pytest.raises(ValueError, match=f"above what {name} can tell"):
         Wire(name).pack(torch.full((3,), 1e300, dtype=torch.float64))
+
+
+def test_what_bf16_rounds_to_infinity_is_refused():
+    with pytest.raises(ValueError, match="above what bf16 can tell"):
+        Wire("bf16").pack(torch.tensor([1.0, torch.finfo(torch.float32).max]))
 
 
 def test_the_smallest_numbers_are_lost_and_not_more():

@@ -135,8 +135,9 @@ def build(
     everything = spec.located()
     _check_trainable(everything, owners, main=spec.world_group.rank == 0)
     located = [t for t in everything if spec.is_here(t.parameter)]
-    # What has an average stays laid out while it is frozen, since its average goes on.
-    kept = averages or {}
+    # What has an average stays laid out while it is frozen, since its average goes on; so does what
+    # has an anchor, since islands may have other values of it until they are equal next.
+    kept = {*(averages or {}), *island_states.anchored(anchor)}
     named = [
         t
         for t in located
@@ -238,7 +239,7 @@ def take_apart(
     anchor, by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
-    anchor = island_states.take_apart(states.islands, states.gathering)
+    anchor = island_states.take_apart(states.islands, states.parameters, states.gathering)
     for parameter, state in states.gathering.optimizer_state().items():
         for optimizer in spec.optimizers:
             if any(parameter is p for group in optimizer.param_groups for p in group["params"]):

@@ -17,6 +17,7 @@ from shardwise.checkpoint.folders import Found
 from shardwise.engine import (
     consistency,
     island_sets,
+    island_states,
     load_tensors,
     optimizer_fields,
     usage_checks,
@@ -90,6 +91,8 @@ class CheckpointLoader:
                 )
             if self._objects.make_room_for_averages(source.averaged):
                 engine_tensors = EngineTensors(self._spec, self._objects.states)
+            # What strict=False leaves as it is must be alike on all islands.
+            island_states.rest_on_anchor(self._objects.states.islands)
             load_tensors.fill_model(engine_tensors, source)
             self._objects.buffers.remember()
             if self._spec.pipeline is not None:

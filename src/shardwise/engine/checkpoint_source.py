@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.format import dtype_of
@@ -46,12 +45,13 @@ class CheckpointSource:
         """The names of what has a moving average."""
         return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
 
-    def whole(self, name: str) -> Tensor:
-        """The whole tensor `name` of the model, as this island goes on with it."""
+    def of_model(self, name: str, *, is_buffer: bool) -> tuple[TensorReader, str]:
+        """The files that have tensor `name` of the model, as this island goes on with it, and its
+        name there. A parameter that is not trained is what islands have in common."""
         own = tensor_spans.state_name(name, OWN)
-        if self.goes_on and self.has(ISLAND, own):
-            return self.sets[ISLAND].whole(own)
-        return self.sets[MODEL].whole(self.names[name])
+        if (self.goes_on if is_buffer else self.takes_own) and self.has(ISLAND, own):
+            return self.sets[ISLAND], own
+        return self.sets[MODEL], self.names[name]
 
     def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[TensorReader, str] | None:
         """The files with the best values for tensor `name`, and its name there.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from shardwise import fingerprints
 from shardwise.collectives import Collectives
 from shardwise.engine import initial_values
 from shardwise.engine.engine_spec import EngineSpec
@@ -65,24 +66,13 @@ def _gathered_values(
     """By rank a fingerprint of each of the parameters `names`; of tensor-parallel ones by part.
     Collective."""
     mine = {
-        (0 if each.shard is None else spec.tensor_rank, each.name): _fingerprint(each.parameter)
+        (0 if each.shard is None else spec.tensor_rank, each.name): fingerprints.sums_of(
+            each.parameter
+        )
         for each in named
         if each.name in names
     }
     return spec.island_group.gather_objects(mine)
-
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def _fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """Two sums over the bits of a tensor, computed on its device: of its words, and of them
-    weighted by their place in rows of 61."""
-    words = tensor.detach().contiguous().reshape(-1).view(_WORDS[tensor.itemsize])
-    whole = words[: words.numel() // 61 * 61].view(-1, 61)
-    by_place = torch.cat([whole.sum(0), words[whole.numel() :].sum().reshape(1).long()])
-    weights = torch.arange(1, 63, device=words.device)
-    return int(by_place.sum()), int((by_place * weights).sum())
 
 
 def _hash_of(lines: Sequence[str]) -> str:
@@ -220,7 +210,8 @@ class OptionChecksum:
                     return ModelMismatch(
                         f"{name} is {here!r} on rank 0 and {there!r} on rank {rank}, so ranks "
                         "would train different models. Nothing was updated. Set it alike on all "
-                        "ranks; give a scheduler what all know, such as engine.step().loss."
+                        "ranks; give a scheduler what all know: engine.step().loss, or with "
+                        "--islands the mean of sw.Metrics."
                     )
         lengths = [len(named) for named in gathered]
         return ModelMismatch(f"Optimizers have different options on each rank: {lengths} of them.")

@@ -235,7 +235,8 @@ class Engine:
         """Inside the block the parameters of `module` (default: all) are whole, to read or write,
         and autograd is off, as under `torch.no_grad()`.
 
-        With `write=True` rank 0's values are everyone's on leaving, masters included; between
+        With `write=True` rank 0's values (of several islands that have made a step, those of the
+        first rank of each, on that island) are everyone's on leaving, masters included; between
         backward and step the gradients stay what they are (SAM). Collective: every rank enters and
         leaves. Replicated parameters can also be read at any time.
         """
@@ -386,7 +387,8 @@ class Engine:
             describe.show(describe.table_of(self._spec, self._states, name))
 
     def close(self) -> None:
-        """Give models and optimizers back as plain ones, optimizer state included. Collective.
+        """Give models and optimizers back as plain ones, optimizer state included; with `--islands`
+        the weights are what they last had in common. Collective.
 
         Weights that were cast to 16 bit stay so; the engine cannot be used afterwards.
         """

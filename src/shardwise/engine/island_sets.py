@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint import json_values
 from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.collectives import Collectives
@@ -62,9 +63,30 @@ def seen(
     else:
         mine = {kind: [set_name(kind, k) for k in range(saved)] for kind in (OPTIMIZER, ISLAND)}
         found = dict(fields) | {"weights": {}, "due": islands[0]["due"]}
+        found["state"] = _most([each["state"] for each in islands])
         found["borders"] = sorted({name for each in islands for name in each["borders"]})
     view = {kind: held for kind, held in sets.items() if kind != OPTIMIZER}
     for kind, names in mine.items():
         if held := [sets[name] for name in names if name in sets]:
             view[kind] = held[0] if len(held) == 1 else MeanReader(held)
     return view, found
+
+
+def _most(several: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """By parameter what is one value, such as the number of its steps: the largest of those that
+    islands have, since some may never have used a parameter that others have."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in several:
+        for name, values in each.items():
+            mine = found.setdefault(name, {})
+            for key, value in values.items():
+                mine[key] = max(mine.get(key, value), value, key=_size)
+    return found
+
+
+def _size(value: Any) -> float:
+    """How large an encoded value is; what is no number is as good as any."""
+    number = json_values.decode(value)
+    if isinstance(number, Tensor) and number.numel() == 1:
+        number = number.item()
+    return float(number) if isinstance(number, int | float) else 0.0

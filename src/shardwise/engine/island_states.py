@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.states.anchor import VALUE, Anchor, Kept
@@ -13,6 +14,10 @@ from shardwise.states.island_exchange import IslandExchange
 from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters
 from shardwise.states.storage_factory import StorageFactory
+
+WEIGHT = "weight"
+"""The key of what is kept beside the anchor: by parameter what steps have weighed since its
+difference was sent."""
 
 
 def build(
@@ -34,22 +39,56 @@ def build(
         scattered=spec.placement.is_sharded("optimizer"),
         start=start,
     )
-    return IslandExchange(anchor, spec.peers, begun=start is not None)
+    islands = IslandExchange(anchor, spec.peers, begun=start is not None)
+    _go_on(islands, parameters, (start or {}).get(WEIGHT, {}))
+    return islands
 
 
-def take_apart(islands: IslandExchange | None, gathering: IntervalGather) -> Kept | None:
-    """The anchor by key and parameter, whole; what is on its way to other islands is dropped. None
-    before the first step: islands begin at the weights then. Collective."""
+def _go_on(
+    islands: IslandExchange, parameters: Parameters, weights: Mapping[nn.Parameter, Tensor]
+) -> None:
+    """Count on from the `weights` of an earlier layout, by parameter."""
+    for index, bucket in enumerate(parameters.buckets):
+        several = [parameters.named[slot.parameter].parameter for slot in bucket.slots]
+        known = [float(weights[parameter]) for parameter in several if parameter in weights]
+        islands.weights[index] = max(known, default=0.0)
+
+
+def anchored(kept: Kept | None) -> Set[nn.Parameter]:
+    """The parameters that islands have something in common of."""
+    return set() if kept is None else set(kept[VALUE])
+
+
+def take_apart(
+    islands: IslandExchange | None, parameters: Parameters, gathering: IntervalGather
+) -> Kept | None:
+    """The anchor by key and parameter, whole, and what steps have weighed since; what is on its way
+    to other islands is dropped. None before the first step: islands begin at the weights then.
+    Collective."""
     if islands is None or not islands.begun:
         return None
     islands.forget()
     anchor = islands.anchor
-    return {key: gathering.tensors(anchor.loaded(key)) for key in anchor.keys}
+    weights = {
+        parameters.named[slot.parameter].parameter: torch.tensor(weight, dtype=torch.float64)
+        for bucket, weight in zip(parameters.buckets, islands.weights, strict=True)
+        for slot in bucket.slots
+    }
+    return {WEIGHT: weights} | {k: gathering.tensors(anchor.loaded(k)) for k in anchor.keys}
 
 
-def leave_equal(kept: Kept | None, training: Set[nn.Parameter]) -> None:
-    """Let parameters that are `training` no longer be what islands have in common of them: each
-    island has another value since, and nothing would make these equal again."""
-    for parameter, value in ({} if kept is None else kept[VALUE]).items():
-        if parameter not in training:
-            parameter.detach().copy_(value)
+def leave_equal(kept: Kept | None, optimized: Set[nn.Parameter]) -> None:
+    """Give parameters that no optimizer has any more, so that nothing makes them equal, the value
+    that islands last had in common: each has had another since."""
+    for parameter in anchored(kept) - optimized:
+        assert kept is not None
+        parameter.detach().copy_(kept[VALUE][parameter])
+
+
+def rest_on_anchor(islands: IslandExchange | None) -> None:
+    """Let the weights be what islands last had in common: what each has done since is dropped, and
+    so is what is on its way. Collective over each island."""
+    if islands is not None and islands.begun:
+        islands.forget()
+        with torch.no_grad():
+            islands.anchor.swap()

@@ -1,7 +1,7 @@
 """Makes islands equal after the steps at which that is due, and tells them of each other.
 
     after step n    every bucket whose turn it is: send, receive, move (states/island_exchange)
-                    n a multiple of H: one small message more: loss, weight, who is to end
+                    n a multiple of H: one small message more, a Report
 
 Between these steps nothing leaves an island.
 """
@@ -9,15 +9,44 @@ Between these steps nothing leaves an island.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.step_statistics import StepStats, StepTotals
+from shardwise.errors import ModelMismatch, UsageError
 from shardwise.states.island_exchange import IslandExchange, Message, send
 from shardwise.timeline import span
+
+
+class Report(NamedTuple):
+    """What an island tells the others beside differences, 8 bytes each."""
+
+    loss: float
+    weight: float
+    asked: float
+    """The signal by which it was asked to end, or 0."""
+    unsaved: float
+    """Whether a save has failed."""
+    form: float
+    """A checksum of which buffers forward changes."""
+    step: float
+    anchor: float
+    """A checksum of the anchor as it was before this step."""
+
+
+@dataclass(frozen=True)
+class SentBuffers:
+    """The buffers that forward changes, as they were when a report was sent."""
+
+    form: int
+    weight: float
+    """Of the step that was made last."""
+    values: Tensor
 
 
 class Islands:
@@ -28,15 +57,35 @@ class Islands:
         self._spec = state.spec
         self._asked = 0
         self._unsaved = False
+        self._sent: SentBuffers | None = None
 
     @property
     def _exchange(self) -> IslandExchange | None:
         return self._state.states.islands
 
     def begin(self) -> None:
-        """A step is about to change the weights."""
-        if self._exchange is not None:
-            self._exchange.begin()
+        """A step is about to change the weights: what user code has made of them until then is
+        where islands begin, all at the same. Collective over all ranks at the first step."""
+        exchange = self._exchange
+        if exchange is None or exchange.begun:
+            return
+        with torch.no_grad():
+            exchange.anchor.restart()
+            self._check_alike(exchange.anchor.checksum())
+        exchange.begun = True
+
+    def _check_alike(self, mine: int) -> None:
+        """Raise ModelMismatch, on all ranks alike, where islands are not at the same weights."""
+        all_of_them = self._spec.world_group.gather_plain(mine)
+        length = self._spec.island_group.size
+        for rank, each in enumerate(all_of_them):
+            if each != all_of_them[rank % length]:
+                raise ModelMismatch(
+                    f"Islands would begin at different weights: those of worker {rank} are not "
+                    f"those of worker {rank % length}, which has the same part of the model. Write "
+                    "the same values on every worker, or rank 0's on all: "
+                    "with engine.full_parameters(write=True)."
+                )
 
     def stepped(self, totals: StepTotals, stats: StepStats) -> tuple[StepTotals, StepStats]:
         """Make equal what is due after a step; returns what all ranks of the run know of it.
@@ -57,79 +106,122 @@ class Islands:
 
     def _make_equal(
         self, exchange: IslandExchange, totals: StepTotals, stats: StepStats
-    ) -> list[list[float]] | None:
+    ) -> list[Report] | None:
         """Send and move what is due; the reports of all islands where those are due too."""
         rule, step, count = self._spec.settings.island_rule, self._state.steps, exchange.buckets
         sent = [i for i in range(count) if rule.sends(step, i, count)]
         due = [i for i in range(count) if rule.is_due(step, i, count)]
         reports = None
-        if rule.late:
-            exchange.arrive([i for i in due if i in exchange.flying])
         if rule.late and rule.is_due(step, 0, count):
             reports = self._reports(exchange, stats)
+        if rule.late:
+            exchange.arrive([i for i in due if i in exchange.flying])
         if rule.sends(step, 0, count):
-            exchange.report = self._sent_report(totals, stats)
-        for index in sent:
-            exchange.send(index, step + rule.late)
-        if sent and not rule.late:
+            exchange.report = self._sent_report(exchange, totals, stats)
+        if rule.late:
+            for index in sent:
+                exchange.send(index, step + rule.late)
+        elif exchange.report is not None:
+            # Before anything moves: a report may say that islands are no longer alike.
             reports = self._reports(exchange, stats)
-            exchange.arrive(sent)
+            exchange.exchange(sent, step)
         if due:
             self._state.parameters_changed()
         return reports
 
-    def _sent_report(self, totals: StepTotals, stats: StepStats) -> Message:
+    def _sent_report(
+        self, exchange: IslandExchange, totals: StepTotals, stats: StepStats
+    ) -> Message:
         """Let all islands know of this one."""
+        self._sent = self._buffers(stats)
         loss = stats.loss if stats.weight else 0.0
-        row = [loss, stats.weight, self._asked, self._unsaved, self._form()]
+        report = Report(
+            loss,
+            stats.weight,
+            self._asked,
+            self._unsaved,
+            self._sent.form,
+            self._state.steps,
+            exchange.anchor.checksum(),
+        )
         peers = self._spec.peers
-        packed = torch.tensor(row, dtype=torch.float64).view(torch.uint8)
+        packed = torch.tensor(report, dtype=torch.float64).view(torch.uint8)
         return send(peers, packed.to(peers.small_device))
+
+    def _buffers(self, stats: StepStats) -> SentBuffers:
+        return SentBuffers(self._form(), stats.weight, self._state.objects.buffers.values())
 
     def _form(self) -> int:
         """A checksum of which buffers forward changes here."""
         return crc32(str(self._state.objects.buffers.form()).encode())
 
-    def _reports(self, exchange: IslandExchange, stats: StepStats) -> list[list[float]] | None:
-        """The rows of all islands, None where they were sent before this run began; buffers become
-        their mean. Collective over the peers."""
-        report, exchange.report = exchange.report, None
-        rows = None
-        if report is None:
-            forms = self._spec.peers.gather_plain(self._form())
+    def _reports(self, exchange: IslandExchange, stats: StepStats) -> list[Report] | None:
+        """The reports of all islands, None where they were sent before this run began; buffers
+        become their mean. Collective over the peers. Raises where islands have come apart."""
+        message, exchange.report = exchange.report, None
+        if message is None or self._sent is None:
+            sent, reports = self._buffers(stats), None
+            forms = self._spec.peers.gather_plain(sent.form)
         else:
-            rows = report.wait().cpu().contiguous().view(torch.float64).tolist()
-            forms = [row[-1] for row in rows]
+            rows = message.wait().cpu().contiguous().view(torch.float64).tolist()
+            sent, reports = self._sent, [Report(*row) for row in rows]
+            _check_reports(reports)
+            forms = [report.form for report in reports]
+        self._sent = None
         if len(set(forms)) == 1:
-            self._average_buffers(stats.weight)
-        return rows
+            self._average_buffers(sent)
+        return reports
 
-    def _average_buffers(self, weight: float) -> None:
-        """Give buffers that forward changes their mean over the islands, by the `weight` of the
-        step that each has made last."""
-        buffers = self._state.objects.buffers
-        if not buffers.form():
+    def _average_buffers(self, sent: SentBuffers) -> None:
+        """Give buffers that forward changes the mean over the islands of what was `sent`, by the
+        weight of the step that each had made last; with `--late` what has changed since stays."""
+        buffers, peers = self._state.objects.buffers, self._spec.peers
+        if not sent.values.numel():
             return
-        values = buffers.values()
-        row = torch.cat([values.new_full((1,), weight), values])
-        rows = self._spec.peers.gather_rows(row).cpu()
-        if float(rows[:, 0].sum()):
-            buffers.average(rows[:, 1:], rows[:, :1])
+        row = torch.cat([sent.values.new_full((1,), sent.weight), sent.values])
+        rows = peers.gather_rows(row.to(peers.small_device)).cpu()
+        # Where forward has changed others since, their lengths are not those that were sent: they
+        # become alike at the next boundary.
+        if float(rows[:, 0].sum()) and self._form() == sent.form:
+            values = rows[:, 1:]
+            if self._spec.settings.late:
+                values = values + (buffers.values() - sent.values).cpu()
+            buffers.average(values, rows[:, :1])
             buffers.remember()
 
     def _joined(
-        self, rows: list[list[float]], totals: StepTotals, stats: StepStats
+        self, reports: list[Report], totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
         """The step's totals and figures with what the islands reported."""
         self._asked, self._unsaved = 0, False
         totals = replace(
-            totals, asked=int(max(row[2] for row in rows)), unsaved=any(row[3] for row in rows)
+            totals,
+            asked=int(max(report.asked for report in reports)),
+            unsaved=any(report.unsaved for report in reports),
         )
         if self._spec.settings.late:
             return totals, stats  # the losses are those of an earlier step
-        weight = sum(row[1] for row in rows)
-        shares = [1.0 if totals.divisor else row[1] for row in rows]
+        weight = sum(report.weight for report in reports)
+        shares = [1.0 if totals.divisor else report.weight for report in reports]
         loss = math.nan
         if weight:
-            loss = sum(row[0] * w for row, w in zip(rows, shares, strict=True)) / sum(shares)
+            loss = sum(r.loss * w for r, w in zip(reports, shares, strict=True)) / sum(shares)
         return totals, replace(stats, loss=loss, weight=weight)
+
+
+def _check_reports(reports: list[Report]) -> None:
+    """Raise where islands have made different numbers of steps, or have lost what they had in
+    common; on the ranks of equal place alike."""
+    for island, report in enumerate(reports):
+        if report.step != reports[0].step:
+            raise UsageError(
+                f"Island {island} has made {report.step:g} steps, and island 0 "
+                f"{reports[0].step:g}: parameters are made equal after the same ones. Let all "
+                "islands make as many, and go on from the same checkpoint."
+            )
+        if report.anchor != reports[0].anchor:
+            raise ModelMismatch(
+                f"What islands had in common before step {report.step:g} is another on island "
+                f"{island} than on island 0, so they would never be equal again. Load a "
+                "checkpoint on all workers alike."
+            )

@@ -216,16 +216,17 @@ def _fill_whole(
     engine_tensors: EngineTensors, source: CheckpointSource, window: HostWindow
 ) -> None:
     """Read what every rank has whole: buffers, and parameters that are not trained."""
-    inventory, tensors = engine_tensors.inventory, source.sets[MODEL]
+    inventory = engine_tensors.inventory
     for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
         if name not in source.names:
             continue
-        theirs, shard = source.names[name], engine_tensors.spec.shard_of(value)
+        tensors, theirs = source.of_model(name, is_buffer=name in inventory.buffers)
+        shard = engine_tensors.spec.shard_of(value)
         if shard is None and value.device.type != "cpu" and value.is_contiguous():
             for first, near in window.write(value.detach().view(-1), fresh=True):
                 tensors.read(theirs, first, near)
         else:
-            read = source.whole(name)
+            read = tensors.whole(theirs)
             found = read.view(value.shape) if shard is None else part_of(read, shard)
             write(value.detach(), found)
 

@@ -34,8 +34,9 @@ class StateAccess:
             )
         if write and state.in_ema:
             raise UsageError(
-                "full_parameters(write=True) inside engine.ema(), where parameters are averages "
-                "for the time of the block: write before or after."
+                "full_parameters(write=True) inside engine.ema() or anchor(), where parameters are "
+                "averages, or what islands have in common, for the time of the block: write before "
+                "or after."
             )
         with whole_tensors.full_parameters(state.spec, state.states, module, write=write):
             yield
@@ -102,7 +103,7 @@ class StateAccess:
         """See Engine.anchor."""
         state = self._state
         islands = state.states.islands
-        if islands is None or not islands.begun:
+        if islands is None or not islands.begun or state.in_ema:
             yield  # what all have in common is what the parameters hold
             return
         if state.accumulation.backwards:

@@ -184,7 +184,8 @@ class StepRunner:
         self._objects.take_in_writes()
         self._backward.check_gradients()
         if state.totals is None:
-            self._islands.begin()
+            with self._backward.abandoning():
+                self._islands.begin()
             with span("reduce"):
                 states.gradients.reduce()
             with span("exchange"):

@@ -66,6 +66,12 @@ def check_loss(loss: Any) -> None:
         )
 
 
+def _known(world: World) -> str:
+    """What all workers know: the loss of a step is its island's."""
+    ours = "" if world.island_count > 1 else "engine.step().loss, "
+    return f"{ours}sw.Metrics, world.any(flag)"
+
+
 def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
     """Raise UsageError, on all ranks, where they have come to a step by different calls that all
     make alike; say it once where only what they have shared out differs. Collective then."""
@@ -78,15 +84,14 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
             f"Workers have come to this step by different calls: since the last one {apart[1]}. "
             "world.draw and world.alike are called by all workers alike, or what they draw is no "
             "longer the same. Where a worker has left a loop before the others, by a number of "
-            "its own rows, let all decide by one that all know: engine.step().loss, sw.Metrics, "
-            "world.any(flag)."
+            f"its own rows, let all decide by one that all know: {_known(world)}."
         )
     if calls_differ:
         world.calls.stop_counting_shares()
         world.say_once(
             "workers have trained on different numbers of batches since the last step: "
             f"{apart_in_shares(made)}. Where one has left a loop before the others, let all "
-            "decide by a number that all know: engine.step().loss, sw.Metrics, world.any(flag)."
+            f"decide by a number that all know: {_known(world)}."
         )
         return
     world.calls.stop_digesting()

@@ -292,14 +292,19 @@ class UserObjects:
             )
         consistency.check_same_model(self.spec)
         self.buffers.meet(self._synchronised)
-        masters, averages, anchor = build.take_apart(self.spec, self.states)
-        island_states.leave_equal(anchor, self._training())
-        self._rebuild_states(masters, averages, anchor)
+        self._rebuild_states(*self._taken_apart())
 
-    def _training(self) -> set[nn.Parameter]:
-        """The parameters that optimizers update."""
+    def _taken_apart(self) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
+        """What a new layout goes on with, see `build.take_apart`; what has left the optimizers is
+        alike on all islands. Collective."""
+        masters, averages, anchor = build.take_apart(self.spec, self.states)
+        island_states.leave_equal(anchor, self._optimized())
+        return masters, averages, anchor
+
+    def _optimized(self) -> set[nn.Parameter]:
+        """The parameters that an optimizer has, frozen ones too."""
         groups = [group for o in self.spec.optimizers for group in o.param_groups]
-        return {p for group in groups for p in group["params"] if p.requires_grad}
+        return {parameter for group in groups for parameter in group["params"]}
 
     def plain_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
@@ -318,7 +323,7 @@ class UserObjects:
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
-        kept = build.take_apart(self.spec, self.states)
+        kept = self._taken_apart()
         plain_state_dict.give(optimizer, state)
         self._rebuild_states(*kept)
 
@@ -327,8 +332,7 @@ class UserObjects:
         have none, where averages are kept; returns whether there were any. Collective."""
         if self.states.averages is None:
             return False
-        groups = [group for o in self.spec.optimizers for group in o.param_groups]
-        resting = {parameter for group in groups for parameter in group["params"]}
+        resting = self._optimized()
         resting -= {named.parameter for named in self.states.parameters.named}
         lacking = {
             t.parameter: torch.zeros(()).expand(t.shape)
@@ -337,12 +341,14 @@ class UserObjects:
         }
         if not any(self.spec.world_group.gather_objects(bool(lacking))):
             return False
-        masters, averages, anchor = build.take_apart(self.spec, self.states)
+        masters, averages, anchor = self._taken_apart()
         self._rebuild_states(masters, (averages or {}) | lacking, anchor)
         return True
 
     def end(self) -> None:
-        """Give everything back as it was, trained. Collective."""
+        """Give everything back as it was, trained; of islands what they last had in common.
+        Collective."""
+        island_states.rest_on_anchor(self.states.islands)
         build.take_apart(self.spec, self.states)
         self._reassemble_models()
         self.spec.leave_groups()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.export import plain_state, write_model
+from shardwise.collectives import Collectives
 from shardwise.engine import consistency, initial_values, unit_assignment
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
@@ -44,7 +45,8 @@ def full_parameters(
         if shown is not None:
             whole = shown.residency.whole(numbers, write=write)
         with whole as buckets:
-            with _joined(spec, module, write=write):
+            group = _writers(spec, states)
+            with _joined(spec, module, group, write=write):
                 yield
                 if not write:
                     _check_unwritten(spec, states)
@@ -52,7 +54,7 @@ def full_parameters(
                 shown.residency.check_unwritten(buckets)
             elif write:
                 states.parameters.check_places()
-                written = _made_alike(spec, states)
+                written = _made_alike(spec, states, group)
                 states.parameters.meet()
                 for slab, flat in buckets.items():
                     written |= set(slab.written(flat))
@@ -62,24 +64,36 @@ def full_parameters(
             states.optimizer.refresh_masters(written)
 
 
-def _made_alike(spec: EngineSpec, states: States) -> set[int]:
-    """Give every rank rank 0's values of what is whole; which parameters were written to."""
+def _writers(spec: EngineSpec, states: States) -> Collectives:
+    """The ranks that what the first of them writes is for: those of this island, and before its
+    first step all, since islands begin at the same weights."""
+    has_begun = states.islands is None or states.islands.begun
+    return spec.island_group if has_begun else spec.world_group
+
+
+def _made_alike(spec: EngineSpec, states: States, group: Collectives) -> set[int]:
+    """Give every rank of `group` its first one's values of what is whole; which parameters were
+    written to."""
     if spec.pipeline is not None:  # done while all of it was there
         return set(range(len(states.parameters.named)))
-    written: set[int] = spec.island_group.gather_objects(states.parameters.written())[0]
+    written: set[int] = group.gather_objects(states.parameters.written())[0]
     resting = [] if states.shown is None else states.shown.residency.resting()
     kept = [t for t in consistency.everything(spec) if spec.shard_of(t) is None]
-    initial_values.make_alike(
-        [t for t in kept if not any(t is r for r in resting)], spec.island_group
-    )
+    initial_values.make_alike([t for t in kept if not any(t is r for r in resting)], group)
     return written
 
 
 @contextmanager
 def _joined(
-    spec: EngineSpec, module: nn.Module | None, *, write: bool, here: bool = True
+    spec: EngineSpec,
+    module: nn.Module | None,
+    group: Collectives,
+    *,
+    write: bool,
+    here: bool = True,
 ) -> Iterator[None]:
-    """Inside the block a model that a replica has in parts is whole, where wanted `here`."""
+    """Inside the block a model that a replica has in parts is whole, where wanted `here`; what the
+    first of `group` writes is for all of it."""
     if not here:
         yield
         return
@@ -90,9 +104,9 @@ def _joined(
         if line is not None or any(spec.shard_of(p) is not None for p in parameters):
             stack.enter_context(spec.parameter_uses.suspended())
         if split is not None:
-            group = spec.island_group if write and line is None else None
+            whom = group if write and line is None else None
             stack.enter_context(
-                split.wholes(parameters, write=write, group=group, is_here=spec.is_here)
+                split.wholes(parameters, write=write, group=whom, is_here=spec.is_here)
             )
         if line is not None:
             shapes = {p: s.shape for p in parameters if (s := spec.shard_of(p)) is not None}
@@ -101,7 +115,7 @@ def _joined(
             )
         yield
         if write and line is not None:
-            initial_values.make_alike(consistency.everything(spec), spec.island_group)
+            initial_values.make_alike(consistency.everything(spec), group)
 
 
 def _check_inner(*, write: bool, outer: bool) -> None:
@@ -171,5 +185,5 @@ def _on_the_first(
         whole = nullcontext()
     else:
         whole = shown.residency.whole(unit_assignment.units_in(shown.sections, model), here=here)
-    with whole, _joined(spec, model, write=False, here=here):
+    with whole, _joined(spec, model, spec.island_group, write=False, here=here):
         yield model

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
+from shardwise import fingerprints
 from shardwise.bucket_layout import Bucket
 from shardwise.collectives import Collectives
 from shardwise.errors import NonFiniteError
@@ -71,8 +73,8 @@ class Anchor:
         self.storages = {key: self._room(key, factory) for key in self.keys}
         """By key and bucket."""
         self.restart()
-        for key, values in (start or {}).items():
-            self._go_on(key, values)
+        for key in self.keys:
+            self._go_on(key, (start or {}).get(key, {}))
 
     def _part(self, interval: UpdateInterval) -> Span:
         return interval.own if self._scattered else interval.bucket.interval(self._group.rank)
@@ -143,15 +145,24 @@ class Anchor:
             self.storages[SENT][index].store(master)
         return packed
 
+    def take_back(self, index: int, packed: Tensor) -> None:
+        """Let what was `packed` of bucket `index` move nothing: the next difference has it in it,
+        and so is to have what the wire had lost before. Once anchor and weights have moved on, as
+        without `late`, there is nothing to take back."""
+        if not (self._wire.loses and self.rule.late):
+            return
+        residual = self._value(RESIDUAL, index)
+        sent = self._wire.unpack(packed.to(residual.device), residual.numel(), residual.dtype)
+        difference = self._value(VALUE, index) - self._value(SENT, index)
+        self.storages[RESIDUAL][index].store(residual + sent.sub_(difference))
+
     def _refusal(self, index: int, difference: Tensor, error: ValueError) -> str:
         """Why a difference cannot be sent, with the first parameter at fault."""
         start = self.parts[index][0]
         names = [
             self._parameters.named[piece.parameter].name
             for piece in self._bucket(index).pieces(*self.parts[index])
-            if not bool(
-                difference[piece.start - start : piece.end - start].float().isfinite().all()
-            )
+            if not self._wire.holds(difference[piece.start - start : piece.end - start])
         ]
         return (
             f"How far {names[0]} has come since islands were equal has {error} in it, which no "
@@ -246,6 +257,12 @@ class Anchor:
             torch.equal(self._master(index), self._value(VALUE, index))
             for index in range(len(self.parts))
         )
+
+    def checksum(self) -> int:
+        """32 bits of this rank's part of the anchor: equal on the ranks of equal place in all
+        islands."""
+        several = [fingerprints.sums_of(self._value(VALUE, i)) for i in range(len(self.parts))]
+        return crc32(repr(several).encode())
 
     def loaded_value(self, index: int) -> Tensor:
         """This rank's part of the anchor of bucket `index`."""

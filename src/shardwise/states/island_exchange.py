@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from shardwise.timeline import recorder
 
 _HEADER = 8
 """Bytes of the weight, fp64."""
+
+_AHEAD = 3
+"""Buckets that are on their way at once where none waits for its turn."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,12 @@ class IslandExchange:
         self._flying: dict[int, Message | Tensor] = {}
         self.due: dict[int, int] = {}
         """By bucket that was sent and has moved nothing yet: when it does, in steps."""
+        self._sent: dict[int, tuple[float, Tensor]] = {}
+        """By bucket that was sent from here: what it weighed, and the packed difference."""
         self.report: Message | None = None
         """What islands tell each other beside, on its way."""
         self.begun = begun
         """Whether the anchor is behind the weights; until the first step it is what they are."""
-
-    def begin(self) -> None:
-        """A step is about to change the weights: what user code has made of them until then is
-        where islands begin."""
-        if not self.begun:
-            self.anchor.restart()
-        self.begun = True
 
     @property
     def buckets(self) -> int:
@@ -97,6 +96,7 @@ class IslandExchange:
         packed = self.anchor.pack(index).to(self.anchor.device(index))
         weight = torch.tensor([self.weights[index]], dtype=torch.float64).view(torch.uint8)
         self._flying[index] = send(self._peers, torch.cat([weight.to(packed.device), packed]))
+        self._sent[index] = self.weights[index], packed
         self.weights[index] = 0.0
         self.due[index] = due
 
@@ -122,9 +122,27 @@ class IslandExchange:
             return
         self.anchor.meet()
         for index in indices:
-            self.anchor.apply(index, self.landed(index))
-            del self._flying[index], self.due[index]
+            self._apply(index)
         self.anchor.publish(indices)
+
+    def exchange(self, indices: Sequence[int], due: int) -> None:
+        """Send these buckets and move them by what comes, a few at a time, so that the messages of
+        few are in memory at once. Collective over the peers, and over the island."""
+        self.anchor.meet()
+        following = iter(indices)
+        for index in islice(following, _AHEAD):
+            self.send(index, due)
+        for index in indices:
+            self._apply(index)
+            for another in islice(following, 1):
+                self.send(another, due)
+        self.anchor.publish(indices)
+
+    def _apply(self, index: int) -> None:
+        """Move the anchor and the weights of bucket `index` by what has come."""
+        self.anchor.apply(index, self.landed(index))
+        self._sent.pop(index, None)
+        del self._flying[index], self.due[index]
 
     def _mean(self, index: int, message: Message) -> Tensor:
         rows = message.wait()
@@ -137,4 +155,7 @@ class IslandExchange:
         for sent in [*self._flying.values(), self.report]:
             if isinstance(sent, Message):
                 sent.wait()
-        self._flying, self.due, self.report = {}, {}, None
+        for index, (weight, packed) in self._sent.items():
+            self.weights[index] += weight
+            self.anchor.take_back(index, packed)
+        self._flying, self._sent, self.due, self.report = {}, {}, {}, None
