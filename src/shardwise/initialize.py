@@ -65,7 +65,7 @@ def enter(
     group = collectives.connect(
         identity, device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
     )
-    made = World(identity, group, device, ProgressWriter(os.environ), settings)
+    made = World(identity, group, device, ProgressWriter(os.environ), given)
     _configure(made, given)
     if identity.launcher == "torchrun" and (line := collectives.exposed()) and not chosen.quiet:
         made.say_once(line)
@@ -86,21 +86,34 @@ def divide(world: World, axes: dict[str, int]) -> None:
     as keywords of a script, which flags override. Nothing to do where they are so already.
 
     For scripts that say so in the model, after they have joined the run. Generators are seeded from
-    the first step on then, as by `shardwise.init`. Collective. Raises ConfigError for a mesh that
-    cannot be, UsageError inside a loop over a Loader, which gives ranks their shares already.
+    the first step on then, as by `shardwise.init`; Loaders that are there give other shares in
+    their next loop. Collective. Raises ConfigError for a mesh that cannot be, UsageError on all
+    ranks inside a loop of one over a Loader, which gives ranks their shares already.
     """
-    keywords = axes | {"reseed": True}
-    settings = config.load(world.keywords | keywords)[0]
-    mesh = _mesh(settings, world.size, world.island_count)
+    mesh = mesh_after(world, axes)
     if mesh == world.mesh:
         return
-    if world.current_batch.in_loop():
+    if world.any(world.current_batch.in_loop()):
         raise UsageError(
             f"{mesh.in_words()} comes too late: a loop over a Loader has begun with "
             f"{world.mesh.in_words()}. Say it before, or as flags: --tensor, --pipeline."
         )
-    world.add_keywords(keywords)
+    world.add_keywords(axes | _IN_PARTS)
     world.cut(mesh)
+    world.step_log.counts = world.counts
+
+
+_IN_PARTS = {"reseed": True}
+"""Keywords without which replicas cannot be of several ranks."""
+
+
+def mesh_after(world: World, axes: dict[str, int]) -> Mesh:
+    """The mesh that `divide` makes of `axes`, where flags and other sources may override them.
+
+    Raises ConfigError for one that cannot be.
+    """
+    settings = config.load(world.keywords | axes | _IN_PARTS)[0]
+    return _mesh(settings, world.size, world.island_count)
 
 
 def _configure(made: World, given: dict[str, Any]) -> None:

@@ -56,7 +56,8 @@ class StepLog:
         self.ended = False
         """Whether the run was ended here, maybe between the backward and the step of an engine."""
         self._stop_after = stop_after
-        self._counts = counts
+        self.counts = counts
+        """Whether samples of this rank are written."""
         self._stepped: set[int] = set()  # engines that have stepped since the last pass began
         self._made = 0  # steps of this run, which may have resumed at a later one
         self._epoch = 0
@@ -119,7 +120,7 @@ class StepLog:
             epoch=self._epoch,
             between=begin - self._last if self._made else 0.0,
             seconds=now - begin,
-            samples=self._samples if self._counts else 0,
+            samples=self._samples if self.counts else 0,
             loss=outcome.loss,
             weight=outcome.weight,
         )

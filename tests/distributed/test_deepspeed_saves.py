@@ -7,8 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import CheckpointMismatch, CheckpointNotWritten, ConfigError, UsageError
-from tests.distributed.test_deepspeed import close, json_of, loss_of, net, ranks, trained
+from shardwise.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotWritten,
+    ConfigError,
+    UsageError,
+)
+from tests.distributed.test_deepspeed import close, json_of, loss_of, net, ranks, run, trained
 
 
 def refused_case(world, folder):
@@ -43,7 +49,7 @@ def schedule_case(world, folder):
     other = {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 5}}}
     engine, _ = trained(world, json_of(0, **other), steps=[])
     before = copy.deepcopy(engine.module.state_dict())
-    with pytest.raises(CheckpointMismatch, match="another kind than CosineAnnealingLR: its state"):
+    with pytest.raises(CheckpointMismatch, match="has the schedule WarmupLR, and here is Cosine"):
         engine.load_checkpoint(folder)
     for name, value in engine.module.state_dict().items():
         assert torch.equal(value, before[name])
@@ -54,6 +60,109 @@ def schedule_case(world, folder):
 
 def test_a_schedule_of_another_kind(group, tmp_path):
     ranks(group, 1)(schedule_case, str(tmp_path))
+
+
+def older_case(world, folder):
+    """A state of torch's StepLR with an entry that this torch has not, and schedules without a
+    state."""
+    import shardwise.deepspeed as deepspeed
+
+    def made(schedule_of):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=schedule_of(optimizer),
+            config={"train_micro_batch_size_per_gpu": 4},
+        )
+        return engine
+
+    class Older(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self):
+            return super().state_dict() | {"verbose": False}
+
+    Older.__name__ = "StepLR"
+    engine = made(lambda optimizer: Older(optimizer, 1))
+    run(world, engine, range(1))
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = made(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    engine.load_checkpoint(folder)
+    assert engine.lr_scheduler.last_epoch == 1
+    engine.destroy()
+
+    class Bare:
+        def __init__(self, optimizer):
+            del optimizer
+
+        def step(self):
+            pass
+
+    engine = made(Bare)
+    with pytest.raises(CheckpointMismatch, match=r"the Bare here has no state_dict\(\)"):
+        engine.load_checkpoint(folder)
+    assert engine.save_checkpoint(f"{folder}/bare")
+    engine.load_checkpoint(f"{folder}/bare")
+    engine.destroy()
+
+
+def test_a_schedule_of_an_older_torch_and_one_without_a_state(group, tmp_path):
+    ranks(group, 1)(older_case, str(tmp_path))
+
+
+def cut_off_case(world, folder):
+    """A second save of one step that is cut off after its client file leaves the first as it is."""
+    engine, _ = trained(world, json_of(1), steps=range(1))
+    engine.save_checkpoint(folder, client_state={"save": 1})
+    inner = engine._trained.engine
+
+    def killed(place):
+        raise KeyboardInterrupt
+
+    inner.save = killed
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_checkpoint(folder, client_state={"save": 2})
+    del inner.save
+    assert engine.load_checkpoint(folder)[1] == {"save": 1}
+    engine.save_checkpoint(folder, client_state={"save": 3})
+    assert engine.load_checkpoint(folder)[1] == {"save": 3}
+    assert len(list(Path(folder).glob("*/client-*"))) == 1
+    close(engine, world)
+
+
+def test_a_save_that_is_cut_off_leaves_a_pair(group, tmp_path):
+    ranks(group, 1)(cut_off_case, str(tmp_path))
+
+
+def faults_case(world, folder):
+    """What goes wrong on one worker alone is raised by all."""
+    from shardwise.checkpoint.deepspeed import as_checkpoint
+    from shardwise.deepspeed.written_files import on_main
+    from tests import deepspeed_checkpoints as small
+
+    def wrong():
+        raise ValueError("no number")
+
+    with pytest.raises(CheckpointNotWritten, match="cannot be written: ValueError: no number"):
+        on_main(world, Path(folder), wrong)
+    engine, _ = trained(world, json_of(1), steps=[])
+    bad = {"client_state": {"bad": object()}} if world.is_main else {}
+    with pytest.raises(UsageError, match="without running code"):
+        engine.save_checkpoint(folder, **bad)
+    opened = as_checkpoint.opened
+    if world.rank == 1:
+        as_checkpoint.opened = lambda place: wrong()
+    try:
+        with pytest.raises(CheckpointError, match="cannot be read: ValueError: no number"):
+            engine.load_checkpoint(small.HERE / "stage2")
+    finally:
+        as_checkpoint.opened = opened
+    close(engine, world)
+
+
+def test_a_fault_of_one_worker_is_every_workers(group, tmp_path):
+    ranks(group, 2)(faults_case, str(tmp_path))
 
 
 def split_case(world):

@@ -30,7 +30,7 @@ from shardwise.bridging.joining import SETTINGS, join
 from shardwise.bridging.trained import TrainedModels
 from shardwise.bridging.trained_engine import LossItems
 from shardwise.config import OF_THE_ENGINE
-from shardwise.deepspeed.checkpoints import KeptBeside
+from shardwise.deepspeed.written_files import KeptBeside
 from shardwise.errors import UsageError
 
 _PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}

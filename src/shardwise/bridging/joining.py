@@ -63,8 +63,9 @@ def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> Non
 
 def divide(world: sw.World, library: str, **axes: int) -> None:
     """Let a replica be of `pipeline` or `tensor` workers from now on: for libraries that say so
-    after they have joined the run. Collective. Raises UsageError where an engine trains already."""
-    if living and any(getattr(world.settings, name) != size for name, size in axes.items()):
+    after they have joined the run. Collective. Raises UsageError on all workers where an engine of
+    one trains already: which engines are left is up to each worker's garbage collector."""
+    if initialize.mesh_after(world, axes) != world.mesh and world.any(bool(living)):
         raise UsageError(
             f"{library} comes too late: an engine trains already whose model is divided otherwise. "
             "Close that one before, or give --pipeline and --tensor as flags."

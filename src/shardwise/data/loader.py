@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,6 +102,7 @@ class Loader:
     ) -> None:
         self._world = current_world()
         settings = _settings(self._world, micro_batch_size)
+        asked_size = batch_size
         batch_size = _total(batch_size, batch_sampler, self._world)
         given = LoaderArguments(
             dataset=dataset,
@@ -130,7 +132,7 @@ class Loader:
         self._newest: weakref.ref[LoaderPass] | None = None
         # MPS shares the host's memory: there is nothing to pin.
         self._pinned = pin_memory and self._world.device.type not in ("cpu", "mps")
-        self._given = given
+        self._given, self._asked_size = given, asked_size
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": self._pinned,
@@ -142,8 +144,8 @@ class Loader:
         self._build()
 
     def _build(self) -> None:
-        """Make what reads the data, which is seeded by the run's seed."""
-        self._seed = self._world.seed
+        """Make what reads the data, which is seeded by the run's seed, for the present mesh."""
+        self._seed, self._mesh = self._world.seed, self._world.mesh
         self._reader = reader(self._given, self._world)
         self._plan = _plan(self._given, self._reader)
         self._torch_loader: DataLoader[Any] = DataLoader(
@@ -161,6 +163,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Steps per epoch. Raises UnknownLength, a TypeError, for a stream without a length."""
+        self._follow_mesh()
         steps = self._reader.steps
         if steps is None:
             raise UnknownLength(
@@ -239,10 +242,28 @@ class Loader:
             older.close()
         if self._seed != self._world.seed:
             self._build()  # a checkpoint was loaded, of a run with another seed
+        self._follow_mesh()
         self._settle()
         self._began, self._reenter = self._position, False
         self._taken = 0
         self._run += 1
+
+    def _follow_mesh(self) -> None:
+        """Give the shares of the present mesh, where the run was divided after this was made.
+
+        Raises DataError where its replicas cannot share a batch.
+        """
+        if self._mesh == self._world.mesh or self._open_pass() is not None:
+            return
+        self.batch_size = _total(self._asked_size, self._given.batch_sampler, self._world)
+        self._given = replace(
+            self._given,
+            batch_size=self.batch_size,
+            size=self._world.data_size,
+            rank=self._world.data_rank,
+        )
+        self._given.check()
+        self._build()
 
     def _settle(self) -> None:
         """Decide where the next pass begins."""

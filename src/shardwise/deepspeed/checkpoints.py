@@ -4,15 +4,20 @@ save_dir/
 ├── latest                        the tag of the newest one, written last
 └── global_step100/               a tag
     ├── step-100/                 weights and optimizer state, as engine.save writes them
-    └── client-100.pt             client_state, schedule and counts; without code, before step-100
+    └── client-100-5f0c2a91.pt    client_state, schedule and counts, without code
+
+The step names its client file, which has a name of its own in every save and is written before it:
+wherever a save is cut off, a complete step has the client file that it was saved with.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import secrets
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -21,10 +26,11 @@ from typing import Any
 import torch
 
 import shardwise as sw
+from shardwise.checkpoint import document
 from shardwise.checkpoint.deepspeed import as_checkpoint
 from shardwise.checkpoint.folders import DOCUMENT, complete
 from shardwise.deepspeed.configured import Configured
-from shardwise.deepspeed.written_files import on_main, write
+from shardwise.deepspeed.written_files import also_in_trial, on_main, write
 from shardwise.errors import (
     BadCall,
     BrokenCheckpoint,
@@ -34,6 +40,8 @@ from shardwise.errors import (
 )
 
 LATEST = "latest"
+BESIDE = "schedules_of_deepspeed"
+"""The name under which an engine keeps which file is beside its checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +52,6 @@ class Wanted:
     optimizer: bool
     scheduler: bool
     counts: bool
-
-
-class KeptBeside:
-    """Tells an engine that schedules are saved, which its library does in a file of its own."""
-
-    def get_last_lr(self) -> list[float]:
-        """As a scheduler has it."""
-        return []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: it is kept beside."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing either."""
 
 
 def save(
@@ -76,16 +69,26 @@ def save(
     home = Path(folder)
     name = _tag_of(engine, tag)
     place = home / name
-    data = _client_file(engine, client_state)
-    on_main(world, place, lambda: _begin(place / f"client-{inner.steps}.pt", data))
-    path = inner.save(place)
+    client = world.broadcast_object(f"client-{inner.steps}-{secrets.token_hex(4)}.pt")
+    also_in_trial(world, place, lambda: _begin_client(engine, place / client, client_state))
+    engine._trained.beside.file = client
+    try:
+        path = inner.save(place)
+    finally:
+        engine._trained.beside.file = None
     inner.leave_folders()
     if path is None:
         return False
-    on_main(world, place, lambda: _remove_others(place, path))
+    on_main(world, place, lambda: _remove_others(place, path, client))
     if save_latest:
         on_main(world, home, lambda: write(home / LATEST, name.encode()))
     return True
+
+
+def _begin_client(engine: Configured, path: Path, client_state: dict[str, Any]) -> None:
+    data = _client_file(engine, client_state)
+    if not engine.world.settings.trial:
+        _begin(path, data)
 
 
 def _begin(path: Path, data: bytes) -> None:
@@ -113,9 +116,15 @@ def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
     read without running code."""
     schedule = engine.lr_scheduler
     known = hasattr(schedule, "state_dict")
+    if schedule is not None and not known:
+        engine.world.say_once(
+            f"the schedule, a {type(schedule).__name__}, has no state_dict(): it is not saved, and "
+            "begins anew where this checkpoint goes on."
+        )
     content = {
         "client_state": client_state,
         "lr_scheduler": schedule.state_dict() if known else None,
+        "schedule": type(schedule).__name__ if known else None,
         "counts": asdict(engine._counts),
     }
     buffer = io.BytesIO()
@@ -131,15 +140,16 @@ def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _remove_others(place: Path, kept: Path) -> None:
-    """Remove what an earlier save under the same tag has left."""
-    number = kept.name.removeprefix("step-")
+def _remove_others(place: Path, kept: Path, client: str) -> None:
+    """Remove what earlier saves under the same tag have left; what cannot be removed takes room,
+    and the next save tries again."""
     for path in place.glob("step-*"):
         if path.name != kept.name and (path / DOCUMENT).is_file():
             shutil.rmtree(path, ignore_errors=True)
     for path in place.glob("client-*.pt"):
-        if path.name != f"client-{number}.pt":
-            path.unlink(missing_ok=True)
+        if path.name != client:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def load(
@@ -158,7 +168,7 @@ def load(
     beside = _of_deepspeed(engine, place) if data is None else _content(place, data)
     schedule = beside["lr_scheduler"] if wanted.scheduler else None
     if schedule is not None and engine.lr_scheduler is not None:
-        _check_schedule(engine.lr_scheduler, schedule, place)
+        _check_schedule(engine.lr_scheduler, schedule, beside["schedule"], place)
     inner.load(path, strict=wanted.strict, model_only=not wanted.optimizer)
     if schedule is not None and engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(schedule)
@@ -168,17 +178,33 @@ def load(
     return str(place), beside["client_state"]
 
 
-def _check_schedule(schedule: Any, state: Any, place: Path) -> None:
-    """Raise CheckpointMismatch for the state of a schedule of another kind, which has other
-    entries."""
-    here = schedule.state_dict().keys()
-    there = state.keys() if isinstance(state, dict) else {type(state).__name__}
-    if here != there:
+def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) -> None:
+    """Raise CheckpointMismatch for the state of a schedule of another `kind`, and where the one
+    here takes none. A save of DeepSpeed names no kind: there the entries tell."""
+    name = type(schedule).__name__
+    advice = "leave its state out: load_checkpoint(load_lr_scheduler_states=False)."
+    if not hasattr(schedule, "state_dict") or not hasattr(schedule, "load_state_dict"):
         raise CheckpointMismatch(
-            f"{place} has a schedule of another kind than {type(schedule).__name__}: its state is "
-            f"{_listed(there)}, and here {_listed(here)}. Make the schedule that was saved, or "
-            "leave its state out: load_checkpoint(load_lr_scheduler_states=False)."
+            f"{place} has the state of a schedule, and the {name} here has no state_dict() and "
+            f"load_state_dict(): write them, or {advice}"
         )
+    if kind is not None and kind != name:
+        raise CheckpointMismatch(
+            f"{place} has the schedule {kind}, and here is {name}: make the one that was saved, or "
+            f"{advice}"
+        )
+    here, there = schedule.state_dict(), state if isinstance(state, dict) else {}
+    if kind is None and not _known_to_users(here) <= there.keys():
+        raise CheckpointMismatch(
+            f"{place} has a schedule of another kind than {name}: its state is "
+            f"{_listed(there)}, and here {_listed(here)}. Make the schedule that was saved, or "
+            f"{advice}"
+        )
+
+
+def _known_to_users(state: Iterable[str]) -> set[str]:
+    """The entries that every version of a schedule has: torch adds and drops others."""
+    return {name for name in state if not name.startswith("_")}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -198,17 +224,36 @@ def _content(place: Path, data: bytes) -> dict[str, Any]:
     return content
 
 
-_CONTENT = {"client_state", "lr_scheduler", "counts"}
+_CONTENT = {"client_state", "lr_scheduler", "schedule", "counts"}
 
 
 def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
-    """What a save of DeepSpeed has beside its tensors, in the form of `_content`; objects of
-    classes in its client_state are records of their attributes."""
+    """What a save of DeepSpeed has beside its tensors, in the form of `_content`.
+
+    Objects of classes in its client_state are records of their attributes, which cannot be sent:
+    every worker reads for itself. What one cannot read is raised by all. Collective.
+    """
+    found: dict[str, Any] = {}
+    fault: CheckpointError | None = None
+    try:
+        found = _read_deepspeed(engine, place)
+    except CheckpointError as error:
+        fault = error
+    except Exception as error:  # whatever a file of another library makes of reading
+        fault = CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error}.")
+    for each in engine.world.gather(fault):
+        if each is not None:
+            raise each
+    return found
+
+
+def _read_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
     save = as_checkpoint.opened(place)
     micro_steps = save.steps * engine.gradient_accumulation_steps()
     return {
         "client_state": save.client_state,
         "lr_scheduler": save.scheduler,
+        "schedule": None,
         "counts": save.counts | {"micro_steps": micro_steps},
     }
 
@@ -220,6 +265,8 @@ def _looked_for(
     the answer of this one."""
     try:
         return _found(folder, tag)
+    except CheckpointError as error:
+        return error
     except (OSError, ValueError) as error:
         return CheckpointError(f"{folder} cannot be read: {error}.")
 
@@ -246,7 +293,13 @@ def _found(
     if not saves:
         return place, place, None  # DeepSpeed's own files, or an error of engine.load
     path = saves[-1].path
-    beside = place / f"client-{path.name.removeprefix('step-')}.pt"
+    name = document.load(path)["tracked"].get(BESIDE, {}).get("file")
+    if name is None:
+        return CheckpointError(
+            f"{path} is a checkpoint of engine.save, which keeps no counts, schedule or "
+            "client_state for load_checkpoint: load it by engine.load."
+        )
+    beside = place / Path(name).name
     if not beside.is_file():
         return BrokenCheckpoint(f"{place} lacks {beside.name}: load another tag.")
     return place, path, beside.read_bytes()

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.config.deepspeed import Batches, Job
+from shardwise.deepspeed.written_files import KeptBeside
 from shardwise.errors import UsageError
 
 
@@ -32,6 +33,7 @@ class Trained:
     optimizer: Any = None
     optimizers: Sequence[torch.optim.Optimizer] = field(default_factory=tuple)
     scheduler: Any = None
+    beside: KeptBeside = field(default_factory=KeptBeside)
 
 
 class Configured(nn.Module):

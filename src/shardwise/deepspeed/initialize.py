@@ -16,7 +16,7 @@ from shardwise.bridging.joining import divide
 from shardwise.config import OF_THE_ENGINE, json_of_deepspeed
 from shardwise.config.deepspeed import Job, parse, short_lines
 from shardwise.deepspeed import optimizers
-from shardwise.deepspeed.checkpoints import KeptBeside
+from shardwise.deepspeed.checkpoints import BESIDE
 from shardwise.deepspeed.comm import join_run
 from shardwise.deepspeed.configured import Trained
 from shardwise.deepspeed.engine import DeepSpeedEngine
@@ -148,7 +148,7 @@ def _build(
     if made:
         scaler = _scaler(job, world) if precision == "fp16-mixed" else None
         trained.engine = sw.Engine(model, made, scaler=scaler, **settings)
-        trained.engine.track(schedules_of_deepspeed=KeptBeside())
+        trained.engine.track(**{BESIDE: trained.beside})
         trained.optimizer = made[0] if len(made) == 1 else optimizers.ManyOptimizers(made)
         trained.scheduler = _schedule(job, trained.optimizer, lr_scheduler)
     elif job.stage > 0:

@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.loader import RepeatingLoader
 from shardwise.deepspeed.pipe.module import PipelineModule
+from shardwise.deepspeed.pipe.same_batches import check_same
 from shardwise.deepspeed.pipe.topology import PipelineParallelGrid
 from shardwise.errors import UsageError
 
@@ -43,6 +44,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.num_stages, self.stage_id = self.module.num_stages, self.module.stage_id
         self.agg_train_loss: Tensor | None = None
         self._data: Batches | None = None
+        self._compared = self.world.mesh.replica == 1
         self._batch_fn: Callable[[Any], Any] | None = None
 
     # -- batches ----------------------------------------------------------------------------
@@ -100,19 +102,24 @@ class PipelineEngine(DeepSpeedEngine):
 
     def train_batch(self, data_iter: Batches | None = None) -> Tensor:
         """Train on the next batches of `data_iter`, and update; returns their mean loss over all
-        workers, fp32, 0-dim. Collective."""
+        workers, fp32, 0-dim. Collective. Raises UsageError where the first batches of a pipeline's
+        workers differ."""
         engine = self._engine("train_batch")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
         count = self.gradient_accumulation_steps()
         batches = [self._batch(self._data, "train_batch") for _ in range(count)]
+        if not self._compared:
+            check_same(self.world, batches)
+            self._compared = True
         reduction = "ddp" if self._job.averages else "sum"
         engine.forward_backward(self._loss_over(count), *batches, reduction=reduction, cut=False)
         stats = engine.step(self._job.clipping or None)
         self._grad_norm, self.losses = stats.grad_norm, stats.loss
         self._step_applied = not stats.skipped
         self._counts.micro_steps += count
+        self._unmanaged_backwards = count
         self._follow({})
         self.agg_train_loss = torch.tensor(stats.loss, dtype=torch.float32, device=self.device)
         return self.agg_train_loss

@@ -17,10 +17,12 @@ from shardwise.deepspeed.pipe.layers import LayerSpec, TiedLayerSpec
 from shardwise.deepspeed.pipe.partition import starts_of
 from shardwise.deepspeed.pipe.stage import Place, Recomputing, Stage
 from shardwise.deepspeed.pipe.topology import (
+    AXES,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from shardwise.engine.pipeline_parallel import stages_of
 from shardwise.errors import UsageError
 from shardwise.parallel.pipeline.partition import Layer, adds_parameters
 
@@ -36,8 +38,10 @@ class PipelineModule(nn.Module):
     backward. Names in the state_dict are DeepSpeed's: the layer's number, or tied_modules.KEY.
 
     Attributes: `forward_funcs`, what is called in each place; `parts`, the first layer of each
-    stage and the number of all; `stage_id`. Collective: it joins the run, and cuts it into
-    pipelines. Raises UsageError for what is no layer, and for stages that cannot be.
+    stage and the number of all; `stage_id`. With `--schedule interleaved` there are two stages for
+    each worker, in `parts` too, and stage s is on worker s % num_stages. Parameters of `loss_fn`
+    are the last stage's. Collective: it joins the run, and cuts it into pipelines. Raises
+    UsageError for what is no layer, and for stages that cannot be.
     """
 
     def __init__(
@@ -70,10 +74,12 @@ class PipelineModule(nn.Module):
         )
         self.num_stages = self._world.pipeline_size
         self.stage_id = self._world.pipeline_rank
-        self.parts = [*self._starts(self.num_stages), len(self._places)]
+        stages = stages_of(self._world.settings) if self.num_stages > 1 else 1
+        self.parts = [*self._starts(stages), len(self._places)]
         self._stages: list[nn.Module]
         self.modules_of_stages(1)
-        self.to(self._world.device)
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            self.to(self._world.device)  # else its engine makes and places what a stage has
 
     # -- layers -----------------------------------------------------------------------------
 
@@ -142,8 +148,9 @@ class PipelineModule(nn.Module):
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that has layer `layer_idx`."""
-        return sum(layer_idx >= start for start in self.parts[:-1]) - 1
+        """The worker along the pipeline that has layer `layer_idx`."""
+        stage = sum(layer_idx >= start for start in self.parts[:-1]) - 1
+        return stage % self.num_stages
 
     def num_pipeline_stages(self) -> int:
         """How many stages there are."""
@@ -173,6 +180,11 @@ class PipelineModule(nn.Module):
 def _axes(num_stages: int | None, topology: ProcessTopology | None, workers: int) -> dict[str, int]:
     """The axes that a script asks for. Raises UsageError where it names none, or a wrong size."""
     if topology is not None:
+        if unknown := [axis for axis in topology.get_axis_names() if axis not in AXES]:
+            raise UsageError(
+                f"PipelineModule(topology=...) has the axis {unknown[0]!r}: workers stand along "
+                "pipe, data and model. Write ProcessTopology with these names, or num_stages=."
+            )
         if topology.world_size() != workers:
             raise UsageError(
                 f"PipelineModule(topology=...) is one of {topology.world_size()} workers, and "

@@ -1,7 +1,8 @@
 """Where the workers of a run stand along the axes pipe, data and model, as DeepSpeed numbers them.
 
-The numbers of ranks are Shardwise's: rank = (data x stages + stage) x model + part. DeepSpeed's own
-put the data axis inside; scripts that ask by the methods here see no difference.
+The numbers of ranks are Shardwise's: rank = (data x stages + stage) x model + part, whatever the
+order in which the axes of these names are given. DeepSpeed's own put the data axis inside; scripts
+that ask by the methods here see no difference.
 """
 
 from __future__ import annotations
@@ -14,15 +15,26 @@ from typing import Any
 import shardwise as sw
 from shardwise.errors import UsageError
 
+AXES = ("data", "pipe", "model")
+"""The axes of a run, outermost first: neighbours along the last are neighbours by number."""
+
 
 class ProcessTopology:
-    """Workers in a grid: `axes` are names, outermost first, and `dims` their lengths."""
+    """Workers in a grid: `axes` are names, and `dims` their lengths.
+
+    Axes that are all of AXES are numbered in the order of these, however they are given; others
+    outermost first.
+    """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
-        places: Any = product(*(range(size) for size in self.dims))
-        self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
+        order = sorted(self.axes, key=AXES.index) if set(self.axes) <= set(AXES) else self.axes
+        places: Any = product(*(range(self.get_dim(axis)) for axis in order))
+        self.mapping = {
+            self.ProcessCoord(**dict(zip(order, place, strict=True))): rank
+            for rank, place in enumerate(places)
+        }
 
     def get_rank(self, **coordinates: int) -> int:
         """The worker at `coordinates`, one for each axis."""
@@ -31,7 +43,7 @@ class ProcessTopology:
         return self.mapping[self.ProcessCoord(**coordinates)]
 
     def get_axis_names(self) -> list[str]:
-        """The axes, outermost first."""
+        """The axes, as they were given."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from torch import nn
 
@@ -38,7 +38,8 @@ class Layer:
 class StagedModel(Protocol):
     """A model that says itself what each stage runs: one module for each, in order.
 
-    Those modules share its parameters, and need not be among its own modules.
+    Those modules share its parameters, and need not be among its own modules. Parameters that are
+    in none of them are the last stage's, which computes the loss.
     """
 
     def modules_of_stages(self, stages: int) -> Sequence[tuple[str, nn.Module]]:
@@ -173,7 +174,10 @@ def _own_partition(model: StagedModel, stages: int, names: Sequence[str] | None)
             "begin, by its partition_method. Leave --stages out."
         )
     layers = [Layer(name, module) for name, module in model.modules_of_stages(stages)]
-    return Partition(layers, [], range(stages), {})
+    inside = {parameter for layer in layers for parameter in layer.module.parameters()}
+    # What lies in no stage is the loss's, which is computed where the last outputs are.
+    last = {p: stages - 1 for p in cast("nn.Module", model).parameters() if p not in inside}
+    return Partition(layers, [], range(stages), last)
 
 
 def check_names(model: nn.Module, patterns: Sequence[str] | None, names: Sequence[str]) -> None:
