@@ -1,5 +1,7 @@
 """A DeepSpeed JSON that Accelerate and the Trainer are given, without the package deepspeed."""
 
+import dataclasses
+import json
 import os
 from importlib import import_module
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UsageError
 from tests.distributed.test_accelerate import fresh, ours, ranks
 from tests.distributed.test_transformers_trainer import arguments, figures, gpt2, stock, texts
 
@@ -87,7 +89,8 @@ def accelerate_case(world):
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 7.0)  # the JSON's counts
                 optimizer.step()
-                schedule.step()
+                for _ in range(step % 3):  # it steps with the optimizer, whatever the loop does
+                    schedule.step()
                 optimizer.zero_grad()
             seen += [float(each) for each in world.gather(loss.detach())]
         seen.append(optimizer.param_groups[0]["lr"])
@@ -115,7 +118,11 @@ def launched_case(world):
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
         accelerator = ours()
-    assert accelerator.gradient_accumulation_steps == 3
+        again = type(accelerator)(quiet=True)
+        assert os.environ["ACCELERATE_USE_DEEPSPEED"] == "true"
+    for each in (accelerator, again, type(accelerator)(quiet=True)):
+        assert each.gradient_accumulation_steps == 3
+        assert each._settings["zero"] == 3
     model = net()
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     (engine,) = accelerator.engines
@@ -129,6 +136,66 @@ def launched_case(world):
     fresh()
 
 
+def accumulation_case(world):
+    """GradientAccumulationPlugin beside the JSON's own number."""
+    from accelerate.utils import GradientAccumulationPlugin
+
+    for tree, given in ((JSON, 3), (JSON | {"gradient_accumulation_steps": 3}, 1)):
+        plugin = GradientAccumulationPlugin(num_steps=given, sync_with_dataloader=False)
+        accelerator = refused(tree, gradient_accumulation_plugin=plugin)
+        assert accelerator.gradient_accumulation_steps == 3
+        assert not accelerator.gradient_state.sync_with_dataloader
+    plugin = GradientAccumulationPlugin(num_steps=2)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps 3, and Accelerator 2"):
+        refused(JSON | {"gradient_accumulation_steps": 3}, gradient_accumulation_plugin=plugin)
+    fresh()
+
+
+def test_a_plugin_of_accumulation_beside_the_json(group):
+    ranks(group, 1)(accumulation_case)
+
+
+def both_case(world, folder):
+    """What the JSON says, and the script too, or what no loop of these libraries does."""
+    from shardwise.accelerate.deepspeed_json import without_effect
+    from shardwise.transformers.deepspeed_json import job_of
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(ConfigError, match=r"optimizer\.type, and prepare\(\) is .*DummyOptim"):
+        refused(JSON | {"optimizer": OPTIMIZER}).prepare(model, optimizer)
+    with pytest.raises(ConfigError, match=r"scheduler\.type, and prepare\(\) is .*DummyScheduler"):
+        refused(JSON | {"scheduler": SCHEDULER}).prepare(model, schedule)
+    tree = JSON | {"gradient_clipping": "auto"}
+    for section, given in (("optimizer", (optimizer, None)), ("scheduler", (None, schedule))):
+        more = {section: {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}[section]}
+        with pytest.raises(ConfigError, match=rf"{section}\.type, and the Trainer is given one"):
+            trainer_of(folder, tree | more, 4, given)
+    with pytest.raises(ConfigError, match="gradient_allreduce_op sum, and here losses"):
+        refused(JSON | {"gradient_allreduce_op": "sum"})
+    with pytest.raises(ConfigError, match="gradient_allreduce_op sum, and here losses"):
+        trainer_of(folder, tree | {"gradient_allreduce_op": "sum"}, 4)
+    plain = arguments(folder, deepspeed=tree)
+    assert without_effect(job_of(plain)) == ""
+    tree |= {
+        "dataloader_drop_last": True,
+        "managed_gradient_accumulation": False,
+        "tensorboard": {"enabled": True},
+        "csv_monitor": {"enabled": False},
+        "checkpoint": {"tag_validation": "Fail"},
+    }
+    assert without_effect(job_of(arguments(folder, deepspeed=tree))) == (
+        "managed_gradient_accumulation, dataloader_drop_last, tensorboard, "
+        "checkpoint.tag_validation"
+    )
+    fresh()
+
+
+def test_what_is_in_the_json_and_in_the_script(group, tmp_path):
+    ranks(group, 1)(both_case, str(tmp_path))
+
+
 def refused(tree, **options):
     from accelerate.utils import DeepSpeedPlugin
 
@@ -139,7 +206,7 @@ def test_variables_of_accelerate_launch(group):
     ranks(group, 1)(launched_case)
 
 
-def trainer_of(folder, tree, each, **options):
+def trainer_of(folder, tree, each, optimizers=(None, None), **options):
     import shardwise.transformers
 
     fresh()
@@ -147,6 +214,7 @@ def trainer_of(folder, tree, each, **options):
         model=gpt2(),
         args=arguments(folder, deepspeed=tree, per_device_train_batch_size=each, **options),
         train_dataset=texts(),
+        optimizers=optimizers,
         quiet=True,
     )
 
@@ -157,7 +225,6 @@ def trainer_case(world, folder):
     before = stock(folder, 4, **options)
     before.train()
     trainer = trainer_of(folder, JSON | {"gradient_clipping": "auto"}, 4 // world.size, **options)
-    assert os.environ.get("ACCELERATE_USE_DEEPSPEED") is None
     trainer.train()
     (engine,) = trainer.accelerator.engines
     assert engine.placement.level == 2
@@ -168,6 +235,98 @@ def trainer_case(world, folder):
 
 def test_the_trainer_takes_settings_of_the_json(group, tmp_path):
     ranks(group, 2)(trainer_case, str(tmp_path))
+
+
+def launched_trainer_case(world, folder):
+    """The variables of `accelerate launch`: the JSON is the Trainer's, its Accelerator has none."""
+    options = {"gradient_accumulation_steps": 3, "max_steps": 2, "max_grad_norm": 0.1}
+    before = stock(folder, 4, **options)
+    before.train()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        trainer = trainer_of(folder, None, 4, **options)
+        trainer.train()
+        assert os.environ["ACCELERATE_USE_DEEPSPEED"] == "true"
+    (engine,) = trainer.accelerator.engines
+    assert engine.placement.level == 3
+    for mine, theirs in zip(figures(trainer), figures(before), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    trainer.accelerator.free_memory()
+    fresh()
+
+
+def test_the_trainer_under_accelerate_launch(group, tmp_path):
+    ranks(group, 1)(launched_trainer_case, str(tmp_path))
+
+
+def kept_case(world, folder):
+    """Copies of TrainingArguments keep the JSON, which may be given as text."""
+    import transformers
+
+    import shardwise.transformers
+    from shardwise.transformers.deepspeed_json import job_of, take_json
+
+    once = transformers.TrainingArguments.__post_init__
+    take_json()
+    assert transformers.TrainingArguments.__post_init__ is once
+    tree = JSON | {"gradient_clipping": "auto"}
+    kept = arguments(folder, deepspeed=json.dumps(tree))
+    assert kept.deepspeed == tree
+    copies = (
+        dataclasses.replace(kept, learning_rate=1.0),
+        type(kept)(
+            **{name: value for name, value in kept.to_dict().items() if name != "logging_dir"}
+        ),
+    )
+    for each in (kept, *copies):
+        assert job_of(each).settings["zero"] == 2
+    with pytest.raises(ConfigError, match=r"begins as JSON and is none"):
+        arguments(folder, deepspeed='{"zero_optimization": ')
+    kept.deepspeed_plugin = object()
+    with pytest.raises(UsageError, match=r"Import shardwise\.transformers before"):
+        shardwise.transformers.Trainer(model=gpt2(), args=kept, quiet=True)
+    fresh()
+
+
+def test_copies_of_arguments_keep_the_json(group, tmp_path):
+    ranks(group, 1)(kept_case, str(tmp_path))
+
+
+SAYS = [
+    ({"gradient_clipping": 0.5}, {"max_grad_norm": 2.0}, r"gradient_clipping 0.5, and .*says 2"),
+    ({"lr": 1e-2}, {"learning_rate": 3e-4}, r"optimizer.params.lr 0.01, and .*rate=.*says 0.0003"),
+    ({"betas": [0.9, 0.95]}, {}, r"betas \[0.9, 0.95\], and .*adam_beta1=.*says \[0.9, 0.999\]"),
+    ({"eps": 1e-6}, {}, r"eps 1e-06, and .*adam_epsilon=.*says 1e-08"),
+    ({"weight_decay": 0.1}, {}, r"weight_decay 0.1, and .*weight_decay=.*says 0.0"),
+    ({"warmup_max_lr": 0.5}, {}, r"warmup_max_lr 0.5, and .*learning_rate=.*says 0.01"),
+    ({"warmup_num_steps": 7}, {}, r"warmup_num_steps 7, and .*warmup_steps=.*says 2"),
+]
+"""A key of the JSON, by its last word, another word of the arguments, and what is said."""
+
+
+def contradictions_case(world, folder):
+    from shardwise.transformers.deepspeed_json import job_of
+
+    for keys, options, words in SAYS:
+        (name,) = keys
+        section = "optimizer" if name in ("lr", "betas", "eps", "weight_decay") else "scheduler"
+        tree = JSON | {"gradient_clipping": "auto"}
+        if name in tree:
+            tree |= keys
+        else:
+            tree[section] = {"type": {"optimizer": "AdamW", "scheduler": "WarmupLR"}[section]}
+            tree[section]["params"] = keys
+        with pytest.raises(ConfigError, match=words):
+            job_of(arguments(folder, deepspeed=tree, **options), steps=10)
+    same = {"type": "AdamW", "params": {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}}
+    tree = JSON | {"gradient_clipping": 0.5, "optimizer": same}
+    assert job_of(arguments(folder, deepspeed=tree)).clipping == 0.5
+    fresh()
+
+
+def test_a_json_that_contradicts_the_arguments(group, tmp_path):
+    ranks(group, 1)(contradictions_case, str(tmp_path))
 
 
 def optimizer_case(world, folder):

@@ -1,5 +1,7 @@
 """`exact_mean=True` of the Trainer: every label or sample counts once, as in plain PyTorch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -215,18 +217,81 @@ def library_case(world, name, zero, folder):
         norm = nn.utils.clip_grad_norm_(expected.parameters(), NORM)
         optimizer.step()
         seen.append((loss.item(), norm.item()))
-    trainer = trained(world, Words, folder, zero, model=made(), num_train_epochs=1)
+    exact = len_of_predicted if zero and name == "GPT2LMHeadModel" else True
+    trainer = trained(world, Words, folder, zero, exact, model=made(), num_train_epochs=1)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [(log["loss"], log["grad_norm"]) for log in logs] == [
         pytest.approx(each, rel=1e-5) for each in seen
     ]
+    with torch.no_grad():
+        whole = expected(**batch_of(data)).loss.item()
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(whole, rel=1e-5)
     assert far(trainer, expected) < 1e-6
+
+
+def len_of_predicted(batch):
+    return batch["labels"][:, 1:].ne(-100).sum()
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM"])
 def test_models_of_the_library(group, tmp_path, name):
     for zero in (0, 3):
         ranks(group, 2)(library_case, name, zero, str(tmp_path))
+
+
+def shifts_case(world):
+    """Whether a model leaves its first labels out shows in its loss."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    from shardwise.transformers.exact_mean import ExactMean
+
+    quietly()
+    layers = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    ends = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    sizes = {
+        "GPT2LMHeadModel": {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": WORDS},
+        "XLNetLMHeadModel": {
+            "d_model": 8, "n_layer": 1, "n_head": 2, "d_inner": 8, "vocab_size": WORDS
+        },
+        "XLMWithLMHeadModel": {"emb_dim": 8, "n_layers": 1, "n_heads": 2, "vocab_size": WORDS},
+        "BartForCausalLM": {"d_model": 8, "vocab_size": WORDS, **layers, **ends},
+    }  # fmt: skip
+    for name, how in sizes.items():
+        kind = getattr(transformers, name)
+        model = kind(kind.config_class(**how)).eval()
+        words = torch.arange(2, 8)[None]
+        without = words.clone()
+        without[:, 0] = -100
+        with torch.no_grad():
+            seen, left = (model(input_ids=words, labels=each).loss for each in (words, without))
+        stock = LOSS_MAPPING.get(model.loss_type) is ForCausalLMLoss
+        known = ExactMean(SimpleNamespace(model=model, _loss_shifts_labels=stock), None)
+        assert known._shifts_labels() is bool(torch.equal(seen, left)), name
+
+
+def test_models_that_leave_the_first_label_out(group):
+    ranks(group, 1)(shifts_case)
+
+
+def unprepared_case(world, folder):
+    """An evaluation in the last step of an epoch, by a plain loader, cuts nothing."""
+    trainer = trained(world, Words, folder, max_steps=1)
+    data = list(rows(Words))
+    given = torch.utils.data.DataLoader(data, batch_size=8, collate_fn=batch_of)
+    trainer.get_eval_dataloader = lambda *_: given
+    held = trainer.get_train_dataloader()
+    seen = [trainer.evaluate()["eval_loss"] for _ in held][-1]
+    model = Words()
+    with trainer.accelerator.full_parameters(trainer.model):
+        model.load_state_dict(trainer.model.state_dict())
+    with torch.no_grad():
+        whole = model(**batch_of(data))["loss"].item()
+    assert seen == pytest.approx(whole, rel=1e-10)
+    trainer.accelerator.free_memory()
+
+
+def test_an_evaluation_by_a_plain_loader(group, tmp_path):
+    ranks(group, 2)(unprepared_case, str(tmp_path))
 
 
 def saves_case(world, folder):

@@ -70,10 +70,13 @@ class Accelerator(Clipping, Stock):
             given["cpu"] = True
         if self._json is not None:
             self._json.say(self.world)
-        super().__init__(**given)
+        with deepspeed_json.without_switch():
+            super().__init__(**given)
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
         refusals.check_compiler(self.state.dynamo_plugin)
         self._check_ranks()
+        if self._json is not None:
+            self._json.keep()
         self._trained = TrainedModels(self._make_engine)
         self._batches = ExactBatches(self.world, self._is_training) if is_exact else None
         self._more_to_come = 0

@@ -9,24 +9,36 @@ DeepSpeed need not be installed: the plugin is Accelerate's own class, and holds
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from accelerate import utils
+from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, GradScalerKwargs
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn, optim
 
 import shardwise as sw
+from shardwise.bridging.trained_engine import Trained
 from shardwise.config.deepspeed import Job, parse, short_lines
 from shardwise.deepspeed import optimizers
 from shardwise.errors import ConfigError, UsageError
 
 VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 
+TAKEN: Any = object()
+"""The `deepspeed_plugin` of an Accelerator whose Trainer has taken the JSON already."""
+
+_KEPT = "_shardwise_json"
+"""Where Accelerate's own state has the JSON of this process, for a second Accelerator."""
+
 for _kind in (DummyOptim, DummyScheduler):
     # Where scripts import them from: without deepspeed Accelerate leaves them out there.
     setattr(utils, _kind.__name__, _kind)
+
+_INTERVAL = "pipeline.activation_checkpoint_interval"
 
 _OF_LOADERS = ("micro_batch_size",)
 """Settings that the loaders of a script have already decided."""
@@ -48,6 +60,8 @@ def taken_from(given: MutableMapping[str, Any]) -> OfJson | None:
 def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
     found = [given.pop(name, None) for name in ("deepspeed_plugin", "deepspeed_plugins")]
     plugin = next((each for each in found if each is not None), None)
+    if plugin is TAKEN:
+        return None
     if isinstance(plugin, Mapping):
         if len(plugin) > 1:
             raise UsageError(
@@ -55,9 +69,33 @@ def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
                 "trains with one. Make an Accelerator for each."
             )
         plugin = next(iter(plugin.values()), None)
-    # Accelerate would import deepspeed where it sees the switch.
-    asked = os.environ.pop(VARIABLE, "false").lower() == "true"
-    return DeepSpeedPlugin() if plugin is None and asked else plugin
+    return _plugin_of_process(given) if plugin is None else plugin
+
+
+def _plugin_of_process(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
+    """That of an Accelerator before this one, whose precision holds on, or of the variables."""
+    kept: OfJson | None = AcceleratorState._shared_state.get(_KEPT)
+    if kept is None:
+        return DeepSpeedPlugin() if _is_asked() else None
+    if given.get("mixed_precision") is None:
+        given["mixed_precision"] = kept.mixed_precision
+    return kept.plugin
+
+
+def _is_asked() -> bool:
+    return os.environ.get(VARIABLE, "false").lower() == "true"
+
+
+@contextmanager
+def without_switch() -> Iterator[bool]:
+    """Inside the block the variable that asks for DeepSpeed is away, where Accelerate would import
+    deepspeed; yields whether it asks."""
+    asked, before = _is_asked(), os.environ.pop(VARIABLE, None)
+    try:
+        yield asked
+    finally:
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
 class OfJson:
@@ -67,6 +105,8 @@ class OfJson:
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, given: Mapping[str, Any]) -> None:
+        self.plugin = plugin
+        self._accumulation = given.get("gradient_accumulation_plugin")
         self._tree = dict(plugin.deepspeed_config)
         self._tree.pop("steps_per_print", None)  # infinite: Accelerate's way to say none
         self._auto = _auto_of(given)
@@ -78,11 +118,11 @@ class OfJson:
         self._check(given)
 
     def _parsed(self, more: Mapping[str, Any]) -> Job:
-        return parse(self._tree, {**self._auto, **more})
+        return parsed(self._tree, {**self._auto, **more})
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Raise ConfigError where an argument of the Accelerator says another thing."""
-        steps = given.get("gradient_accumulation_steps", 1)
+        steps = _steps_of(given)
         of_json = self.job.document.get("gradient_accumulation_steps", steps)
         if steps not in (1, of_json):
             raise ConfigError(
@@ -116,7 +156,16 @@ class OfJson:
         """Arguments of an Accelerator that come of it."""
         found: dict[str, Any] = {"mixed_precision": self.mixed_precision}
         steps = self.job.document.get("gradient_accumulation_steps")
-        return found | ({} if steps is None else {"gradient_accumulation_steps": steps})
+        if steps is None:
+            return found
+        if self._accumulation is None:
+            return found | {"gradient_accumulation_steps": steps}
+        plugin = replace(self._accumulation, num_steps=steps)
+        return found | {"gradient_accumulation_plugin": plugin}
+
+    def keep(self) -> None:
+        """Be the JSON of further Accelerators too, as long as Accelerate keeps its state."""
+        AcceleratorState._shared_state[_KEPT] = self
 
     def say(self, world: sw.World) -> None:
         """Print once what came of it."""
@@ -127,17 +176,28 @@ class OfJson:
     # -- optimizers and schedules of the JSON ------------------------------------------------
 
     def replaced(self, objects: tuple[Any, ...], accelerator: Any) -> tuple[Any, ...]:
-        """`objects` to prepare, with the JSON's optimizer and schedule in the place of dummies."""
+        """`objects` to prepare, with the JSON's optimizer and schedule in the place of dummies.
+        Raises ConfigError for what the JSON has too."""
+        self._check_own(objects)
         models = [each for each in objects if isinstance(each, nn.Module)]
         for each in objects:
             if isinstance(each, DummyOptim):
                 self._made[id(each)] = each, self._optimizer(each, models)
         return tuple(
-            SteppedSchedule(self._schedule(each), accelerator)
+            self._stepped(each, accelerator)
             if isinstance(each, DummyScheduler)
             else self._in_place_of(each)
             for each in objects
         )
+
+    def _check_own(self, objects: tuple[Any, ...]) -> None:
+        for each in objects:
+            if getattr(each, "_is_accelerate_prepared", False):
+                continue
+            if self.job.optimizer is not None and isinstance(each, optim.Optimizer):
+                raise made_twice(self.job, "optimizer", "prepare()", "DummyOptim")
+            if self.job.schedule is not None and isinstance(each, optim.lr_scheduler.LRScheduler):
+                raise made_twice(self.job, "scheduler", "prepare()", "DummyScheduler")
 
     def _in_place_of(self, given: Any) -> Any:
         """The optimizer that was made for a dummy; anything else as it is."""
@@ -154,8 +214,11 @@ class OfJson:
             )
         return one_optimizer(self.job, list(dummy.params), models)
 
-    def _schedule(self, given: DummyScheduler) -> Any:
+    def _stepped(self, given: DummyScheduler, accelerator: Any) -> SteppedSchedule:
         optimizer = self._in_place_of(given.optimizer)
+        return SteppedSchedule(self._schedule(given, optimizer), optimizer, accelerator)
+
+    def _schedule(self, given: DummyScheduler, optimizer: Any) -> Any:
         if given.lr_scheduler_callable is not None:
             return given.lr_scheduler_callable(optimizer)
         params = "scheduler.params"
@@ -174,23 +237,24 @@ class OfJson:
 
 
 class SteppedSchedule:
-    """A schedule of a JSON in a loop of Accelerate: it steps once with each update, as inside of
-    DeepSpeed's engine, however often the loop calls `step`."""
+    """A schedule of a JSON in a loop of Accelerate: it steps with each update of its optimizer, as
+    inside of DeepSpeed's engine, however often the loop calls `step`."""
 
-    def __init__(self, schedule: Any, accelerator: Any) -> None:
+    def __init__(self, schedule: Any, optimizer: Any, accelerator: Any) -> None:
         self.scheduler = schedule
-        self._accelerator = accelerator
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
         accelerator._schedulers.append(self)  # so that save_state has it
+        accelerator._trained.followers.append(self._follow)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
 
+    def _follow(self, trained: Trained) -> None:
+        if any(each is self._optimizer for each in trained.optimizers):
+            self.scheduler.step()
+
     def step(self, *arguments: Any, **keywords: Any) -> None:
-        """Step where the last micro-batch of a step has updated something."""
-        accelerator = self._accelerator
-        skipped = any(each.step_was_skipped for each in accelerator._optimizers)
-        if accelerator.sync_gradients and not skipped:
-            self.scheduler.step(*arguments, **keywords)
+        """Do nothing: the step of the optimizer, which was before, has done it."""
 
     def state_dict(self) -> Any:
         """The schedule's."""
@@ -199,6 +263,27 @@ class SteppedSchedule:
     def load_state_dict(self, state: Any) -> None:
         """Go on from the schedule's `state`."""
         self.scheduler.load_state_dict(state)
+
+
+def parsed(tree: Any, auto: Mapping[str, Any]) -> Job:
+    """What the JSON `tree` asks a loop of Accelerate or Trainer for; raises ConfigError as
+    `config.deepspeed.parse` does, and for what such a loop does otherwise."""
+    job = parse(tree, auto)
+    if not job.averages:
+        raise ConfigError(
+            f"{job.document.name} has gradient_allreduce_op sum, and here losses of the workers "
+            "are averaged: leave it out, and multiply the loss by their number."
+        )
+    return job
+
+
+def made_twice(job: Job, what: str, where: str, dummy: str = "") -> ConfigError:
+    """The error for an optimizer or scheduler that is both in the JSON and in the script."""
+    instead = f", or give accelerate.utils.{dummy} in its place" if dummy else ""
+    return ConfigError(
+        f"{job.document.name} has {what}.type, and {where} is given one of the script: take it "
+        f"out of the JSON, or leave the script's out{instead}."
+    )
 
 
 def settings_of(job: Job) -> dict[str, Any]:
@@ -212,6 +297,21 @@ def say(world: sw.World, job: Job) -> None:
     world.say_once(f"{job.document.name} is taken as {settings or 'no settings'}")
     for line in short_lines(job, of_loop=False):
         world.say_once(f"{job.document.name}: {line}")
+    if left := without_effect(job):
+        world.say_once(f"{job.document.name}: ignored, which this library does by itself: {left}")
+
+
+def without_effect(job: Job) -> str:
+    """The keys of a JSON, that are on, which only an engine of DeepSpeed's face follows."""
+    keys = {
+        "managed_gradient_accumulation": not job.manages_accumulation,
+        "dataloader_drop_last": job.drop_last,
+        "tensorboard": job.tensorboard is not None,
+        "csv_monitor": job.csv is not None,
+        "checkpoint.tag_validation": "checkpoint.tag_validation" in job.document.values,
+        _INTERVAL: job.document.get(_INTERVAL, 0) > 0,
+    }
+    return ", ".join(key for key, is_on in keys.items() if is_on)
 
 
 def with_scaling(given: list[Any] | None, job: Job) -> list[Any] | None:
@@ -242,11 +342,18 @@ def one_optimizer(job: Job, parameters: list[Any], models: list[nn.Module]) -> o
     return found[0]
 
 
+def _steps_of(given: Mapping[str, Any]) -> int:
+    """Into how many micro-batches the arguments of an Accelerator cut a step."""
+    plugin = given.get("gradient_accumulation_plugin")
+    steps = given.get("gradient_accumulation_steps") if plugin is None else plugin.num_steps
+    return steps or 1
+
+
 def _auto_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """What "auto" means to an Accelerator with these arguments."""
     precision = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return {
-        "gradient_accumulation_steps": given.get("gradient_accumulation_steps", 1),
+        "gradient_accumulation_steps": _steps_of(given),
         "bf16.enabled": str(precision) == "bf16",
         "fp16.enabled": str(precision) == "fp16",
     }

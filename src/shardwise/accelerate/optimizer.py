@@ -34,8 +34,12 @@ class ShardedOptimizer(AcceleratedOptimizer):
 
         Raises UsageError where no engine trains with it.
         """
-        if self.gradient_state.sync_gradients:
-            self._engine().step(self.optimizer, closure)
+        if not self.gradient_state.sync_gradients:
+            return
+        trained = self._engine()
+        trained.step(self.optimizer, closure)
+        if not (trained.waits or trained.skipped):
+            self._trained.tell_followers(trained)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Forget the gradients since the last step, in the last micro-batch of one. What the step

@@ -44,6 +44,8 @@ class TrainedModels:
         self._waiting: list[optim.Optimizer] = []
         self._was_taken = False
         """Whether another one took over what was trained here."""
+        self.followers: list[Callable[[Trained], None]] = []
+        """What is called with an engine that has updated, such as the step of its schedule."""
 
     def __iter__(self) -> Iterator[Trained]:
         return iter(self._trained)
@@ -90,6 +92,12 @@ class TrainedModels:
         """Give models and optimizers back as plain ones. Collective."""
         while self._trained:
             self._end(self._trained[-1])
+        self.followers.clear()
+
+    def tell_followers(self, trained: Trained) -> None:
+        """Call what goes on with the updates of `trained`, which has made one."""
+        for follow in self.followers:
+            follow(trained)
 
     def _end(self, trained: Trained) -> None:
         self._trained.remove(trained)

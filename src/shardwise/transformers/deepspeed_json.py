@@ -7,9 +7,8 @@ Transformers itself is not told of it: what it would hand to DeepSpeed is done b
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -17,43 +16,59 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import optim
 from transformers import TrainingArguments
 
-from shardwise.accelerate.deepspeed_json import VARIABLE, one_optimizer
-from shardwise.config.deepspeed import Job, parse
+from shardwise.accelerate.deepspeed_json import made_twice, one_optimizer, parsed, without_switch
+from shardwise.config.deepspeed import Job
 from shardwise.deepspeed import optimizers
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, UsageError
 
 _KEPT = "_shardwise_deepspeed"
 """The attribute of TrainingArguments that has the JSON, or the plugin of `accelerate launch`."""
+_MARK = "_keeps_deepspeed_json"
+"""The attribute of a `__post_init__` that is ours."""
 
 
 def take_json() -> None:
     """Let TrainingArguments keep a `deepspeed` to themselves; once more does nothing."""
     theirs = TrainingArguments.__post_init__
-    if not hasattr(theirs, "__wrapped__"):
+    if not hasattr(theirs, _MARK):
         TrainingArguments.__post_init__ = _keeping(theirs)
 
 
 def _keeping(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(theirs)
     def post_init(arguments: Any) -> None:
-        given, arguments.deepspeed = arguments.deepspeed, None
-        with _without_switch() as asked:
+        given, arguments.deepspeed = _as_object(arguments.deepspeed), None
+        with without_switch() as asked:
             theirs(arguments)
             if given or asked:
                 setattr(arguments, _KEPT, given or DeepSpeedPlugin().deepspeed_config)
+        arguments.deepspeed = given  # for copies of the arguments, and who asks
 
+    setattr(post_init, _MARK, True)
     return post_init
 
 
-@contextmanager
-def _without_switch() -> Iterator[bool]:
-    """Inside the block the variable that asks for DeepSpeed is away; yields whether it did."""
-    before = os.environ.pop(VARIABLE, None)
+def _as_object(given: Any) -> Any:
+    """`given`, or what it says where it is JSON itself, as on a command line. Raises
+    ConfigError."""
+    if not (isinstance(given, str) and given.lstrip().startswith("{")):
+        return given
     try:
-        yield (before or "false").lower() == "true"
-    finally:
-        if before is not None:
-            os.environ[VARIABLE] = before
+        return json.loads(given)
+    except ValueError as error:
+        raise ConfigError(
+            f"TrainingArguments(deepspeed={given[:60]!r}) begins as JSON and is none: {error}. "
+            "Mend it, or name a file."
+        ) from None
+
+
+def check_plugin(plugin: Any) -> None:
+    """Raise UsageError where TrainingArguments have a `plugin` made by transformers itself."""
+    if plugin is not None:
+        raise UsageError(
+            "TrainingArguments have a deepspeed_plugin, which DeepSpeed would train by. Import "
+            "shardwise.transformers before they are made, and give them deepspeed=, a JSON."
+        )
 
 
 def json_of(arguments: Any) -> Any:
@@ -71,15 +86,25 @@ def job_of(arguments: Any, steps: int | None = None) -> Job | None:
         return None
     tree = dict(source) | {"steps_per_print": None} if isinstance(source, dict) else source
     auto = _auto_of(arguments, steps)
-    job = parse(tree, auto)
+    job = parsed(tree, auto)
     for key, argument in _SAME.items():
-        found = job.document.get(key)
+        found = _value(job, key)
         if found is not None and key in auto and found != auto[key]:
             raise ConfigError(
                 f"{job.document.name} has {key} {found}, and TrainingArguments({argument}=...) "
                 f'says {auto[key]}: write "auto" into the JSON, or the same value.'
             )
     return job
+
+
+def _value(job: Job, key: str) -> Any:
+    """What the JSON says of `key`; None where it says nothing."""
+    section, _, name = key.rpartition(".")
+    if section.endswith(".params"):
+        found = job.document.get(section, {}).get(name)
+    else:
+        found = job.document.get(key)
+    return list(found) if isinstance(found, tuple) else found
 
 
 _SAME = {
@@ -89,6 +114,13 @@ _SAME = {
     "gradient_clipping": "max_grad_norm",
     "fp16.enabled": "fp16",
     "bf16.enabled": "bf16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1=..., adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
 }
 """Keys that must be what an argument says, unless they are "auto"."""
 
@@ -126,6 +158,17 @@ class OptimizersOfJson:
     optimizer: Any
     lr_scheduler: Any
     _created_lr_scheduler: bool
+
+    def check_optimizers(self) -> None:
+        """Raise ConfigError for an optimizer or a schedule of the script beside the JSON's."""
+        job = job_of(self.args)
+        if job is None:
+            return
+        kinds = getattr(self, "optimizer_cls_and_kwargs", None)
+        if job.optimizer is not None and not (self.optimizer is None and kinds is None):
+            raise made_twice(job, "optimizer", "the Trainer")
+        if job.schedule is not None and self.lr_scheduler is not None:
+            raise made_twice(job, "scheduler", "the Trainer")
 
     def create_optimizer(self, model: Any = None) -> optim.Optimizer:
         """The JSON's, over all that is trained; without one, the trainer's own."""

@@ -33,6 +33,15 @@ ItemsOf = Callable[[Any], Any]
 IGNORED = -100
 """The label that losses leave out."""
 
+_UNSHIFTED = {
+    *(f"{name}ForCausalLM" for name in ("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall")),
+    *(f"{name}ForCausalLM" for name in ("MBart", "Marian", "Mvp", "PLBart", "Pegasus", "TrOCR")),
+    *(f"{name}ForCausalLM" for name in ("CpmAnt", "ProphetNet", "Whisper")),
+    "XLMWithLMHeadModel",
+    "XLNetLMHeadModel",
+}
+"""Causal models of transformers whose forward compares labels with logits of the same place."""
+
 
 class WeighingAccelerator(Accelerator):
     """The Accelerator of a Trainer with `exact_mean`: a backward is of a mean over `items`."""
@@ -58,6 +67,10 @@ class ExactMean:
         self._total = torch.zeros(())
         self._losses: list[Tensor] = []
         """Of an evaluation, by batch: the loss times its items, and the items."""
+        self._evaluated_loader: Any = None
+        """What gives the batches of the evaluation that goes on, where Accelerate prepared it."""
+        self.items_of_evaluated: Tensor | None = None
+        """How many items, or 1, the batch has that an evaluation computes the loss of now."""
 
     def window(
         self,
@@ -79,16 +92,14 @@ class ExactMean:
 
     def _taken(self, batch: Any) -> Any:
         """`batch`, the last one that the loader gave, without rows that count nothing."""
-        shown, given = self._cut(batch)
+        shown, given = self._cut(batch, self._trainer.accelerator.gradient_state.active_dataloader)
         self._given[id(shown)] = given
         return shown
 
-    def _cut(self, batch: Any) -> tuple[Any, Given]:
-        accelerator = self._trainer.accelerator
-        loader = accelerator.gradient_state.active_dataloader
+    def _cut(self, batch: Any, loader: Any) -> tuple[Any, Given]:
         if loader is None:  # batches of a loader that Accelerate has not prepared
             return batch, Given(find_batch_size(batch), is_cut=False)
-        return last_batch(loader, batch, accelerator.world, cuts=True)
+        return last_batch(loader, batch, self._trainer.accelerator.world, cuts=True)
 
     def _counted(self, batch: Any, device: torch.device) -> Tensor:
         """The number of items of `batch`, 0 where it has samples only that counted before."""
@@ -119,14 +130,16 @@ class ExactMean:
         """Whether the loss leaves the first label of a row out.
 
         The trainer finds out by the name of the class, which does not tell it of GPT2LMHeadModel
-        and its like.
+        and its like, and misleads it about BartForCausalLM and its like.
         """
+        model = unwrap_peft_model(self._trainer.model)
+        name = type(model).__name__
+        if name in _UNSHIFTED:
+            return False
         if self._trainer._loss_shifts_labels:
             return True
-        model = unwrap_peft_model(self._trainer.model)
-        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         shifts = getattr(model, "loss_function", None) is ForCausalLMLoss
-        return shifts and type(model).__name__ in known
+        return shifts and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     @contextmanager
     def micro_batch(self, batch: Any) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
@@ -158,9 +171,11 @@ class ExactMean:
 
     # -- an evaluation ----------------------------------------------------------------------
 
-    def begin_evaluation(self) -> None:
-        """Forget the losses of the one before."""
+    def begin_evaluation(self, loader: Any) -> None:
+        """Forget the losses of the one before; batches of this one come of `loader`."""
         self._losses.clear()
+        is_prepared = hasattr(loader, "end_of_dataloader")
+        self._evaluated_loader = loader if is_prepared else None
 
     def evaluated(self, step: Callable[..., Any], model: Any, batch: Any, *how: Any) -> Any:
         """What `step`, the trainer's own, gives for a batch of an evaluation, whose loss counts.
@@ -168,17 +183,30 @@ class ExactMean:
         Of a last batch with repeated samples the loss is computed again without them. Collective.
         """
         device = self._trainer.args.device
-        shown, given = self._cut(batch)
-        items = self._number(shown, given.samples, device)
-        with self._means_of_one_batch():
+        shown, given = self._cut(batch, self._evaluated_loader)
+        items = whole = self._number(shown, given.samples, device)
+        if given.is_cut:
+            whole = self._number(batch, find_batch_size(batch), device)
+        with self._told(whole):
             found = step(model, batch, *how)
-            loss = found[0]
-            if self._trainer.accelerator.world.any(given.is_cut):
+        loss = found[0]
+        if self._trainer.accelerator.world.any(given.is_cut):
+            with self._told(items):
                 loss = step(model, shown, True, *how[1:])[0]
         if loss is not None:
             loss = torch.where(items > 0, loss.to(device, torch.float64) * items, 0.0)
             self._losses.append(torch.stack([loss, items]))
         return found
+
+    @contextmanager
+    def _told(self, items: Tensor) -> Iterator[None]:
+        """Inside the block a model that asks is told of so many `items` in its batch."""
+        self.items_of_evaluated = items.clamp(min=1)
+        try:
+            with self._means_of_one_batch():
+                yield
+        finally:
+            self.items_of_evaluated = None
 
     def mean_of_evaluation(self) -> float | None:
         """The mean over all items of all workers; None without losses. Collective."""

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import trainer as stock
 
 from shardwise.accelerate import Accelerator, checkpoints
-from shardwise.accelerate.deepspeed_json import say, settings_of, with_scaling
+from shardwise.accelerate.deepspeed_json import TAKEN, say, settings_of, with_scaling
 from shardwise.bridging.joining import SETTINGS
-from shardwise.transformers.deepspeed_json import OptimizersOfJson, job_of
+from shardwise.transformers.deepspeed_json import OptimizersOfJson, check_plugin, job_of
 from shardwise.transformers.exact_mean import ExactMean, WeighingAccelerator
 from shardwise.transformers.joining import check_arguments
 
@@ -47,6 +47,7 @@ class Sharded(OptimizersOfJson):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self._take(keywords)
         super().__init__(*arguments, **keywords)
+        self.check_optimizers()
 
     def _take(self, keywords: dict[str, Any]) -> None:
         """Take what is ours out of `keywords`."""
@@ -62,6 +63,8 @@ class Sharded(OptimizersOfJson):
         kind = Accelerator if self._exact is None else WeighingAccelerator
 
         def make(**arguments: Any) -> Accelerator:
+            check_plugin(arguments.get("deepspeed_plugin"))
+            arguments["deepspeed_plugin"] = TAKEN
             if job is not None:
                 handlers = with_scaling(arguments.get("kwargs_handlers"), job)
                 arguments["kwargs_handlers"] = handlers
@@ -90,6 +93,13 @@ class Sharded(OptimizersOfJson):
         if self._exact is None:
             return read(epoch_iterator, num_batches, device)
         return self._exact.window(read, epoch_iterator, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """What the loss of an evaluation is a mean over; with `exact_mean` by the count of that."""
+        items = None if self._exact is None else self._exact.items_of_evaluated
+        if items is not None:
+            return items
+        return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
@@ -151,12 +161,12 @@ class Sharded(OptimizersOfJson):
 
     # -- evaluation -------------------------------------------------------------------------
 
-    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
         """As the trainer's own; with `exact_mean` the loss is a mean over items, each of which
         counts once. Collective."""
         if self._exact is not None:
-            self._exact.begin_evaluation()
-        output = super().evaluation_loop(*arguments, **keywords)  # type: ignore[misc]
+            self._exact.begin_evaluation(dataloader)
+        output = super().evaluation_loop(dataloader, *arguments, **keywords)  # type: ignore[misc]
         mean = None if self._exact is None else self._exact.mean_of_evaluation()
         name = f"{keywords.get('metric_key_prefix', 'eval')}_loss"
         if mean is not None and name in output.metrics:
@@ -221,6 +231,7 @@ def prepare_trainer(trainer: Any, **settings: Any) -> Any:
     if settings:
         raise TypeError(f"prepare_trainer() takes no {next(iter(settings))}.")
     trainer.create_accelerator_and_postprocess()
+    trainer.check_optimizers()
     return trainer
 
 
