@@ -152,6 +152,35 @@ class TestPartsOfAModel:
         assert trained_to(ran.out) == pytest.approx(whole, rel=1e-8, abs=0)
 
 
+class TestVerify:
+    """`shardwise verify` whose placement is of several hosts, and its reference of this one."""
+
+    @pytest.mark.full
+    def test_the_exact_mode_has_the_same_bits(self, shardwise: Launcher, hosts: Lab) -> None:
+        flags = (
+            *("-H", "node1:1,node2:1", "--zero", "3", "--exact", "2"),
+            *("--no-quiet", "--steps", "3"),
+        )
+        words = ["verify", *over(hosts, *flags)[1:], "--out", "runs", script("exact")]
+        ran = shardwise.finish(shardwise.start(*words, env={"OMP_NUM_THREADS": "1"}), 300)
+        assert ran.code == 0, ran.out + ran.err
+        assert "Equal to the last bit over 3 steps" in ran.out
+        log = (shardwise.folder / "runs/verify-logs/02.txt").read_text()
+        assert "2 workers, 1 of them on node1" in log
+
+    @pytest.mark.full
+    def test_a_host_that_does_not_see_the_records_is_named(
+        self, shardwise: Launcher, hosts: Lab, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        out = tmp_path_factory.getbasetemp() / HIDDEN / "runs"
+        flags = ("-H", "node1,node3", "--steps", "2", "--out", str(out))
+        words = ["verify", *over(hosts, *flags)[1:], script("exact")]
+        ran = shardwise.finish(shardwise.start(*words, env={"OMP_NUM_THREADS": "1"}), 300)
+        assert ran.code == 1, ran.out + ran.err
+        assert f"host node3 does not see {out}" in ran.out
+        assert "a folder that all of them share: --out DIR" in ran.out
+
+
 class TestWhatRanksAreTold:
     def test_who_they_are_and_what_was_passed_on(self, shardwise: Launcher, hosts: Lab) -> None:
         show = (

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from shardwise import fingerprints, tensor_log
 from shardwise.errors import LaunchError
+from shardwise.launch.flags import ADOPTED
 from shardwise.model.module_records import tensors_beside
 from shardwise.tensor_log import Part, TensorLog
 from shardwise.testing import _imported, _train_plain
-from shardwise.verify import causes, page, placements, records, verdicts
+from shardwise.verify import causes, learning_rates, page, placements, records, suspects, verdicts
 from shardwise.verify.causes import Suspect
 from shardwise.verify.command import LOGS, _log_folder
 from shardwise.verify.comparing import compare
@@ -358,7 +359,7 @@ class TestCauses:
             one.engines[0][number + 1] = replace(step, lr=(0.9**number,))
         for number, rate in enumerate(rates):
             two.engines[0][number + 1] = replace(two.engines[0][number + 1], lr=(rate,))
-        (found,) = causes._of_rate(one, two, 2)
+        (found,) = learning_rates.suspects(one, two, 2)
         assert said in found.words
 
     def test_of_several_explanations_the_particular_one(self) -> None:
@@ -380,18 +381,31 @@ class TestCauses:
         other = training(0.1, fed=8)
         assert suspected(one, other, compare(one, other)) == ["draws"]
 
+    @pytest.mark.parametrize("library", ADOPTED)
+    def test_batches_of_a_library_that_grow_with_the_workers(self, library: str) -> None:
+        one, two = training(), training(0.1, fed=8, bridge=[library])
+        apart = compare(one, two)
+        grown = [replace(step, rows=(4, 8)) for step in apart.steps]
+        growing, *_ = suspects.worth_a_trial(one, two, replace(apart, steps=grown), 1e-8, 2)
+        assert growing.alter == {"batches": 2}
+        assert (
+            "trains on 8 rows, and on 4 in the reference). With batches of 1/2 of the rows the"
+            in (growing.words)
+        )
+        assert "to train as on one worker, " in growing.words
+
     def test_a_loss_that_is_half_of_the_reference(self) -> None:
         one, two = training(), training()
         halved = [replace(s, loss=s.loss / 2) for s in two.engines[0]]
         two = replace(two, engines={0: halved})
-        (suspect,) = causes.suspects(one, two, compare(one, two), 1e-8, 2)
+        (suspect,) = suspects.worth_a_trial(one, two, compare(one, two), 1e-8, 2)
         assert suspect.alter == {"loss": pytest.approx(2.0)}
         assert "divided by 2 (the number of workers)" in suspect.words
 
     def test_a_rate_that_is_another(self) -> None:
         one, two = training(), training(0.1)
         two = replace(two, engines={0: [replace(s, lr=(0.2,)) for s in two.engines[0]]})
-        (suspect,) = causes.suspects(one, two, compare(one, two), 1e-8, 2)
+        (suspect,) = suspects.worth_a_trial(one, two, compare(one, two), 1e-8, 2)
         assert suspect.alter == {"lr": {"0": [[0.1]] * 4}}
         assert "2 times" in suspect.words
 
@@ -401,7 +415,7 @@ def names(several: Any) -> set[str]:
 
 
 def suspected(one: Training, two: Training, comparison: Any) -> list[str]:
-    return [each.name for each in causes.suspects(one, two, comparison, 1e-8, 2)]
+    return [each.name for each in suspects.worth_a_trial(one, two, comparison, 1e-8, 2)]
 
 
 def plan(tmp_path: Path, **more: Any) -> Plan:
@@ -667,5 +681,5 @@ def test_schedulers_that_are_stepped_by_micro_batch(
     for run, rate in ((one, theirs), (two, ours)):
         for number, step in enumerate(run.engines[0][1:]):
             run.engines[0][number + 1] = replace(step, lr=(rate(number),))
-    (found,) = causes._of_rate(one, two, size)
+    (found,) = learning_rates.suspects(one, two, size)
     assert said in found.words

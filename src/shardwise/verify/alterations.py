@@ -32,6 +32,9 @@ from shardwise.model.module_records import joined
 from shardwise.verify import watching
 from shardwise.world import World, current
 
+MAKE_LOADERS = ("transformers.", "shardwise.deepspeed.")
+"""Libraries that make a DataLoader out of the user's dataset and batch size."""
+
 
 def apply(alter: Mapping[str, Any]) -> None:
     """Make every change that `alter` names, with its value, for the time of this process."""
@@ -59,8 +62,8 @@ def _batches(size: int) -> None:
 
     @wraps(plain)
     def divided(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
-        # A library makes further ones out of the user's; Trainer makes the first one itself.
-        first = watching.caller(1) is not None or watching.module_of(1) == "transformers"
+        # A library makes further ones out of the user's; some make the first one themselves.
+        first = watching.caller(1) is not None or watching.module_of(1).startswith(MAKE_LOADERS)
         if first and batch_size and current().size > 1:
             batch_size = max(1, batch_size // size)
         plain(self, dataset, batch_size, *args, **kwargs)

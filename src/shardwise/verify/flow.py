@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.launch.flags import ADOPTED
-from shardwise.verify import causes, placements
+from shardwise.verify import causes, placements, suspects
 from shardwise.verify.causes import Found, Suspect
 from shardwise.verify.comparing import Comparison, compare
 from shardwise.verify.placements import Placement
@@ -185,7 +185,7 @@ class Verification:
         """What takes the difference away, tried on the smallest placement that has it."""
         compared = compare(reference, other, steps=steps)
         size = smallest.size or self.plan.most
-        tried = causes.suspects(reference, other, compared, TOLERANCE, size)
+        tried = suspects.worth_a_trial(reference, other, compared, TOLERANCE, size)
 
         def agrees(several: Sequence[Suspect]) -> bool:
             alter: dict[str, Any] = {}
@@ -302,8 +302,8 @@ def clue(compared: Comparison, other: Training, *, against: bool) -> str:
             f"({first.rows[1]} rows, and {first.rows[0]} in the reference): "
             + (_FIX_ORDER if against else "look at where the batches come from.")
         )
-    if apart := causes.astray(other):
-        names = ", ".join(name for _, name in apart[: causes.MANY])
+    if apart := suspects.astray(other):
+        names = ", ".join(name for _, name in apart[: suspects.MANY])
         return f"Workers have other values of {names}: look at what forward writes there."
     if first.number and first.loss > TOLERANCE:
         return (

@@ -1,6 +1,6 @@
 """Notes what a script does that may make its result depend on the placement, with its lines.
 
-What is noted names no cause: it says which causes are worth a trial (causes.py).
+What is noted names no cause: it says which causes are worth a trial (suspects.py).
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def is_called_by_torch(depth: int) -> bool:
 
 
 def module_of(depth: int) -> str:
-    """The package that the code is of that called, `depth` frames up."""
-    return str(sys._getframe(depth + 1).f_globals.get("__name__", "")).split(".")[0]
+    """The name of the module that the code is of that called, `depth` frames up."""
+    return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
 def user_line() -> str | None:
