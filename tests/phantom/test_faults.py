@@ -104,7 +104,7 @@ LEFT_OUT = [
     often(COLLECTIVE, ("engine/step.py",), "zero 2, averaged"),
     rarely(COLLECTIVE, ("states/ema.py",), "zero 2, averaged"),
     rarely(COLLECTIVE, ("states/interval_gather.py",), "zero 2, averaged"),
-    often(COLLECTIVE, ("states/bucket_gathers.py", "states/whole_units.py"), "zero 3"),
+    often(COLLECTIVE, ("states/bucket_gathers.py", "states/unshard.py"), "zero 3"),
     rarely(COLLECTIVE, ("states/sharded_parameters.py",), "zero 3"),
     rarely(COLLECTIVE, ("model/buffers.py",), "BatchNorm"),
     rarely(COLLECTIVE, ("model/batch_norm_statistics.py",), "SyncBatchNorm"),
@@ -125,9 +125,7 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("world.py",), "loaded"),
     rarely(COLLECTIVE, ("horovod/execution.py",), "horovod"),
     often(COLLECTIVE, ("horovod/basics.py",), "horovod"),
-    rarely(
-        EVENT, (BESIDE, "states/bucket_gathers.py", "states/whole_units.py"), "states on the host"
-    ),
+    rarely(EVENT, (BESIDE, "states/bucket_gathers.py", "states/unshard.py"), "states on the host"),
     rarely(EVENT, (BESIDE, "states/host_storage.py"), "gradients on the host"),
     rarely(EVENT, (BESIDE, "states/bucket_reducer.py"), "gradients on the host"),
     rarely(EVENT, (BESIDE, "states/bucket_gathers.py"), "states on a disk"),

@@ -21,7 +21,7 @@ from shardwise.model.units import find_units
 from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
-from shardwise.states.whole_units import Unit
+from shardwise.states.unshard import Unit
 
 
 @dataclass

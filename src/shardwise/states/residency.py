@@ -8,7 +8,7 @@ again when a gradient reaches its outputs, or when an operation asks for what it
 
 Gathers that are collective take turns in the gather order; the next unit is on its way while one
 computes. The last unit of a pass, the rest of the model around the others, stays whole from the end
-of forward until backward has ended. `whole_units` shows units and rests them.
+of forward until backward has ended. `unshard` shows units and rests them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.states.bucket_gathers import AllGathers, SharedMemoryGathers
 from shardwise.states.saved_references import BucketReference
 from shardwise.states.sharded_bucket import ShardedBucket
 from shardwise.states.sharded_parameters import ShardedParameters
-from shardwise.states.whole_units import Unit, WholeUnits
+from shardwise.states.unshard import Unit, WholeUnits
 from shardwise.timeline import span
 
 

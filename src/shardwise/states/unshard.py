@@ -1,4 +1,4 @@
-"""Shows units of sharded parameters whole (unsharded), and puts them to rest again.
+"""Unshards units of sharded parameters (shows them whole), ahead of their turn, and reshards them.
 
 A *unit* is a part of the model whose parameters come and go together. To show one is to let its
 parameters be views of gathered buckets, to rest it (FSDP's reshard) is to take them away:
