@@ -664,6 +664,18 @@ def test_samples_that_only_one_of_the_two_trains_on_are_said() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "said"),
+    [(4, "though the total batch is the same"), (8, "trains on 8 rows, and on 4 in the reference")],
+)
+def test_a_rate_that_is_another_one_says_whether_the_batch_is(rows: int, said: str) -> None:
+    one, two = training(steps=3), training(steps=3)
+    for run, rate, count in ((one, 0.1, 4), (two, 0.2, rows)):
+        run.engines[0][1:] = [replace(s, lr=(rate,), rows=count) for s in run.engines[0][1:]]
+    (found,) = learning_rates.suspects(one, two, 2)
+    assert said in found.words
+
+
+@pytest.mark.parametrize(
     ("theirs", "ours", "size", "said"),
     [
         (lambda n: 0.8 ** (n + 1), lambda n: 0.8 ** (2 * n + 2), 1, "stepped 2 times in each step"),

@@ -25,8 +25,9 @@ def suspects(reference: Training, other: Training, size: int) -> Iterator[Suspec
         apart += [(a, b) for x, y in pairs for a, b in zip(x.lr, y.lr, strict=False) if a != b]
     if not apart:
         return
+    batch = _batch(reference, other)
     if (times := pace(reference, other, size)) > 1:
-        yield _fast_schedule(times, rates, of_workers=times == size)
+        yield _fast_schedule(times, rates, batch, of_workers=times == size)
         return
     theirs, ours = apart[0]
     times_as_much = f"{ours / theirs:.6g} times the reference's" if theirs else "another one"
@@ -34,7 +35,7 @@ def suspects(reference: Training, other: Training, size: int) -> Iterator[Suspec
     yield Suspect(
         name="lr",
         words=f"the learning rate {how}: {ours:.6g}, {times_as_much} "
-        f"{theirs:.6g}, though the total batch is the same. With the reference's rates the runs "
+        f"{theirs:.6g}{batch}. With the reference's rates the runs "
         "agree. Leave the rate as it is: sw.Loader's batch_size is the total, so nothing grows "
         "with the workers (sw.lr.ScaledLR is for batches that do).",
         alter={"lr": rates},
@@ -84,11 +85,22 @@ def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
     return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
 
 
-def _fast_schedule(times: int, rates: Mapping[str, Any], *, of_workers: bool) -> Suspect:
+def _batch(reference: Training, other: Training) -> str:
+    """What the rates of `other` do not follow from, or may."""
+    for engine, steps in reference.engines.items():
+        for theirs, ours in zip(steps[1:], other.engines.get(engine, [])[1:], strict=False):
+            if theirs.rows != ours.rows:
+                return f"; a step trains on {ours.rows} rows, and on {theirs.rows} in the reference"
+    return ", though the total batch is the same"
+
+
+def _fast_schedule(
+    times: int, rates: Mapping[str, Any], batch: str, *, of_workers: bool
+) -> Suspect:
     return Suspect(
         name="lr",
         words=f"the learning-rate scheduler is stepped {times} times in each step, once for each "
-        f"{'worker' if of_workers else 'micro-batch'}, though the total batch is the same. With "
+        f"{'worker' if of_workers else 'micro-batch'}{batch}. With "
         "the reference's rates the runs agree. "
         + (_STEPPED_BY_WORKERS if of_workers else "Step it beside engine.step(), once."),
         alter={"lr": rates},
