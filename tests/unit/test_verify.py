@@ -670,7 +670,9 @@ def test_samples_that_only_one_of_the_two_trains_on_are_said() -> None:
 def test_a_rate_that_is_another_one_says_whether_the_batch_is(rows: int, said: str) -> None:
     one, two = training(steps=3), training(steps=3)
     for run, rate, count in ((one, 0.1, 4), (two, 0.2, rows)):
-        run.engines[0][1:] = [replace(s, lr=(rate,), rows=count) for s in run.engines[0][1:]]
+        run.engines[0][1:] = [
+            replace(s, lr=(rate,), fed=replace(s.fed, rows=count)) for s in run.engines[0][1:]
+        ]
     (found,) = learning_rates.suspects(one, two, 2)
     assert said in found.words
 

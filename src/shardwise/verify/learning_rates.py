@@ -89,8 +89,8 @@ def _batch(reference: Training, other: Training) -> str:
     """What the rates of `other` do not follow from, or may."""
     for engine, steps in reference.engines.items():
         for theirs, ours in zip(steps[1:], other.engines.get(engine, [])[1:], strict=False):
-            if theirs.rows != ours.rows:
-                return f"; a step trains on {ours.rows} rows, and on {theirs.rows} in the reference"
+            if theirs.fed.rows != ours.fed.rows:
+                return f"; a step trains on {ours.fed.rows} rows, and on {theirs.fed.rows} in the reference"
     return ", though the total batch is the same"
 
 
