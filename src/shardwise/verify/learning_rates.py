@@ -88,9 +88,9 @@ def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
 def _batch(reference: Training, other: Training) -> str:
     """What the rates of `other` do not follow from, or may."""
     for engine, steps in reference.engines.items():
-        for theirs, ours in zip(steps[1:], other.engines.get(engine, [])[1:], strict=False):
-            if theirs.fed.rows != ours.fed.rows:
-                return f"; a step trains on {ours.fed.rows} rows, and on {theirs.fed.rows} in the reference"
+        for its, mine in zip(steps[1:], other.engines.get(engine, [])[1:], strict=False):
+            if (rows := (mine.fed.rows, its.fed.rows))[0] != rows[1]:
+                return f"; a step trains on {rows[0]} rows, and on {rows[1]} in the reference"
     return ", though the total batch is the same"
 
 
