@@ -28,6 +28,7 @@ CUDA_ALONE = {
     "parallel/tensor/torch_functions.py": "a list of torch's attributes",
     "planning/calibration_worker.py": "the memory of a GPU that ranks are put on",
     "states/optimizer_kind.py": "fused kernels whose arithmetic is known to be the same",
+    "tiers/copy_stream.py": "events that a thread can wait for without spinning are CUDA's",
 }
 """Files that may ask for it, and why."""
 
