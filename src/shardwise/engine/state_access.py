@@ -76,15 +76,7 @@ class StateAccess:
             raise UsageError(
                 "engine.ema() without a moving average: give --ema-decay 0.999 or ema_decay=0.999."
             )
-        if state.accumulation.backwards:
-            raise UsageError(
-                "engine.ema() between engine.backward and engine.step: enter it after the step."
-            )
-        if state.states.shown is not None and state.states.shown.residency.in_block:
-            raise UsageError(
-                "engine.ema() inside engine.full_parameters(), where parameters are whole already "
-                "and would stay what they are: enter ema() first, and full_parameters() inside it."
-            )
+        self._check_enters("ema")
         state.objects.look_for_changes()
         with torch.no_grad():
             context = state.states.averages.swapped_in()
@@ -106,18 +98,26 @@ class StateAccess:
         if islands is None or not islands.begun or state.in_ema:
             yield  # what all have in common is what the parameters hold
             return
-        if state.accumulation.backwards:
-            raise UsageError(
-                "engine.anchor() between engine.backward and engine.step: enter it after the step."
-            )
-        if state.states.shown is not None and state.states.shown.residency.in_block:
-            raise UsageError(
-                "engine.anchor() inside engine.full_parameters(), where parameters are whole "
-                "already: enter anchor() first, and full_parameters() inside it."
-            )
+        self._check_enters("anchor")
         state.objects.look_for_changes()
         with state.anchored():
             yield
+
+    def _check_enters(self, block: str) -> None:
+        """Raise UsageError where parameters cannot change places with others: inside a step, and
+        while they are whole."""
+        state = self._state
+        if state.accumulation.backwards:
+            raise UsageError(
+                f"engine.{block}() between engine.backward and engine.step: enter it after the "
+                "step."
+            )
+        if state.states.shown is not None and state.states.shown.residency.in_block:
+            raise UsageError(
+                f"engine.{block}() inside engine.full_parameters(), where parameters are whole "
+                f"already and would stay what they are: enter {block}() first, and "
+                "full_parameters() inside it."
+            )
 
     def export(self, path: str | PathLike[str], model: nn.Module | None) -> None:
         """See Engine.export."""
