@@ -13,6 +13,7 @@ and the peak is the largest sum. After backward the update has temporaries of it
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -97,6 +98,10 @@ class MemoryPlan:
         return {kind: int(values[self.at]) for kind, values in self.parts.items()}
 
 
+Parts = dict[str, NDArray[np.int64]]
+"""By kind, the bytes at each operation and after the last."""
+
+
 @dataclass(frozen=True)
 class InFlight:
     """Bytes of other micro-batches on a pipeline's rank, in a forward and in a backward."""
@@ -123,40 +128,21 @@ def predict(
         bucket_mb=choice.bucket_mb,
         apart=hardware.apart,
     )
+    count = len(record.operations)
+    parts = {kind: np.zeros(count + 1, dtype=np.int64) for kind in KINDS}
     states = layout.bytes_by_state(rank)
     if choice.micro_batches > 1:
         states["gradients"] += _widened(layout, rank)
-    count = len(record.operations)
-    parts = {kind: np.zeros(count + 1, dtype=np.int64) for kind in KINDS}
-    tiers: dict[str, int] = defaultdict(int)
-    for state, nbytes in states.items():
-        tier = choice.row.tier(state).kind
-        tier = "device" if tier == "cpu" and not hardware.apart else tier
-        tiers[tier] += nbytes
-        if tier == "device":
-            parts[state] += nbytes
-    staging = layout.staging_bytes(rank)
-    if hardware.apart and staging:
-        tiers["cpu"] += staging
-    else:
-        parts["disk buffers"] += staging
+    tiers = _add_states(parts, states, layout.staging_bytes(rank), choice, hardware)
     parts["frozen"] += layout.unlaid_bytes
     parts["buffers"] += record.buffer_bytes
     parts["gathered"] += _gathered(layout, record, hardware)
     parts["in flight"][: record.backward] = in_flight.forward
     parts["in flight"][record.backward : count] = in_flight.backward
     parts["buckets"] += _borrowed(layout, hardware)
-    for life in record.tensors:
-        kind = _kind(life)
-        nbytes = _rounded(life.nbytes, hardware)
-        parts[kind][max(life.born, 0) : life.died + 1] += nbytes
-        if life.kept:  # the script's name for it is bound anew once the next step has made it
-            parts[kind][: life.born] += nbytes
+    _add_tensors(parts, record, hardware)
     if not hardware.apart:
-        parts["kernels"] += product_buffers(record.operations, hardware.threads)
-        parts["kernels"] += code_bytes(record.operations)
-        for number, operation in enumerate(record.operations):
-            parts["temporary"][number] += copied_bytes(operation)
+        _add_kernels(parts, record, hardware)
     parts["batch"][count] = parts["batch"][count - 1] if count else 0
     parts["temporary"][count] = _update_temporaries(layout, rank)
     curve = np.sum(list(parts.values()), axis=0)
@@ -167,7 +153,7 @@ def predict(
         low, peak = (kernels + each for each in bounds_on_cpu(record, choice, layout, rank))
     return MemoryPlan(
         states,
-        dict(tiers),
+        tiers,
         curve,
         parts,
         low,
@@ -177,6 +163,42 @@ def predict(
         _held(record, at),
         record.backward,
     )
+
+
+def _add_states(
+    parts: Parts, states: Mapping[str, int], staging: int, choice: Choice, hardware: Hardware
+) -> dict[str, int]:
+    """Add the `states` that rest on the device, and buffers of disks; returns bytes by tier."""
+    tiers: dict[str, int] = defaultdict(int)
+    for state, nbytes in states.items():
+        tier = choice.row.tier(state).kind
+        tier = "device" if tier == "cpu" and not hardware.apart else tier
+        tiers[tier] += nbytes
+        if tier == "device":
+            parts[state] += nbytes
+    if hardware.apart and staging:
+        tiers["cpu"] += staging
+    else:
+        parts["disk buffers"] += staging
+    return dict(tiers)
+
+
+def _add_tensors(parts: Parts, record: StepRecord, hardware: Hardware) -> None:
+    """Add what the step makes, from its birth to its death."""
+    for life in record.tensors:
+        kind = _kind(life)
+        nbytes = _rounded(life.nbytes, hardware)
+        parts[kind][max(life.born, 0) : life.died + 1] += nbytes
+        if life.kept:  # the script's name for it is bound anew once the next step has made it
+            parts[kind][: life.born] += nbytes
+
+
+def _add_kernels(parts: Parts, record: StepRecord, hardware: Hardware) -> None:
+    """Add what kernels of a CPU keep, and what they copy while they run."""
+    parts["kernels"] += product_buffers(record.operations, hardware.threads)
+    parts["kernels"] += code_bytes(record.operations)
+    for number, operation in enumerate(record.operations):
+        parts["temporary"][number] += copied_bytes(operation)
 
 
 def _kind(life: TensorLife) -> str:
