@@ -17,7 +17,8 @@ Each cell also has a tier, where the state's bytes rest between uses: the device
 (ZeRO-Offload, Ren et al., 2021) or a disk (ZeRO-Infinity, Rajbhandari et al., 2021). Parameters
 and gradients can only rest elsewhere where they are sharded: replicated ones are in use, whole.
 
-How often a state is made equal, and between which groups, is a cell of its own: `outer_optimizer.py`.
+How often a state is made equal, and between which groups, is a cell of its own:
+`outer_optimizer.py`.
 """
 
 from dataclasses import dataclass, replace
