@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import document
-from shardwise.checkpoint.folders import DOCUMENT
+from shardwise.checkpoint.atomic_folders import DOCUMENT
 from tests.checkpoint_damage.training import STEPS
 
 

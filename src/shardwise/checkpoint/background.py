@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.checkpoint.atomic_folders import DOCUMENT, Draft
 from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.checksum import ChecksumPart
-from shardwise.checkpoint.folders import DOCUMENT, Draft
 from shardwise.checkpoint.writer import Tensor, TensorSink, Writer
 from shardwise.timeline import Row, span
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardwise.checkpoint.atomic_folders import DOCUMENT
 from shardwise.checkpoint.deepspeed import commands as deepspeed
-from shardwise.checkpoint.folders import DOCUMENT
 from shardwise.errors import CheckpointError
 from shardwise.printable import printable
 
@@ -131,7 +131,7 @@ def accept(path: Path) -> int:
     """Take checkpoint.json and the small files beside it as they are, edited on purpose: write new
     sums of them. Sums of tensors stay as they were."""
     from shardwise.checkpoint import document
-    from shardwise.checkpoint.folders import newest
+    from shardwise.checkpoint.atomic_folders import newest
 
     folder = newest(path)
     try:

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import schema
+from shardwise.checkpoint.atomic_folders import DOCUMENT, complete, sync
 from shardwise.checkpoint.file_system import read_whole
-from shardwise.checkpoint.folders import DOCUMENT, complete, sync
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 FORMAT = "shardwise checkpoint"

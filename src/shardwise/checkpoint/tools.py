@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint import document
+from shardwise.checkpoint.atomic_folders import newest
 from shardwise.checkpoint.export import PICKLED, write_tensors
 from shardwise.checkpoint.file_system import read_whole
-from shardwise.checkpoint.folders import newest
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import SafetensorsReader, open_set
 from shardwise.errors import BrokenCheckpoint, CheckpointError

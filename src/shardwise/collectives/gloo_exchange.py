@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from shardwise.collectives import gloo_messages
 from shardwise.collectives.base import GroupRanks
+from shardwise.collectives.mismatched_calls import mismatch_error
 from shardwise.collectives.progress_thread import PendingWork, ProgressThread
 from shardwise.collectives.torch_backend import (
-    SAME_CALLS,
     explained,
     is_timeout,
     real_view,
@@ -268,10 +268,8 @@ class GlooExchange:
         if theirs is not None:
             self._difference = theirs
         else:
-            self._difference = CollectiveError(
-                f"Call {call} is {here} and {there}, of {self._group_ranks.size}. "
-                f"{server.call_difference()}{SAME_CALLS}"
-            )
+            size = self._group_ranks.size
+            self._difference = mismatch_error(server, call, here, there, size)
             server.announce_abort(self._difference)
         # This thread is the watchdog's. The one that trains sleeps inside Gloo, which only a
         # message of the awaited tag and length can wake.

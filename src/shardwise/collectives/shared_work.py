@@ -12,14 +12,14 @@ import os
 import time
 from collections.abc import Collection, Generator
 
-import torch
 from torch import Tensor
 
 from shardwise.collectives.arena import MappedSegments
 from shardwise.collectives.base import GroupRanks, Handle
+from shardwise.collectives.mismatched_calls import DTYPES, KINDS, mismatch, mismatch_error
 from shardwise.collectives.progress_thread import PendingWork
 from shardwise.collectives.socket_mesh import INLINE, MeshMessage, MeshPoll, SocketMesh
-from shardwise.collectives.torch_backend import SAME_CALLS, timeout_error
+from shardwise.collectives.torch_backend import timeout_error
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.timeline.recorder import Launched
 from shardwise.watch.status_server import StatusServer
@@ -28,19 +28,6 @@ READY, HALFWAY, DONE, ENDED, FAILED, OVER = range(6)
 """Stages: the buffer may be read; half of the work is done; all that was needed of the others has
 been read. ENDED says that a segment is no longer used, FAILED that a rank aborts. OVER is
 nobody's message."""
-
-KINDS = (
-    "barrier",
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "broadcast",
-    "all-to-all",
-    "exchange of rows",
-    "common memory",
-)
-
-DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 
 SPIN = 50e-6
 """Seconds to look again and again before going to sleep, where there is a core for every rank."""
@@ -286,18 +273,13 @@ class GroupWork:
 
     def _compare(self, call: SharedWork, rank: int, message: MeshMessage) -> None:
         """Raise CollectiveError where a rank is in another collective in this call."""
-        mine, theirs = _claims(call.opening), _claims(message)
-        if mine == theirs:
+        said = mismatch(call.opening, message)
+        if said is None:
             return
-        said, heard = _text(call.opening), _text(message)
-        if said == heard:
-            heard += ", cut otherwise or from another source"
-        raise self._failed(
-            CollectiveError,
-            f"Call {message.call} is {said} on {self._name(self._rank)} and {heard} on "
-            f"{self._name(rank)}, of {self._group_ranks.size}. "
-            f"{self._process_work.status_server.call_difference()}{SAME_CALLS}",
-        )
+        here, there = f"{said[0]} on {self._name(self._rank)}", f"{said[1]} on {self._name(rank)}"
+        server, size = self._process_work.status_server, self._group_ranks.size
+        error = mismatch_error(server, message.call, here, there, size)
+        raise self._failed(CollectiveError, str(error))
 
     def _name(self, *places: int) -> str:
         return self._group_ranks.named(places)
@@ -361,12 +343,3 @@ def first_message(call: int, kind: str, buffer: Tensor, check: int) -> MeshMessa
         numel=buffer.numel(),
         check=check & 0xFFFFFFFF,
     )
-
-
-def _claims(message: MeshMessage) -> tuple[int, ...]:
-    return message.kind, message.dtype, message.numel, message.check
-
-
-def _text(message: MeshMessage) -> str:
-    dtype = str(DTYPES[message.dtype]).removeprefix("torch.")
-    return f"{KINDS[message.kind]} of {message.numel} {dtype} values"

@@ -125,7 +125,6 @@ def explained(
     return CollectiveError(f"{speaker} failed in {what}: {first}.")
 
 
-SAME_CALLS = "Every rank must make the same calls in the same order."
 ADVICE = "Every rank must make the same calls; --timeout sets how long to wait."
 
 

@@ -27,8 +27,8 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint import document
+from shardwise.checkpoint.atomic_folders import DOCUMENT, complete
 from shardwise.checkpoint.deepspeed import as_checkpoint
-from shardwise.checkpoint.folders import DOCUMENT, complete
 from shardwise.deepspeed.configured import Configured
 from shardwise.deepspeed.written_files import also_in_trial, on_main, write
 from shardwise.errors import (

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.checkpoint import folders
+from shardwise.checkpoint import atomic_folders
+from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, lacks_document
 from shardwise.checkpoint.deepspeed.folders import find as of_deepspeed
-from shardwise.checkpoint.folders import Found
 from shardwise.engine import (
     consistency,
     island_sets,
@@ -54,10 +54,10 @@ class CheckpointLoader:
         failure = None
         if self._spec.world_group.rank == 0:
             try:
-                mine = folders.complete(folder)[::-1], folders.lost(folder)[::-1]
+                mine = atomic_folders.complete(folder)[::-1], atomic_folders.lost(folder)[::-1]
             except OSError as error:
                 failure = f"{folder} cannot be looked into: {error.strerror or error}."
-            if os.path.lexists(folder / folders.DOCUMENT) or folders.lacks_document(folder):
+            if os.path.lexists(folder / DOCUMENT) or lacks_document(folder):
                 failure = (
                     f"{folder} is a checkpoint itself, and resume takes the folder of all: write "
                     f'engine.resume("{folder.parent}"), or engine.load("{folder}") for just this.'
@@ -84,9 +84,9 @@ class CheckpointLoader:
                 self._examine, path, engine_tensors, stack, strict=strict, alone=model_only
             )
             source, beside = self._alike(path, examine)
-            if model_only and not source.fields and folders.lacks_document(path):
+            if model_only and not source.fields and lacks_document(path):
                 self._world.say_once(
-                    f"{path} has lost its {folders.DOCUMENT}: whether its weights are those that "
+                    f"{path} has lost its {DOCUMENT}: whether its weights are those that "
                     "were written cannot be told."
                 )
             if self._objects.make_room_for_averages(source.averaged):

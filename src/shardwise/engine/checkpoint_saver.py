@@ -16,10 +16,10 @@ from weakref import WeakMethod, finalize
 
 import torch
 
-from shardwise.checkpoint import folders
+from shardwise.checkpoint import atomic_folders
+from shardwise.checkpoint.atomic_folders import Draft
 from shardwise.checkpoint.background import BackgroundSave, Copies, reserve
 from shardwise.checkpoint.folder_lock import FolderClaim, take
-from shardwise.checkpoint.folders import Draft
 from shardwise.checkpoint.writer import Writer
 from shardwise.engine import consistency, save_tensors
 from shardwise.engine.checkpoint_tensors import EngineTensors
@@ -121,7 +121,7 @@ class CheckpointSaver:
         """Remove what a killed run left half removed in `folder`: a run that has nothing more to
         train makes no save that would."""
         if self._spec.world_group.rank == 0 and folder in self._claims:
-            folders.end_removals(folder)
+            atomic_folders.end_removals(folder)
 
     def leave(self) -> None:
         """Let other jobs save where this engine did."""

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.folders import DOCUMENT, Found, place_of
+from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
 from shardwise.engine.checkpoint_loader import CheckpointLoader
 from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState

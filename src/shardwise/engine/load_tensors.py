@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint import tensor_names as names
+from shardwise.checkpoint.atomic_folders import DOCUMENT, lacks_document
 from shardwise.checkpoint.byte_ranges import Extent, clipped
 from shardwise.checkpoint.deepspeed.as_checkpoint import fields_of
 from shardwise.checkpoint.deepspeed.as_checkpoint import verify as verify_save
 from shardwise.checkpoint.deepspeed.folders import find
 from shardwise.checkpoint.deepspeed.save import Save
-from shardwise.checkpoint.folders import DOCUMENT, lacks_document
 from shardwise.checkpoint.format import dtype_of
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.engine import island_sets

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import document, json_values
+from shardwise.checkpoint.atomic_folders import DOCUMENT, Draft
 from shardwise.checkpoint.byte_ranges import byte_ranges, clipped, share
 from shardwise.checkpoint.checksum import ChecksumPart, joined
-from shardwise.checkpoint.folders import DOCUMENT, Draft
 from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
 from shardwise.checkpoint.writer import CHUNK, TensorSink, Writer, create
 from shardwise.collectives import Collectives

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.checkpoint.atomic_folders import DOCUMENT
 from shardwise.checkpoint.file_system import read_whole
-from shardwise.checkpoint.folders import DOCUMENT
 from shardwise.checkpoint.schema import plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 

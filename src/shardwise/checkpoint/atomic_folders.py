@@ -1,4 +1,4 @@
-"""Finds complete checkpoints in a folder, and makes a draft complete at a single moment.
+"""Makes checkpoints atomic: a draft becomes complete at one moment, and only complete ones count.
 
 checkpoints/
 ├── step-100/            complete: it has its name

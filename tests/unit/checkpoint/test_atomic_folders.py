@@ -14,10 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from shardwise.checkpoint import document, reader
-from shardwise.checkpoint.byte_ranges import ByteRange
-from shardwise.checkpoint.commands import checkpoint
-from shardwise.checkpoint.export import write_model
-from shardwise.checkpoint.folders import (
+from shardwise.checkpoint.atomic_folders import (
     Draft,
     Found,
     complete,
@@ -25,6 +22,9 @@ from shardwise.checkpoint.folders import (
     lacks_document,
     lost,
 )
+from shardwise.checkpoint.byte_ranges import ByteRange
+from shardwise.checkpoint.commands import checkpoint
+from shardwise.checkpoint.export import write_model
 from shardwise.checkpoint.format import TensorSpec, lay_out
 from shardwise.checkpoint.writer import Writer, create
 from shardwise.cli import main
