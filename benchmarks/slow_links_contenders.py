@@ -11,10 +11,16 @@ Payload of one of two ranks, with P parameters in fp32:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from contenders import Contender
+from shardwise.wire import BLOCK, Wire
 from workloads import Gpt
 
-WIRES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256}
+WIRES = {
+    name: Wire(name).nbytes(BLOCK, torch.float32) / BLOCK
+    for name in ("fp32", "bf16", "int8", "int4")
+}
 """Bytes of a value."""
 
 OUTER = (0.7, 0.9)

@@ -43,7 +43,8 @@ FEW_KILLS = [
 ]
 
 STOPS = [(transport, phase) for transport in TRANSPORTS for phase in PHASES]
-FEW_STOPS = [("shared", "gather"), ("gloo", "backward"), ("hosts", "step"), ("shared", "between")]
+FEW_STOPS = [("gloo", "backward"), ("hosts", "step"), ("shared", "between")]
+"""Stops inside of a collective of shared memory are in test_shared.py."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops and kills processes")
 

@@ -90,14 +90,16 @@ def of_two_engines(world, loss_of, kind, reverse):
 
 @over_gloo
 @pytest.mark.parametrize(
-    ("loss_of", "kind"),
+    ("loss_of", "kind", "reverse"),
     [
-        (one_after_the_other, Branches),
-        (one_inside_of_the_other, Inner),
-        (twice_through_it, Branches),
+        (one_after_the_other, Branches, False),
+        pytest.param(one_after_the_other, Branches, True, marks=pytest.mark.full),
+        pytest.param(one_inside_of_the_other, Inner, False, marks=pytest.mark.full),
+        (one_inside_of_the_other, Inner, True),
+        (twice_through_it, Branches, False),
+        pytest.param(twice_through_it, Branches, True, marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("reverse", [False, True])
 def test_losses_through_two_engines(group, ranks, loss_of, kind, reverse):
     on(group, ranks)(of_two_engines, loss_of, kind, reverse, limit=LIMIT)
 

@@ -276,7 +276,9 @@ def writes(world, at):
 
 
 @every_size
-@pytest.mark.parametrize("at", ["blocks.1.up.weight", "stem.bias"])
+@pytest.mark.parametrize(
+    "at", ["blocks.1.up.weight", pytest.param("stem.bias", marks=pytest.mark.full)]
+)
 def test_writing_at_rest(group, ranks, at):
     on(group, ranks)(writes, at)
 

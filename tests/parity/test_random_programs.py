@@ -1,7 +1,8 @@
-"""A hundred random programs give what plain PyTorch gives, or are refused for a right reason.
+"""Random programs give what plain PyTorch gives, or are refused for a right reason.
 
-More of them: `python -m tests.parity.random_programs --programs 1000 --seed 1`; all about one that
-fails here, and the smallest like it: `--program SEED`, `--shrink SEED`.
+Half of the first hundred run in `make test`, all of them in `-m full`. More of them:
+`python -m tests.parity.random_programs --programs 1000 --seed 1`; all about one that fails here,
+and the smallest like it: `--program SEED`, `--shrink SEED`.
 """
 
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from itertools import count, islice
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from shardwise.errors import ModelError
 from tests.parity.random_programs import program as written
@@ -21,6 +23,9 @@ from tests.parity.random_programs.sense import sensible
 from tests.parity.random_programs.shrinking import shrink, simpler
 
 PROGRAMS = 100
+OFTEN = 50
+"""How many of them, the first, run in `make test`."""
+
 TOGETHER = 10
 """Programs of one test case."""
 
@@ -40,14 +45,20 @@ def _mesh(program: Program) -> str:
     return f"{config.size} = {config.tensor} tensor x {config.pipeline} pipeline x data"
 
 
-def _cases() -> Iterator[tuple[str, list[int]]]:
+def _cases() -> Iterator[ParameterSet]:
     """The seeds by mesh, so many together."""
+    cheap = (seed for seed in count(1) if _is_cheap(draw(seed)))
+    yield from _by_mesh(list(islice(cheap, OFTEN)))
+    yield from _by_mesh(list(islice(cheap, PROGRAMS - OFTEN)), pytest.mark.full)
+
+
+def _by_mesh(chosen: list[int], *marks: pytest.MarkDecorator) -> Iterator[ParameterSet]:
     by_mesh: dict[str, list[int]] = {}
-    for seed in islice((seed for seed in count(1) if _is_cheap(draw(seed))), PROGRAMS):
+    for seed in chosen:
         by_mesh.setdefault(_mesh(draw(seed)), []).append(seed)
     for mesh, seeds in sorted(by_mesh.items()):
         for first in range(0, len(seeds), TOGETHER):
-            yield mesh, seeds[first : first + TOGETHER]
+            yield pytest.param(mesh, seeds[first : first + TOGETHER], marks=marks)
 
 
 def _name(value: str | list[int]) -> str:

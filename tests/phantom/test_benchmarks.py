@@ -223,7 +223,7 @@ SUITE = """
 def test_a_suite_stops_with_its_budget_and_tells_what_it_ran(tmp_path):
     (tmp_path / "test_it.py").write_text(textwrap.dedent(SUITE))
     path = tmp_path / "figures.json"
-    flags = ["--json", path, "--budget", "15", "--", "-p", "no:cacheprovider"]
+    flags = ["--json", path, "--budget", "10", "--", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "suite.py", *flags, "--rootdir", tmp_path, tmp_path],
         capture_output=True,

@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +84,16 @@ wait
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster: its folder, and the process that all of it ends with."""
+    """A running cluster: its folder, the process that all of it ends with, and `variables` that
+    all that runs there is to have."""
 
     folder: Path
     first: int
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def enter(self, *words: str) -> list[str]:
+        """The words that run `words` on n1."""
+        return ["nsenter", "--all", f"--target={self.first}", *words]
 
     def run(self, *words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run `words` on n1, where a user logs in."""
@@ -95,9 +101,11 @@ class Cluster:
         settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         folder = settings["cwd"]
         known = {name: value for name, value in os.environ.items() if "SHARDWISE" not in name}
-        environ = known | {"SLURM_CONF": f"{self.folder}/slurm.conf"} | settings.pop("env", {})
-        enter = ("nsenter", "--all", f"--target={self.first}", f"--wd={folder}")
-        return subprocess.run([*enter, *words], env=environ, timeout=LIMIT, **settings)
+        known |= {"SLURM_CONF": f"{self.folder}/slurm.conf"} | self.variables
+        environ = known | settings.pop("env", {})
+        return subprocess.run(
+            self.enter(f"--wd={folder}", *words), env=environ, timeout=LIMIT, **settings
+        )
 
     def batch(self, *words: str, **options: Any) -> str:
         """Submit a batch job and wait for its end; returns its state, COMPLETED if all is well.

@@ -8,6 +8,7 @@ from shardwise.checkpoint.tools import OpenedCheckpoint
 from tests.system.launcher import SCRIPTS, Launcher
 
 
+@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize("disk", ["", "full"])
 def test_a_save_in_the_background_outlasts_the_script(
     shardwise: Launcher, tmp_path: Path, disk: str

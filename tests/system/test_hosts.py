@@ -15,8 +15,13 @@ import pytest
 from shardwise.launch.restarts import SAVED
 from tests.system.lab import PORT, Lab, lab
 from tests.system.launcher import Launcher, script
+from tests.system.warm import WarmPython
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux namespaces")
+
+WARM = pytest.mark.usefixtures("warm_programs")
+PASSED_ON = ("PYTHONPATH", "TESTS_WARM")
+"""Variables for ranks on other hosts: where sources are, and programs that are forked."""
 
 HIDDEN = "only-on-some"
 """A folder that node3 has empty."""
@@ -56,27 +61,33 @@ def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
 
 
 def over(hosts: Lab, *flags: str) -> list[str]:
-    """The words of a run over ssh among `hosts`; sources that are not installed are passed on."""
-    passed = ["-x", "PYTHONPATH"] if "PYTHONPATH" in os.environ else []
+    """The words of a run over ssh among `hosts`."""
+    passed = [word for name in PASSED_ON if name in os.environ for word in ("-x", name)]
     return ["run", "--ssh", hosts.ssh, "--ssh-port", str(PORT), *passed, *flags]
 
 
 @pytest.fixture(scope="module")
-def alone() -> str:
+def alone(warm: WarmPython) -> str:
     """The hash that one process reaches."""
-    words = [sys.executable, script("parity")]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
-    found = re.search(r"parity (\w+) by", done.stdout)
-    assert found, done.stdout
+    said = printed_alone(warm, "parity")
+    found = re.search(r"parity (\w+) by", said)
+    assert found, said
     return found[1]
 
 
 @pytest.fixture(scope="module")
-def whole() -> tuple[float, float]:
+def whole(warm: WarmPython) -> tuple[float, float]:
     """What one process trains a model to that others have in parts."""
-    words = [sys.executable, script("parts")]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
-    return trained_to(done.stdout)
+    return trained_to(printed_alone(warm, "parts"))
+
+
+def printed_alone(warm: WarmPython, name: str) -> str:
+    """What a script prints in one process, without a launcher."""
+    words, environ = [sys.executable, script(name)], os.environ | warm.environ()
+    done = subprocess.run(
+        words, env=environ, capture_output=True, text=True, check=True, timeout=100
+    )
+    return done.stdout
 
 
 def trained_to(out: str) -> tuple[float, float]:
@@ -86,6 +97,7 @@ def trained_to(out: str) -> tuple[float, float]:
     return float(found[1]), float(found[2])
 
 
+@WARM
 class TestTheSameResult:
     def test_two_hosts_by_a_hostfile_of_open_mpi(
         self, shardwise: Launcher, hosts: Lab, alone: str
@@ -114,6 +126,7 @@ class TestTheSameResult:
         assert "[0] shardwise: 3 workers, 1 of them on node1 (cpu), over gloo" in ran.out
 
 
+@WARM
 class TestARankThatNeverJoins:
     @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
     def test_it_is_named_on_the_other_host(
@@ -127,6 +140,7 @@ class TestARankThatNeverJoins:
         assert f"LaunchError: Rank {rank} of 2 ended with exit code 0 before sw.init" in ran.err
 
 
+@WARM
 class TestPartsOfAModel:
     """Layers split and shared out over hosts, from the command line."""
 
@@ -276,6 +290,7 @@ class TestRefusing:
         assert "ssh to nowhere fails: ssh: Could not resolve hostname nowhere" in ran.err
 
 
+@WARM
 class TestDoctor:
     def test_hosts_that_reach_each_other(self, shardwise: Launcher, hosts: Lab) -> None:
         ran = shardwise.run("doctor", *over(hosts, "-H", "node1,node2")[1:])
@@ -305,6 +320,7 @@ class TestEnding:
         assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
         return process
 
+    @WARM
     def test_the_third_step_of_a_remote_rank(self, shardwise: Launcher, hosts: Lab) -> None:
         ran = shardwise.run(*over(hosts, "-H", "node1,node2"), script("third_step"))
         assert ran.code == 1
@@ -370,6 +386,7 @@ class TestEnding:
         assert ran.out.count("\n") == 400_002
 
 
+@WARM
 class TestFaults:
     def test_a_rank_elsewhere_fails_and_all_start_again(
         self, shardwise: Launcher, hosts: Lab
@@ -397,6 +414,7 @@ class TestFaults:
         )
 
 
+@WARM
 def test_a_timeline_of_two_hosts(shardwise: Launcher, hosts: Lab) -> None:
     """A file for each, in one time; read together, and merged."""
     words = over(hosts, "-H", "node1,node2")

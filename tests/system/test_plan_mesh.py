@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("warm_programs")
+
 SCRIPT = """\
 import torch
 from torch import nn

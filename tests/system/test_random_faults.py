@@ -20,6 +20,7 @@ FAULT = Fault(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize("seed", FAULTS)
 def test_the_rank_at_fault_is_named(tmp_path, seed):
     assert not (told := COMMAND.failures(Runner(tmp_path), [seed])), told

@@ -14,6 +14,7 @@ from shardwise.checkpoint.atomic_folders import complete
 from shardwise.launch.restarts import SAVED
 from tests.system.components import need
 from tests.system.launcher import Launcher, Ran, script
+from tests.system.warm import WarmPython
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -21,10 +22,11 @@ WARM = pytest.mark.usefixtures("warm_programs")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython) -> str:
     """What the run comes to that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    return hash_of(Launcher(folder).run("run", "-n", "2", script("resumes"), "checkpoints"))
+    words = ("run", "-n", "2", script("resumes"), "checkpoints")
+    launcher = Launcher(tmp_path_factory.mktemp("undisturbed"))
+    return hash_of(launcher.run(*words, env=dict(warm.environ())))
 
 
 def hash_of(ran: Ran) -> str:
@@ -174,6 +176,7 @@ def on_a_small_disk(shardwise: Launcher, *words: str) -> Ran:
     return shardwise.run(*words)
 
 
+@WARM
 class TestAFullDisk:
     """Two checkpoints of a model of width 64 have room, where the newest two stay not a third."""
 

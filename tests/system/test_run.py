@@ -21,6 +21,9 @@ from tests.system.launcher import LIMIT, Launcher, Ran, script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
+WARM = pytest.mark.usefixtures("warm_programs")
+"""For tests of what is said of programs; those of how they start and are stopped do without."""
+
 
 class TestStarting:
     def identities(self, ran: Ran) -> list[tuple[int, int, int, list[str]]]:
@@ -238,6 +241,7 @@ class TestFailing:
         ran = shardwise.run("run", "-n", "2", script("identity"), "--help")
         assert (ran.code, ran.err) == (0, "")
 
+    @WARM
     def test_the_cause_and_not_the_consequence(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("init_third"))
         live, _, closing = ran.err.partition("\nshardwise: rank 1 of 2 failed (exit code 1).")
@@ -247,6 +251,7 @@ class TestFailing:
         assert closing.endswith("\nValueError: no such token in step 3\n")
         assert ran.code == 1
 
+    @WARM
     def test_what_all_ranks_are_refused_is_said_once(self, shardwise: Launcher) -> None:
         flags = ("--tensor", "2", "--exact", "4", "--log-dir", "l")
         ran = shardwise.run("run", "-n", "2", *flags, script("exact"))
@@ -258,6 +263,7 @@ class TestFailing:
             log = (shardwise.folder / "l" / f"rank{rank}.log").read_text()
             assert log.count("Traceback (most recent call last):") == 1
 
+    @WARM
     def test_what_one_rank_is_refused_has_its_traceback(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("refused_second"))
         live, _, closing = ran.err.partition("\nshardwise: rank 1 of 2 failed (exit code 1).")
@@ -267,6 +273,7 @@ class TestFailing:
         assert "\nTraceback (most recent call last):" in closing
         assert "errors.PlacementError: There is no row ZERO_9" in closing
 
+    @WARM
     def test_a_rank_that_leaves_in_peace_too_early(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("early"))
         assert ran.code == 1
@@ -520,7 +527,7 @@ def test_an_option_of_the_script_is_its_own(shardwise: Launcher) -> None:
     assert (ran.out, ran.err) == ("3\n", "")
 
 
-@pytest.mark.usefixtures("warm_programs")
+@WARM
 def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
     shardwise: Launcher,
 ) -> None:
@@ -547,7 +554,7 @@ def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
     assert lines == [f"[0] shardwise: {source}" for source in sources]
 
 
-@pytest.mark.usefixtures("warm_programs")
+@WARM
 @pytest.mark.parametrize("backend", ["", "'gloo'"])
 def test_torchs_variables_and_its_own_group(shardwise: Launcher, backend: str) -> None:
     """A script, or a library of it, that makes torch's group before sw.init keeps it."""
@@ -565,7 +572,7 @@ def test_torchs_variables_and_its_own_group(shardwise: Launcher, backend: str) -
     assert ran.lines() == told
 
 
-@pytest.mark.usefixtures("warm_programs")
+@WARM
 def test_a_script_of_torchs_own_is_left_alone(shardwise: Launcher) -> None:
     """No word of copies to ranks that join each other without us."""
     path = shardwise.folder / "plain.py"
@@ -578,7 +585,7 @@ def test_a_script_of_torchs_own_is_left_alone(shardwise: Launcher) -> None:
     assert (ran.code, ran.lines(), ran.err) == (0, ["[0] 2.0", "[1] 2.0"], "")
 
 
-@pytest.mark.usefixtures("warm_programs")
+@WARM
 def test_steps_without_an_engine_are_told_at_the_second(shardwise: Launcher) -> None:
     path = shardwise.folder / "without.py"
     path.write_text(

@@ -9,6 +9,8 @@ import pytest
 from tests.system.launcher import LIMIT, script
 from tests.system.namespaces import TwoHosts
 
+pytestmark = pytest.mark.usefixtures("warm_programs")
+
 
 @pytest.fixture
 def hosts() -> Iterator[TwoHosts]:

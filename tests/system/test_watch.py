@@ -19,12 +19,12 @@ IN_STEP = r"in engine\.\w+ \(.*watched\.py:3[45]\)"
 
 @WARM
 def test_a_rank_that_is_stopped(shardwise: Launcher) -> None:
-    short = ("--timeout", "12", "--warn-after", "2", "--grace", "0.5")
+    short = ("--timeout", "8", "--warn-after", "2", "--grace", "0.5")
     ran = shardwise.run("run", "-n", "3", *short, script("watched"), "stop")
     assert ran.code == 1
     assert re.search(
         r"\[0\] shardwise: ranks 0, 2 have waited \d+ s in step 3 for rank 1\. "
-        r"The run ends after 12 s \(--timeout\)\.\n"
+        r"The run ends after 8 s \(--timeout\)\.\n"
         rf"\[0\]   ranks 0, 2 are {IN_STEP}: [\w -]+ \(call \d+\), for rank 1\n"
         r"\[0\]   rank 1 is stopped \(T\)\n"
         r"\[0\]   stack of ranks? 0",

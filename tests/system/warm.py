@@ -2,15 +2,16 @@
 
 Importing torch, and its compiler with the first optimizer, is most of the time of a short program.
 With `environ` in its environment every script that Python runs is such a fork, whoever starts it:
-`shardwise run`, mpirun, another script. How programs start is tested by those that are not; nor are
-those whose own children a signal must not reach: it is passed on to all that a program has started.
+`shardwise run`, mpirun, another script, on a host of a namespace too. How programs start, and how a
+rank finds the process of its launcher, is tested by those that are not; nor are those whose own
+children a signal must not reach: it is passed on to all that a program has started.
 """
 
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardwise.verify.rank_client import SEATS, socket_path
@@ -25,10 +26,13 @@ class WarmPython:
     """Warm processes that have imported `modules` first, where they are there; made when asked for.
 
     Of two, each has a seed of `hash` of its own: rank 0 is forked from another one than rank 1.
+    A program enters the network, name and mounts of who asked for it. Where those have process
+    numbers of their own too, `enter` are the words that start a warm process there.
     """
 
-    def __init__(self, *modules: str, processes: int = SEATS) -> None:
+    def __init__(self, *modules: str, processes: int = SEATS, enter: Sequence[str] = ()) -> None:
         self._modules = modules
+        self._enter = enter
         self._processes = processes
         self._folder = tempfile.TemporaryDirectory(prefix="tests-warm-")
         self._servers: list[subprocess.Popen[bytes]] = []
@@ -52,7 +56,7 @@ class WarmPython:
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         sockets = [socket_path(self._folder.name, seat) for seat in range(SEATS)]
-        command = [sys.executable, str(FOLDER / "server.py")]
+        command = [*self._enter, sys.executable, str(FOLDER / "server.py")]
         self._servers = [
             subprocess.Popen(
                 [*command, path, *self._modules],

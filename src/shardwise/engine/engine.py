@@ -81,13 +81,9 @@ class Engine:
         self._checkpoints = Checkpoints(state, self._randoms)
         self._backward = BackwardRunner(state, self._randoms, self._timing)
         self._recording = recording_of(state)
+        saver = self._checkpoints.saver
         self._stepper = StepRunner(
-            state,
-            self._backward,
-            self._randoms,
-            self._checkpoints.saver,
-            self._timing,
-            self._recording,
+            state, self._backward, self._randoms, saver, self._timing, self._recording
         )
         living.add(state.objects)
         start_lines.announce_engine(world, self._spec, self._states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,3 +123,17 @@ def recorded(each: ObservedParameter) -> ParameterRecord:
         is_float=named.can_rest,
         layer=each.layer,
     )
+
+
+def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let `module` have the new parameters wherever it has an old one: registered, or in a list
+    beside (RNNs keep one)."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter in replaced:
+            module._parameters[key] = replaced[parameter]
+    for key, value in vars(module).items():
+        if isinstance(value, list) and any(isinstance(each, nn.Parameter) for each in value):
+            vars(module)[key] = [
+                replaced.get(each, each) if isinstance(each, nn.Parameter) else each
+                for each in value
+            ]

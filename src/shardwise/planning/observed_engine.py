@@ -25,7 +25,12 @@ from shardwise.model.module_hooks import attach
 from shardwise.parallel.pipeline import runner
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.planning import tensor_part
-from shardwise.planning.engine_parts import ObservedParameter, note_layers, note_spec
+from shardwise.planning.engine_parts import (
+    ObservedParameter,
+    note_layers,
+    note_spec,
+    replace_in,
+)
 from shardwise.planning.observation import Observation, finish
 from shardwise.planning.record import UnitUse
 from shardwise.world import World
@@ -102,7 +107,7 @@ class ObservedEngine(Engine):
             if new.requires_grad:
                 new.register_post_accumulate_grad_hook(self._arrival(each))  # type: ignore[no-untyped-call]
         for module in (m for model in self._spec.models for m in model.modules()):
-            _replace_in(module, replaced)
+            replace_in(module, replaced)
         for optimizer in self._spec.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [replaced.get(p, p) for p in group["params"]]
@@ -385,17 +390,3 @@ class ObservedEngine(Engine):
         """The script is at its end."""
         if self.backwards:
             finish(self._observation)
-
-
-def _replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Let `module` have the new parameters wherever it has an old one: registered, or in a list
-    beside (RNNs keep one)."""
-    for key, parameter in module._parameters.items():
-        if parameter is not None and parameter in replaced:
-            module._parameters[key] = replaced[parameter]
-    for key, value in vars(module).items():
-        if isinstance(value, list) and any(isinstance(each, nn.Parameter) for each in value):
-            vars(module)[key] = [
-                replaced.get(each, each) if isinstance(each, nn.Parameter) else each
-                for each in value
-            ]

@@ -7,6 +7,7 @@ As shardwise.verify.fork_server, whose forks are ranks that record; these are wh
 
 import builtins
 import contextlib
+import ctypes
 import gc
 import os
 import runpy
@@ -41,6 +42,7 @@ def main(path: str, *modules: str) -> None:
 
 def _run(words: list[str]) -> None:
     """Run a program as `python WORDS` does."""
+    _enter_namespaces(os.environ.pop("TESTS_WARM_FOR"))
     _take_variables()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if program.set_up_python(words):
@@ -50,6 +52,26 @@ def _run(words: list[str]) -> None:
     code = compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True)
     main.__dict__.update(__file__=words[0], __builtins__=builtins)
     exec(code, main.__dict__)
+
+
+def _enter_namespaces(pid: str) -> None:
+    """Be on the host of the process that asked: its network, its name, and what is mounted there.
+
+    Only a process that is started anew can be in another namespace of process numbers: for such
+    hosts the warm process itself runs there.
+    """
+    folder = os.getcwd()
+    if not os.path.exists(f"/proc/{pid}/ns"):
+        raise SystemExit(1)  # it is gone already
+    setns = ctypes.CDLL(None, use_errno=True).setns
+    for kind in ("net", "uts", "mnt"):
+        theirs = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{kind}"):
+            continue
+        with open(theirs) as namespace:
+            if setns(namespace.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"could not enter {theirs}")
+    os.chdir(folder)  # what is mounted there begins at another root
 
 
 def _take_variables() -> None:

@@ -8,7 +8,10 @@ stands for it, passes signals on, and ends as it ends. All else starts as ever.
 import os
 import sys
 
-_MODULES = ("shardwise.adopt", "shardwise.planning.observer", "shardwise.verify.fork_server")
+_MODULES = (
+    *("shardwise.adopt", "shardwise.doctor"),
+    *("shardwise.planning.observer", "shardwise.verify.fork_server"),
+)
 """Modules of ours that run scripts."""
 
 _LIGHT = "rank_client.py"
@@ -32,4 +35,5 @@ def _program(words: list[str]) -> list[str]:
 if "TESTS_WARM" in os.environ and (_words := _program(sys.orig_argv[1:])):
     from shardwise.verify import rank_client
 
+    os.environ["TESTS_WARM_FOR"] = str(os.getpid())
     os._exit(rank_client.main(os.environ["TESTS_WARM"], "0", *_words))
