@@ -16,9 +16,9 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from shardwise import plot_look
 from shardwise.plot_look import FAINT, GREY, INK
 from shardwise.simulation.failure_classes import DAY
+from shardwise.simulation.outcome import USEFUL
 from shardwise.simulation.report import Report, headline, sentences
 from shardwise.simulation.run_model import CAUSES
-from shardwise.simulation.trial import USEFUL
 
 GOOD = "#2563a8"
 COLORS = {
@@ -30,6 +30,8 @@ COLORS = {
     "slowest": "#3a9aa8",
     "slow": "#7a6a5c",
     "fewer": "#8d99ae",
+    "boundaries": "#5b6abf",
+    "rejoining": "#c98fa8",
 }
 VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint", GOOD: "good"} | {
     color: cause for cause, color in COLORS.items()
