@@ -16,7 +16,8 @@ Nothing here is fitted to a model whose memory is reported; the sources are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.planning.record import Operation
@@ -33,7 +34,8 @@ ROWS, MORE = 768, 22
 LANES, PLAIN = 16, 3
 """Channels of a block, and those of an input that is read as it is, at most."""
 
-PRODUCTS = ("mm", "addmm")
+GROUPED = "_grouped_mm"
+PRODUCTS = ("mm", "addmm", GROUPED)
 """The operators that MKL computes in fp32 and fp64, one product at a time."""
 
 LSTM = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
@@ -58,21 +60,38 @@ class ProductBuffer:
 
 def product_buffers(operations: Iterable[Operation], threads: int) -> int:
     """Bytes that products leave behind: a new buffer wherever one needs more than all before it,
-    and of each the part that some product has touched."""
-    left, last = 0, ProductBuffer()
+    and of each the part that some product has touched.
+
+    Of the groups of rows that a router makes, whose lengths are not known, the n-th of a shape is
+    taken to be longer than all before with the chance of 1 / n.
+    """
+    left, last = 0.0, ProductBuffer()
+    met: Counter[ProductBuffer] = Counter()
     for operation in operations:
-        needed = product_buffer(operation, threads)
+        needed, groups = product_buffer(operation, threads), _groups(operation)
         if needed.length > last.length:
             left, last = left + last.touched, needed
         elif needed.touched > last.touched:
             last = ProductBuffer(last.length, needed.touched)
-    return (left + last.touched) * threads
+        if groups > 1 and needed == last:
+            first = max(met[needed], 1)
+            met[needed] += groups
+            left += needed.touched * sum(1 / n for n in range(first + 1, met[needed] + 1))
+    return round((left + last.touched) * threads)
+
+
+def _groups(operation: Operation) -> int:
+    """How many products an operation is: one for each expert of a mixture."""
+    if operation.name != GROUPED or len(operation.shapes) < 2:
+        return 1
+    shape = max(operation.shapes[:2], key=len)
+    return shape[0] if len(shape) == 3 else 1
 
 
 def product_buffer(operation: Operation, threads: int) -> ProductBuffer:
     """The buffer of one of `threads` threads; empty for another operation."""
     width = WIDTHS.get(operation.dtype, 0)
-    if operation.name not in PRODUCTS or not width or (shape := _product(operation.shapes)) is None:
+    if operation.name not in PRODUCTS or not width or (shape := _product(operation)) is None:
         return ProductBuffer()
     rows, inner, columns = shape
     if not rows * inner * columns:
@@ -92,9 +111,15 @@ def _piece(inner: int) -> int:
     return -(-inner // 2) if inner <= 2 * LONG else LONG
 
 
-def _product(shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, int] | None:
-    """Rows, inner length and columns of a product: of the last two tensors that it reads."""
-    matrices = [shape for shape in shapes if len(shape) >= 2][-2:]
+def _product(operation: Operation) -> Shape | None:
+    """Rows, inner length and columns of a product: of the last two matrices that it reads, or of
+    one of its groups, among which rows are divided evenly."""
+    if operation.name == GROUPED:
+        left, right = operation.shapes[:2]
+        if (len(left), len(right)) != (2, 3):
+            return None
+        return left[0] // right[0], left[1], right[2]
+    matrices = [shape for shape in operation.shapes if len(shape) >= 2][-2:]
     if len(matrices) < 2 or matrices[0][-1] != matrices[1][-2]:
         return None
     return matrices[0][-2], matrices[0][-1], matrices[1][-1]
