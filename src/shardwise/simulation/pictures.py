@@ -116,14 +116,16 @@ def _causes(axes: Any, report: Report) -> None:
         axes.axis("off")
         axes.text(0.5, 0.5, "nothing is lost", ha="center", va="center", color=GREY)
         return
-    axes.barh(
-        [CAUSES[cause] for cause in causes],
-        [report.found.lost[cause] for cause in causes],
-        color=[COLORS[cause] for cause in causes],
-        height=0.6,
-    )
+    shares = [report.found.lost[cause] for cause in causes]
+    axes.barh(range(len(causes)), shares, color=[COLORS[cause] for cause in causes], height=0.4)
+    for place, cause in enumerate(
+        causes
+    ):  # above each bar: beside it they would take half the room
+        axes.text(0, place + 0.26, CAUSES[cause], fontsize=8.5, va="bottom")
+    axes.set_ylim(-0.5, len(causes) - 0.2)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.tick_params(axis="y", labelsize=8.5)
 
 
 def _page(report: Report, picture: str) -> str:
