@@ -1,11 +1,12 @@
 """Whether `shardwise simulate` is right: a real training with kill -9 at exponential gaps.
 
-    python benchmarks/goodput.py [--gaps 60,30,15] [--steps 400] [--ranks 2] [--json FILE]
+    python benchmarks/goodput.py [--gaps 60,30,15] [--steps 400] [--ranks 2] [--json FILE] [--docs]
 
 Ranks of a small training are killed as a Poisson process of each mean gap says, in seconds, and
 started again by `--restarts`. The length of a step, of a save and of a restart are measured before,
 in a run of its own with a few kills; nothing is fitted to what is reported. The simulation is asked
-twice: for the very moments of the kills, and for any moments with that mean gap.
+twice: for the very moments of the kills, and for any moments with that mean gap. `--docs` puts the
+table into docs/simulate.md.
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import machine
+import plan_docs
 from faults import ranks_of
 from shardwise.simulation.failure_classes import FailureClass, Topology
 from shardwise.simulation.goodput import simulate
@@ -52,6 +51,10 @@ LIMIT = 3600.0
 """Seconds that a training may take after its last kill."""
 
 TRIALS = 200
+
+TITLE = "Beside real kills"
+GOAL = 3.0
+"""Points of goodput that the simulation may be off."""
 
 
 @dataclass(frozen=True)
@@ -195,36 +198,49 @@ def row(options: argparse.Namespace, gap: float, lengths: Lengths) -> dict[str, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the table."""
     options = _parser().parse_args(arguments)
-    console, facts = Console(highlight=False), machine.describe()
-    for name, value in facts.items():
-        console.print(f"{name:>9}  {value}", soft_wrap=True)
-    lengths = measured_lengths(options)
-    console.print(
-        f"a step takes {lengths.step:.4f} s, a save {lengths.save:.4f} s, a restart "
-        f"{lengths.restart:.2f} s; {EVERY} steps between checkpoints, {options.steps} in all"
-    )
-    table = Table(
-        *("mean gap, s", "kills", "goodput measured", "simulated, same kills", "points off"),
-        "simulated, any kills (5 to 95 %)",
-    )
-    rows = []
+    facts, lengths = machine.describe(), measured_lengths(options)
+    lines, rows = [*_head(options, facts, lengths)], []
+    print("\n".join(lines), flush=True)
     for gap in options.gaps:
         rows.append(row(options, gap, lengths))
-        made = rows[-1]
-        band = made["any_moments"]
-        table.add_row(
-            f"{gap:g}",
-            str(made["kills"]),
-            f"{made['measured']:.1%}",
-            f"{made['same_moments']:.1%}",
-            f"{made['points']:+.1f}",
-            f"{band['mean']:.1%} ({band['low']:.1%} to {band['high']:.1%})",
-        )
-    console.print(table)
+        lines.append(_cells(rows[-1]))
+        print(lines[-1], flush=True)
+    good = sum(abs(made["points"]) <= GOAL for made in rows)
+    lines.append(f"\n{good} of {len(rows)} are within {GOAL} points of what was measured.")
+    print(lines[-1])
     if options.json:
         told = {"machine": facts, "lengths": vars(lengths), "rows": rows}
         options.json.write_text(json.dumps(told, indent=1) + "\n")
+    if options.docs:
+        plan_docs.put(TITLE, lines, plan_docs.PAGE.with_name("simulate.md"))
     return 0
+
+
+def _head(options: argparse.Namespace, facts: Mapping[str, str], lengths: Lengths) -> Iterator[str]:
+    """What was run where, and the head of the table."""
+    gaps = ",".join(f"{gap:g}" for gap in options.gaps)
+    yield (
+        f"`python benchmarks/goodput.py --gaps {gaps} --steps {options.steps} --ranks "
+        f"{options.ranks}`: {facts['machine']}, {facts['date']}. Ranks are killed (`kill -9`) as a "
+        "Poisson process says, and `--restarts` starts them again. The lengths are from a run of "
+        f"its own: a step takes {lengths.step:.4f} s, a save {lengths.save:.4f} s, a restart "
+        f"{lengths.restart:.2f} s; {EVERY} steps between checkpoints, {options.steps} in all.\n"
+    )
+    yield (
+        "| mean gap, s | kills | goodput measured | simulated, same kills | points off "
+        "| simulated, any kills (5 to 95 %) |"
+    )
+    yield "|--:|--:|--:|--:|--:|--:|"
+
+
+def _cells(made: Mapping[str, Any]) -> str:
+    """A row of the table."""
+    band = made["any_moments"]
+    return (
+        f"| {made['gap']:g} | {made['kills']} | {made['measured']:.1%} "
+        f"| {made['same_moments']:.1%} | {made['points']:+.1f} "
+        f"| {band['mean']:.1%} ({band['low']:.1%} to {band['high']:.1%}) |"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", action="store_true", help="write docs/simulate.md")
     return parser
 
 

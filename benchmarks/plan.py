@@ -17,12 +17,14 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,10 @@ def main() -> None:
     """Print both tables, and how many rows are within the goal."""
     options = _options()
     known = [each.__name__ for each in plan_models.MODELS]
-    facts = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, fp32, MB"
+    day = datetime.now(UTC).strftime("%Y-%m-%d")
+    facts = (
+        f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, fp32, MB, {day}"
+    )
     made = []
     if not options.placements:
         made.append((TITLES[0], list(_shown(models_table(options.models or known)))))
@@ -90,7 +95,11 @@ def main() -> None:
         made.append((TITLES[1], list(_shown(placements_table(SETUPS)))))
     for title, lines in made:
         if options.docs:
-            plan_docs.put(title, [f"`python benchmarks/plan.py`: {facts}.\n", *lines])
+            plan_docs.put(title, [f"`{_command()}`: {facts}.\n", *lines])
+
+
+def _command() -> str:
+    return shlex.join(["python", "benchmarks/plan.py", *sys.argv[1:]])
 
 
 def _shown(lines: Iterator[str]) -> Iterator[str]:

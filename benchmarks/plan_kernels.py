@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from shardwise.planning.cpu_kernels import CODE, FIRST_CONVOLUTION, FIRST_LSTM, LSTM, buffer_bytes
+from shardwise.planning.cpu_kernels import CODE, FIRST_CONVOLUTION, FIRST_LSTM, LSTM, product_buffer
 from shardwise.planning.record import Operation
 from shardwise.tiers.host_memory import MMAP_THRESHOLD
 
@@ -43,7 +43,7 @@ def main() -> None:
             "product",
             shape,
             lambda s=shape: _product(*s),
-            threads * buffer_bytes(operation, threads),
+            threads * product_buffer(operation, threads).touched,
         )
     code = CODE["convolution"] + CODE["convolution_backward"]
     for number, shape in enumerate(CONVOLUTIONS):

@@ -108,7 +108,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     first = next(row for row in rows if row.name == FIRST and row.ranks == 1)
     scale = first.measured / first.predicted
     facts = machine.describe()
-    yield f"`python benchmarks/plan_time.py`: {facts['machine']}, {facts['date']}.\n"
+    yield f"`{facts['command']}`: {facts['machine']}, {facts['date']}.\n"
     yield f"Scaled by {FIRST} on one rank: {scale:.3f} times.\n"
     yield "| configuration | ranks | row | measured, s | predicted | error | scaled by A | error |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|"

@@ -61,6 +61,23 @@ def test_a_plan_explains_its_peak(tmp_path):
     assert sharded["command"].startswith("shardwise run -n 2 --zero 1 ")
 
 
+def test_islands_are_refused_by_name():
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "plan",
+        "--islands",
+        "2",
+        "--on",
+        "2xH100",
+        "x.py",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "does not know --islands 2. Plan one island" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

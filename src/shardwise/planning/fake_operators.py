@@ -32,10 +32,6 @@ def grouped_mm(
     return left.new_empty(shape, dtype=out_dtype or left.dtype)
 
 
-LONG = 256
-"""Bytes of a row of which oneDNN avoids multiples, since all would lie in one place of a cache."""
-
-
 def rnn_layer(
     source: Tensor,
     weight0: Tensor,
@@ -53,27 +49,19 @@ def rnn_layer(
     """What `aten.mkldnn_rnn_layer` gives: output, both states, and the workspace that its backward
     reads, of which torch's own stand-in says that it is empty."""
     del weight0, weight1, weight2, weight3, reverse, sizes, mode, rest
-    length, batch, width = source.shape
+    length, batch, _ = source.shape
     output = source.new_empty(length, batch, hidden)
-    workspace = source.new_empty(lstm_workspace(length, batch, width, hidden), dtype=torch.uint8)
+    workspace = source.new_empty(lstm_workspace(length, batch, hidden), dtype=torch.uint8)
     return output, hx.clone(), cx.clone(), workspace
 
 
-def lstm_workspace(length: int, batch: int, width: int, hidden: int) -> int:
+def lstm_workspace(length: int, batch: int, hidden: int) -> int:
     """Bytes that forward writes into the workspace of an LSTM layer in fp32: four gates of each
-    step; the states of input, layer and cell, each with the one before the first step (oneDNN,
-    src/cpu/rnn/rnn_utils.cpp: set_workspace_sizes). What is for backward's own sums is not touched
-    until then."""
-    gates = 4 * length * batch * hidden
-    states = 4 * (length + 1) * batch * _row(max(width, hidden))
-    cells = 2 * (length + 1) * batch * hidden
-    return 4 * (gates + states + cells)
-
-
-def _row(count: int) -> int:
-    """Elements of a row of fp32 in that workspace: whole cache lines, not multiples of LONG."""
-    whole = -(-count // 16) * 16
-    return whole + 16 if whole % LONG == 0 else whole
+    step, and the cell with the one before the first step. The rest that oneDNN asks for
+    (src/cpu/rnn/rnn_utils.cpp: set_workspace_sizes) is not touched: states of input and layer are
+    read and written where torch has them, and backward's own sums come later.
+    `benchmarks/plan_kernels.py` measures it."""
+    return 4 * batch * hidden * (4 * length + length + 1)
 
 
 STAND_INS: dict[Any, Callable[..., Any]] = {

@@ -134,7 +134,7 @@ def _source_flags() -> Iterator[Flag]:
 
 def command() -> Command:
     """The command `plan`; of the settings it takes those that are no placement."""
-    shared = {"words", "module", "precision", "units", "seed", "adopt"}
+    shared = {"words", "module", "precision", "units", "seed", "adopt", "islands"}
     return Command(
         "plan",
         top=TOP,
@@ -173,6 +173,7 @@ def _plan(
         name: command_line.as_text(value) for name, value in given.items() if value is not None
     }
     command_line.check_settings(settings)
+    _refuse_islands(settings.pop("islands", "1"))
     if calibrate:
         file = import_module("shardwise.planning.plan_command").show_calibration()
         click.echo(f"measured: {file}; now: shardwise plan --on here train.py", err=True)
@@ -212,3 +213,15 @@ def _plan(
         page=None if page is None else Path(page),
     )
     return target.show_plan(request)  # type: ignore[no-any-return]
+
+
+def _refuse_islands(islands: str) -> None:
+    """Raise LaunchError where several islands are to be planned."""
+    if islands == "1":
+        return
+    raise LaunchError(
+        f"shardwise plan does not know --islands {islands}. Plan one island, with --on its devices "
+        "and its part of the batch; each rank of it also keeps an anchor of 4 bytes for each "
+        "parameter that it updates (8 with nesterov, 4 more each with a lossy --wire and --late). "
+        "What boundaries and failures take: shardwise simulate --islands."
+    )

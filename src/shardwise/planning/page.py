@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 DRAWN = 4
 """Placements whose memory is drawn."""
 
+LISTED = 8
+"""Placements that stand above the pictures; the others unfold."""
+
 MOST_TIMED = 12
 """Placements whose time is drawn."""
 
@@ -51,6 +54,7 @@ def write(made: Plan, folder: Path) -> Path:
             notes=made.notes(),
             pictures=list(_pictures(made, timed, folder)),
             rows=[_row(made, line) for line in made.lines],
+            shown=LISTED,
             kinds=time_plots.kinds_of(timed),
             times=[(each.label, *time_plots.cells(each, timed)) for each in timed],
         )

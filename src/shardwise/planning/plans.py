@@ -94,6 +94,12 @@ class Plan:
                 f"counted against {in_bytes(question.capacity)}: {in_bytes(search.RESERVED)} of a "
                 "device are left to its driver, NCCL and gaps between allocations"
             )
+        if self.best is not None:
+            yield (
+                "a save at once needs no more than a step; one in the background holds a copy, of "
+                f"at most {in_bytes(saved_bytes(self.best))} a rank by the first placement, in the "
+                "host's memory until it is written"
+            )
         used = max((line.choice.devices for line in self.lines), default=self.cluster.devices)
         if used < self.cluster.devices:
             yield (
@@ -183,3 +189,13 @@ def tokens_per_sample(record: StepRecord) -> int:
         if each.source == "batch" and each.dtype == "int64" and len(each.shape) == 2
     ]
     return max(rows, default=1)
+
+
+def saved_bytes(line: Line) -> int:
+    """At most the bytes that one rank has of a checkpoint: its part of parameters and optimizer
+    state, of which each replica of a replicated state writes a part."""
+    row, states = line.choice.row, line.memory.states
+    return sum(
+        states[name] if row.is_sharded(name) else -(-states[name] // line.choice.data)
+        for name in ("parameters", "optimizer")
+    )

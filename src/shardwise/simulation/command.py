@@ -17,6 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shardwise.errors import ConfigError
+from shardwise.outer_optimizer import IslandRule
 from shardwise.planning.catalogue import read_catalogue
 from shardwise.planning.cluster import Cluster, parse_cluster
 from shardwise.simulation.failure_classes import Failures, Topology, read_failures
@@ -28,7 +29,8 @@ from shardwise.simulation.goodput import (
     simulate,
 )
 from shardwise.simulation.report import Asked, Report, as_json, headline, sentences
-from shardwise.simulation.run_model import CAUSES, RunModel
+from shardwise.simulation.run_model import CAUSES, RunModel, young
+from shardwise.simulation.slow_links import SlowLinks
 
 SEARCH_TRIALS = 5
 """Trials of each interval, where the best one is looked for."""
@@ -48,7 +50,10 @@ def run(asked: Asked, out: Path, json_file: Path | None) -> int:
             interval, tried = best_interval(model, SEARCH_TRIALS, asked.seed, tick)
             model = replace(model, interval=interval)
         found = simulate(model, asked.trials, asked.seed, tick)
-    report = Report(asked, cluster, failures, found, tried)
+        whole = None
+        if model.islands > 1:
+            whole = simulate(as_a_whole(asked, model), asked.trials, asked.seed, tick)
+    report = Report(asked, cluster, failures, found, tried, whole)
     if str(json_file) != "-":
         show(report, Console(highlight=False, markup=False) if sys.stdout.isatty() else _plain())
     write(report, out, json_file)
@@ -62,6 +67,11 @@ def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
     topology = Topology(
         cluster.hosts, cluster.per_host, failures.hosts_per_rack, failures.racks_per_pod
     )
+    islands = cluster.hosts if asked.islands == "host" else int(asked.islands)
+    rule = IslandRule(every=asked.equal_every, wire=asked.wire, late=asked.late)
+    if islands > 1:
+        _check_islands(asked, cluster, islands)
+    links = _links(asked, islands)
     return RunModel(
         topology=topology,
         failures=failures.classes,
@@ -75,13 +85,59 @@ def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
         jitter=asked.jitter,
         spares=asked.spares,
         least=asked.least or 0,
+        islands=islands,
+        every=rule.every if islands > 1 else 1,
+        boundary=0.0 if links is None else links.boundary_seconds(rule, asked.step),
     )
+
+
+def _check_islands(asked: Asked, cluster: Cluster, islands: int) -> None:
+    """Raise ConfigError where the hosts cannot be so many islands."""
+    if cluster.hosts % islands:
+        raise ConfigError(
+            f"--islands {islands}: {cluster.hosts} hosts cannot be cut into so many of equal size."
+        )
+    if asked.least is not None:
+        raise ConfigError(
+            f"--min-hosts {asked.least} with --islands {islands}: an island that lacks a host "
+            "stays away until it has one, and the others go on. Leave --min-hosts out."
+        )
+
+
+def _links(asked: Asked, islands: int) -> SlowLinks | None:
+    """The links between islands; None where no time is counted for them. Raises ConfigError."""
+    if asked.between is None:
+        return None
+    if asked.parameters is None:
+        raise ConfigError(
+            f"--between {asked.between:g} needs --parameters P, such as 8e9: how much it carries."
+        )
+    if islands == 1:
+        raise ConfigError(f"--between {asked.between:g} is of the links between --islands N.")
+    return SlowLinks(islands=islands, parameters=asked.parameters, megabits=asked.between)
+
+
+def as_a_whole(asked: Asked, model: RunModel) -> RunModel:
+    """The same run without its islands: each failure stops all of it, and gradients cross the same
+    links at every step. Saves are as far apart as is best then, where that was not asked for."""
+    links = _links(asked, model.islands)
+    made = replace(
+        model,
+        islands=1,
+        every=1,
+        boundary=0.0 if links is None else links.gradient_seconds,
+    )
+    if asked.save_every is None and made.stop_rate and made.save:
+        best = min(young(made.stop_rate, made.save), made.work)
+        made = replace(made, interval=in_whole_steps(best, made.step))
+    return made
 
 
 @contextmanager
 def _progress(asked: Asked, model: RunModel) -> Iterator[Any]:
     """Show how many trials are made; yields what to call after each."""
     searched = len(intervals_around(model)) * SEARCH_TRIALS if asked.save_every is None else 0
+    searched += asked.trials if model.islands > 1 else 0
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("simulated runs", total=searched + asked.trials)

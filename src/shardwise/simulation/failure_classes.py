@@ -60,6 +60,16 @@ class Topology:
             "job": 1,
         }[scope]
 
+    def hosts_at(self, scope: str, place: int) -> range:
+        """The hosts that go when component `place` of `scope` does; of a job none."""
+        if scope == "job":
+            return range(0)
+        if scope in ("device", "host"):
+            host = place // self.devices_per_host if scope == "device" else place
+            return range(host, host + 1)
+        several = self.hosts_per_rack * (self.racks_per_pod if scope == "pod" else 1)
+        return range(place * several, min((place + 1) * several, self.hosts))
+
     def hosts_of(self, scope: str) -> int:
         """How many hosts go when a component of `scope` does."""
         rack = min(self.hosts_per_rack, self.hosts)

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.config import values
 from shardwise.launch.flags import Command, Flag, Typed
+from shardwise.outer_optimizer import FORMATS
 
 TOP = """\
 What failures leave of a run:   shardwise simulate --on 2048x8xH100 --failures llama3 --days 54
@@ -141,6 +142,56 @@ def _run_flags() -> Iterator[Flag]:
     )
 
 
+def _island_flags() -> Iterator[Flag]:
+    """Islands, and the links between them."""
+    yield Flag(
+        ["--islands"],
+        group="simulate",
+        shown="--islands N|host",
+        type=Typed(values.islands),
+        default="1",
+        help="hosts in N groups that step by themselves: a failure stops one of them only",
+    )
+    yield Flag(
+        ["--equal-every"],
+        group="simulate",
+        shown="--equal-every H",
+        type=Typed(values.whole(1)),
+        default="30",
+        help="steps between two boundaries, at which islands are made equal (default 30)",
+    )
+    yield Flag(
+        ["--parameters"],
+        group="simulate",
+        shown="--parameters P",
+        type=Typed(values.number(0, 1e15, above=True)),
+        help="of the model, such as 8e9: what a boundary sends",
+    )
+    yield Flag(
+        ["--between"],
+        group="simulate",
+        shown="--between MBITS",
+        type=Typed(values.number(0, 1e9, above=True)),
+        help="Mbit/s of the link of each island to the others; left out, a boundary takes no time",
+    )
+    yield Flag(
+        ["--wire"],
+        group="simulate",
+        shown="--wire W",
+        type=Typed(values.one_of(*FORMATS)),
+        default=FORMATS[0],
+        help=f"what is sent as: {', '.join(FORMATS)} (default {FORMATS[0]})",
+    )
+    yield Flag(
+        ["--late"],
+        group="simulate",
+        shown="--late T",
+        type=Typed(values.whole(0)),
+        default="0",
+        help="used T steps after it was sent: steps go on meanwhile (default 0)",
+    )
+
+
 def _report_flags() -> Iterator[Flag]:
     """How often it is tried, and where the report goes."""
     yield Flag(
@@ -182,7 +233,7 @@ def command() -> Command:
         "simulate",
         top=TOP,
         callback=_simulate,
-        params=[*_cluster_flags(), *_run_flags(), *_report_flags()],
+        params=[*_cluster_flags(), *_run_flags(), *_island_flags(), *_report_flags()],
         context_settings={"max_content_width": 100},
         short_help="Show what failures leave of a run of days.",
     )

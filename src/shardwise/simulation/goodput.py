@@ -9,8 +9,10 @@ from statistics import fmean
 
 import numpy as np
 
+from shardwise.simulation.island_trial import IslandTrial
+from shardwise.simulation.outcome import Outcome
 from shardwise.simulation.run_model import CAUSES, RunModel, young
-from shardwise.simulation.trial import Outcome, Trial
+from shardwise.simulation.trial import Trial
 
 LOW, HIGH = 5, 95
 """Percentiles of the trials that bound the band."""
@@ -58,7 +60,7 @@ def simulate(
     """
     outcomes = []
     for number in range(trials):
-        outcomes.append(Trial(model, seed * 1_000_003 + number).run())
+        outcomes.append(run_trial(model, seed * 1_000_003 + number))
         tick()
     wall = sum(each.wall for each in outcomes)
     names = dict.fromkeys(each.name for each in model.failures)
@@ -75,10 +77,17 @@ def simulate(
     )
 
 
+def run_trial(model: RunModel, seed: int) -> Outcome:
+    """One run of `model`, of islands or as a whole."""
+    if model.islands > 1 or model.boundary:
+        return IslandTrial(model, seed).run()
+    return Trial(model, seed).run()
+
+
 def intervals_around(model: RunModel) -> list[float]:
     """Intervals to try, seconds of work: from a quarter to four times that of Young (1974), whole
     steps, and the one of `model`."""
-    middle = young(model.failure_rate, model.save)
+    middle = young(model.stop_rate, model.save)
     if not 0 < middle < math.inf:
         return [model.interval]
     factors = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)

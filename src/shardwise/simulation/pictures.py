@@ -16,9 +16,9 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from shardwise import plot_look
 from shardwise.plot_look import FAINT, GREY, INK
 from shardwise.simulation.failure_classes import DAY
+from shardwise.simulation.outcome import USEFUL
 from shardwise.simulation.report import Report, headline, sentences
 from shardwise.simulation.run_model import CAUSES
-from shardwise.simulation.trial import USEFUL
 
 GOOD = "#2563a8"
 COLORS = {
@@ -30,6 +30,8 @@ COLORS = {
     "slowest": "#3a9aa8",
     "slow": "#7a6a5c",
     "fewer": "#8d99ae",
+    "boundaries": "#5b6abf",
+    "rejoining": "#c98fa8",
 }
 VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint", GOOD: "good"} | {
     color: cause for cause, color in COLORS.items()
@@ -114,14 +116,16 @@ def _causes(axes: Any, report: Report) -> None:
         axes.axis("off")
         axes.text(0.5, 0.5, "nothing is lost", ha="center", va="center", color=GREY)
         return
-    axes.barh(
-        [CAUSES[cause] for cause in causes],
-        [report.found.lost[cause] for cause in causes],
-        color=[COLORS[cause] for cause in causes],
-        height=0.6,
-    )
+    shares = [report.found.lost[cause] for cause in causes]
+    axes.barh(range(len(causes)), shares, color=[COLORS[cause] for cause in causes], height=0.4)
+    for place, cause in enumerate(
+        causes
+    ):  # above each bar: beside it they would take half the room
+        axes.text(0, place + 0.26, CAUSES[cause], fontsize=8.5, va="bottom")
+    axes.set_ylim(-0.5, len(causes) - 0.2)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.tick_params(axis="y", labelsize=8.5)
 
 
 def _page(report: Report, picture: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.outer_optimizer import LOSSLESS
 from shardwise.planning.cluster import Cluster
 from shardwise.printable import in_short, many
 from shardwise.simulation.failure_classes import DAY, HOUR, Failures
@@ -32,6 +34,13 @@ class Asked:
     trials: int
     seed: int
     hardware: tuple[str, ...] = ()
+    islands: int | str = 1
+    equal_every: int = 30
+    wire: str = LOSSLESS
+    late: int = 0
+    parameters: float | None = None
+    between: float | None = None
+    """Mbit/s of the link that joins each island to the others; None: no time is counted for it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,8 @@ class Report:
     failures: Failures
     found: Goodput
     tried: list[tuple[float, Band]]
+    whole: Goodput | None = None
+    """The same run without its islands."""
 
     @property
     def model(self) -> RunModel:
@@ -81,9 +92,11 @@ def sentences(report: Report) -> list[str]:
             f"{found.unfinished} of {len(found.outcomes)} runs were given up: they would take more "
             "than 20 times their steps."
         )
-    if rate := model.failure_rate:
+    lines += _on_islands(report)
+    if rate := model.stop_rate:
         lines.append(
-            f"A failure stops the run every {1 / rate / HOUR:.3g} hours; checkpoints are "
+            f"{'All stops' if model.islands > 1 else 'A failure stops the run'} every "
+            f"{1 / rate / HOUR:.3g} hours; checkpoints are "
             f"{model.interval:,.6g} s of steps apart (Young's formula says "
             f"{young(rate, model.save):,.4g} s, Daly's {daly(rate, model.save):,.4g} s)."
         )
@@ -94,6 +107,27 @@ def sentences(report: Report) -> list[str]:
     if assumed := _assumed(report.failures):
         lines.append(f"Assumed, for want of a source: {assumed}.")
     return lines
+
+
+def _on_islands(report: Report) -> Iterator[str]:
+    """What several islands make of it, and what the run would be without them."""
+    model, whole = report.model, report.whole
+    if whole is None:
+        return
+    held = f", for which all stand still {model.boundary:.3g} s" if model.boundary else ""
+    yield (
+        f"{model.islands} islands of {model.topology.hosts // model.islands} hosts are made equal "
+        f"every {model.every} steps{held}; a failure stops an island every "
+        f"{1 / model.failure_rate / HOUR:.3g} hours."
+        if model.failure_rate
+        else f"{model.islands} islands are made equal every {model.every} steps{held}."
+    )
+    gradients = ", gradients crossing the links at every step" if whole.model.boundary else ""
+    yield (
+        f"As one run that stops as a whole{gradients}: goodput {whole.goodput.mean:.1%} "
+        f"({whole.goodput.low:.1%} to {whole.goodput.high:.1%}). Islands are another algorithm, "
+        "whose steps may bring less: see the guide on slow links."
+    )
 
 
 def _assumed(failures: Failures) -> str:
@@ -120,6 +154,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "lost": found.lost,
         "failures_by_class": found.failures,
         "seconds_between_failures": 1 / model.failure_rate if model.failure_rate else None,
+        "islands": model.islands,
+        "equal_every": model.every if model.islands > 1 else None,
+        "boundary_seconds": model.boundary,
+        "goodput_without_islands": None if report.whole is None else vars(report.whole.goodput),
         "intervals_tried": [
             {"interval_seconds": interval, "goodput": vars(band)} for interval, band in report.tried
         ],

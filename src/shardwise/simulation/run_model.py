@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 from shardwise.simulation.failure_classes import FailureClass, Topology
@@ -13,10 +14,12 @@ CAUSES = {
     "slow": "devices that run slow for a while",
     "fewer": "fewer hosts than the run was made for",
     "saves": "saving",
-    "lost": "work since the last checkpoint",
+    "boundaries": "making islands equal over the links between them",
+    "lost": "work that was lost with what failed",
     "detection": "failures that nobody has noticed yet",
     "waiting": "waiting for hosts",
     "restart": "starting again",
+    "rejoining": "islands that wait for the next boundary",
 }
 """The causes of lost time, in words."""
 
@@ -30,6 +33,9 @@ class RunModel:
     checkpoint counts `background` after that. A failure is noticed after `detect` at most, and a
     start until the first step takes `restart`. `spares` hosts stand by. While there are at least
     `least` hosts the run goes on without the missing ones, at their share of the speed.
+
+    Of several `islands`, groups of neighbouring hosts, all are made equal every `every` steps, for
+    which they stand still for `boundary`; a failure stops only the islands that it hits.
     """
 
     topology: Topology
@@ -44,33 +50,75 @@ class RunModel:
     jitter: float = 0.0
     spares: int = 0
     least: int = 0
+    islands: int = 1
+    every: int = 1
+    boundary: float = 0.0
 
     @property
     def failure_rate(self) -> float:
-        """Failures per second of all components that stop the run, planned ones left out."""
-        return sum(
-            self.topology.components(each.scope) * each.rate
-            for each in self.failures
-            if each.slowdown == 1 and not each.planned
-        )
+        """Failures per second of all components that stop the run or an island of it, planned ones
+        left out."""
+        return sum(self.topology.components(each.scope) * each.rate for each in self._stopping)
+
+    @property
+    def _stopping(self) -> list[FailureClass]:
+        return [each for each in self.failures if each.slowdown == 1 and not each.planned]
+
+    @property
+    def stop_rate(self) -> float:
+        """How many times a second nothing of the run goes on: at each failure without islands; else
+        where one hits all of them, or the last that is left while the others are away."""
+        if self.islands == 1:
+            return self.failure_rate
+        hosts = self.topology.hosts // self.islands
+        whole = apart = away = 0.0
+        for each in self._stopping:
+            rate = self.topology.components(each.scope) * each.rate
+            if (
+                each.scope == "job"
+                or self.topology.hosts_of(each.scope) > self.topology.hosts - hosts
+            ):
+                whole += rate
+            else:
+                apart += rate / self.islands
+                away += rate / self.islands * (min(each.detect, self.detect) + self.restart)
+        return whole + self.islands * apart * min(1.0, away) ** (self.islands - 1)
+
+    @property
+    def slowest(self) -> float:
+        """Seconds that a step takes by one that no device delays: each step waits for the slowest
+        device of its island, and each boundary for the slowest island."""
+        mean, deviation = largest_of(self.topology.devices // self.islands)
+        islands = largest_of(self.islands)[0] * deviation / math.sqrt(self.every)
+        return 1.0 + self.jitter * (mean + islands)
+
+
+@cache
+def largest_of(count: int) -> tuple[float, float]:
+    """Mean and standard deviation of the largest of `count` standard normal numbers: those of
+    F^-1(U^(1/count)) over a uniform U."""
+    normal, points = NormalDist(), 4000
+    if count == 1:
+        return 0.0, 1.0
+    # The midpoint rule over log(-log U), which is smooth where count is large.
+    low, high = math.log(1e-12), math.log(40.0)
+    width = (high - low) / points
+    total = squares = mass = 0.0
+    for number in range(points):
+        y = math.exp(low + (number + 0.5) * width)  # U = exp(-y), so U^(1/count) = exp(-y/count)
+        weight = math.exp(-y) * y * width
+        value = -normal.inv_cdf(min(-math.expm1(-y / count), 1 - 1e-16))
+        total += weight * value
+        squares += weight * value * value
+        mass += weight
+    mean = total / mass
+    return mean, math.sqrt(squares / mass - mean * mean)
 
 
 def slowest_of(count: int, jitter: float) -> float:
     """The mean of the slowest of `count` devices' times, by the mean of one, where each is normal
-    with a standard deviation of `jitter`: the mean of F^-1(U^(1/count)) over a uniform U."""
-    if jitter == 0 or count == 1:
-        return 1.0
-    normal, points = NormalDist(), 4000
-    # The midpoint rule over log(-log U), which is smooth where count is large.
-    low, high = math.log(1e-12), math.log(40.0)
-    width = (high - low) / points
-    total = mass = 0.0
-    for number in range(points):
-        y = math.exp(low + (number + 0.5) * width)  # U = exp(-y), so U^(1/count) = exp(-y/count)
-        weight = math.exp(-y) * y * width
-        total += weight * -normal.inv_cdf(min(-math.expm1(-y / count), 1 - 1e-16))
-        mass += weight
-    return 1.0 + jitter * total / mass
+    with a standard deviation of `jitter`."""
+    return 1.0 + jitter * largest_of(count)[0]
 
 
 def young(rate: float, save: float) -> float:

@@ -1,0 +1,61 @@
+"""Steps that were observed with two batch sizes: what is between them, and where nothing is."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.planning.observe import ObservedStep
+from shardwise.planning.record import Operation, StepRecord, TensorLife
+
+
+def record(samples, *names):
+    """A step of operations of these names, each of which makes a tensor of 4 x `samples` bytes."""
+    operations = tuple(
+        Operation(name, 10 * samples, 8 * samples, "float32", -1, "forward", f"train.py:{n}",
+                  ((samples, 2),))
+        for n, name in enumerate(names)
+    )  # fmt: skip
+    tensors = tuple(
+        TensorLife(4 * samples, n, n, -1, "", name, (samples,), "float32", saved=False)
+        for n, name in enumerate(names)
+    )
+    return StepRecord(
+        operations, tensors, (), (), (), (), samples, 8, len(names), "fp32", "kept"
+    )  # fmt: skip
+
+
+def test_sizes_lie_on_the_line_through_two():
+    step = ObservedStep(record(8, "mm", "add"), record(4, "mm", "add"))
+    assert step.difference() == ""
+    assert step.knows(2)
+    made = step.at(2)
+    assert made.operations[0].flops == 20
+    assert made.operations[1].shapes == ((2, 2),)
+    assert made.tensors[0].nbytes == 8
+
+
+def test_where_operations_change_the_first_is_named():
+    step = ObservedStep(record(8, "mm", "add", "sum"), record(4, "mm", "mul", "sum"))
+    why = "with 8 and with 4 samples it makes other operations: add and mul (train.py:1)"
+    assert step.difference() == why
+    assert not step.knows(2)
+    assert step.at(4) is step.small
+    with pytest.raises(LaunchError, match=r"observed with 8 samples.*add and mul \(train\.py:1\)"):
+        step.at(2)
+
+
+def test_an_operation_that_one_has_alone_is_named():
+    step = ObservedStep(record(8, "mm", "add"), record(4, "mm"))
+    assert "add and no more (train.py:1)" in step.difference()
+
+
+def test_tensors_that_live_for_other_times_are_no_line():
+    small = record(4, "mm", "add")
+    longer = replace(small.tensors[0], died=1)
+    step = ObservedStep(record(8, "mm", "add"), replace(small, tensors=(longer, small.tensors[1])))
+    assert step.difference().endswith("its tensors live for other times")
+
+
+def test_one_size_alone_is_said():
+    assert ObservedStep(record(8, "mm")).difference() == "it was observed with one batch size only"
