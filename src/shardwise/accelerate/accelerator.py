@@ -203,12 +203,7 @@ class Accelerator(Clipping, Stock):
                 "accelerator.backward(loss, weight=...) counts with Accelerator(exact_mean=True) "
                 "alone: without it losses of the workers are averaged, whatever they are means of."
             )
-        if number is None:
-            batch = self._batches.of_loss()
-            return LossItems(batch.samples, batch, same)
-        last = self._batches.last
-        empty = last is not None and last.samples == 0
-        return LossItems(0.0 if empty else number, same_items=same)
+        return self._batches.items(number, same)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
