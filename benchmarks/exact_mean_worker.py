@@ -63,7 +63,7 @@ def bert(kind: str, **options: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: by the Hugging Face Trainer, a loop with Accelerate or Fabric, or Lightning."""
+    """What is trained: by a Trainer, or by a loop with Accelerate or Fabric."""
 
     label: str
     model: Callable[[], nn.Module]

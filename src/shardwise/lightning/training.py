@@ -284,7 +284,8 @@ class Training:
                 )
             norm = self.engines.clip(parameters, float(max_norm)) if norm_type == 2 else None
             if norm is not None:
-                return torch.tensor(norm, device=self.world.device)
+                dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+                return torch.tensor(norm, device=self.world.device, dtype=dtype)
             with self.full_gradients(optimizer):
                 return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
