@@ -145,7 +145,7 @@ def _repeats(loader: DataLoader[Any]) -> bool:
 
 
 def _sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
-    found = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    found: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
     ours = isinstance(found, DistributedSampler) and isinstance(found.num_replicas, Marked)
     return found if ours else None
 
