@@ -145,6 +145,7 @@ class InDouble(torch.nn.Module):
         self.words = torch.nn.Embedding(WORDS, 8)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
         self.head = torch.nn.Linear(8, WORDS)
+        self.seen = []
         self.double()
 
     def forward(self, input_ids, labels):
@@ -153,6 +154,8 @@ class InDouble(torch.nn.Module):
             hidden = hidden + layer(hidden).tanh()
         logits = self.head(hidden).flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, input_ids.roll(-1, 1).flatten())
+        if self.training:
+            self.seen.append(loss.detach())
         return {"loss": loss, "logits": hidden.mean((1, 2))}
 
 
@@ -181,8 +184,11 @@ def doubles_case(world, folder):
         trainer = made(kind, 4 // world.size, zero=zero, quiet=True)
         trainer.train()
         for mine, theirs in zip(figures(trainer), expected, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-8)
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-7)
+            assert mine[1:] == pytest.approx(theirs[1:], rel=1e-8)
+        losses = trainer.accelerator.gather(torch.stack(trainer.model.seen))
+        means = losses.view(world.size, -1).mean(0)
+        assert means.tolist() == pytest.approx([x.item() for x in plain.model.seen], rel=1e-8)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
         with trainer.accelerator.full_parameters(trainer.model):
             for a, b in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
                 assert torch.allclose(a, b, rtol=1e-7, atol=1e-8)
@@ -191,7 +197,7 @@ def doubles_case(world, folder):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_results_in_fp64(group, size, tmp_path):
-    """Clipped, accumulated, scheduled, in every row."""
+    """Clipped, accumulated, scheduled, in every row. What the Trainer logs of losses is in fp32."""
     ranks(group, size)(doubles_case, str(tmp_path))
 
 
