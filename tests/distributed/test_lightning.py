@@ -510,6 +510,29 @@ def fabric_case(world, path):
             again.strategy.training.close()
 
 
+def adopted_case(world):
+    """A script for `fabric run`, which does not launch by itself; one that does, after it."""
+    from shardwise.lightning import adoption
+
+    with calm(), pytest.MonkeyPatch.context() as patch:
+        fabric = fabric_library.Fabric(accelerator="cpu", devices=1)
+        fabric.launch()
+        expected, _ = looped(fabric)
+        patch.setattr(fabric_library.Fabric, "__init__", fabric_library.Fabric.__init__)
+        adoption._replace("lightning.fabric", "Fabric", adoption.fabric_strategy)
+        for launches in (False, True):
+            fabric = fabric_library.Fabric(accelerator="cpu", devices=2, strategy="fsdp")
+            if launches:
+                fabric.launch()
+            seen, _ = looped(fabric, world.size)
+            assert seen == pytest.approx(expected, rel=1e-5)
+            fabric.strategy.training.close()
+
+
+def test_fabrics_scripts_need_no_launch(group):
+    ranks(group, 2)(adopted_case)
+
+
 def fabric_doubles_case(world):
     from shardwise.lightning import ShardwiseFabricStrategy
 

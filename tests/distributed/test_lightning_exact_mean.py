@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from shardwise.errors import UsageError
 from tests.distributed.test_lightning import calm, fabric_library, ours, pl, ranks, samples, trainer
@@ -112,6 +112,44 @@ def elements_case(world):
 
 def test_means_over_other_items(group):
     ranks(group, 2)(elements_case)
+
+
+class Streamed(Module):
+    """Each worker's own rows of a stream, which Lightning reads ahead by a batch."""
+
+    def train_dataloader(self):
+        rank, size = self.trainer.global_rank, self.trainer.world_size
+        return DataLoader(Stream(range(rank, self.rows, size)), batch_size=self.batch)
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        x, y = samples(21).tensors
+        return ((x[row], y[row]) for row in self.rows)
+
+
+def stream_case(world):
+    """Then two losses of one batch, by hand, which add up."""
+    _, expected = plain(21)
+    streamed = Streamed(21, BATCH // world.size)
+    assert far(fitted(streamed, 3, True, accumulate_grad_batches=WINDOW), expected) < END
+    _, expected = plain(21, epochs=1, loss_of=lambda *batch: 3 * mean_of_rows(*batch))
+    twice = Twice(21, BATCH // world.size, weigh=lambda x: {})
+    assert far(fitted(twice, 0, True, max_epochs=1), expected) < END
+
+
+class Twice(Module):
+    def training_step(self, batch, index):
+        x, y = (part.double() for part in batch)
+        self.manual_backward(2 * mean_of_rows(self.net, x, y))
+        return super().training_step(batch, index)
+
+
+def test_streams_and_several_losses(group):
+    ranks(group, 2)(stream_case)
 
 
 def fabric_looped(fabric, rows, each, loss_of, weigh, *, evaluates=False):
