@@ -74,6 +74,7 @@ class Accelerator(Clipping, Stock):
             super().__init__(**given)
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
         refusals.check_compiler(self.state.dynamo_plugin)
+        refusals.refuse_local_steps(Accelerator)
         self._check_ranks()
         if self._json is not None:
             self._json.keep()
