@@ -477,7 +477,7 @@ def refusals_case(world):
         accelerator.join_uneven_inputs([model], even_batches=False),
     ):
         pass
-    with pytest.raises(UsageError, match="step together.*--islands 2 --equal-every 8"):
+    with pytest.raises(UsageError, match=r"step together.*--islands 2 --equal-every 8"):
         LocalSGD(accelerator, model, local_sgd_steps=8)
     assert not LocalSGD(accelerator, model, local_sgd_steps=8, enabled=False).enabled
     accelerator.free_memory()
