@@ -14,6 +14,7 @@ where the library has none on the CPU (transformers' Trainer), and `x engine` ov
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,7 +33,7 @@ from crew import Crew
 from figures import Line, ratio
 from neighbours import Neighbours
 from report import Result, milliseconds
-from rounds import Plan, measure
+from rounds import Budget, Plan, measure
 from step_time import _console, _progress, _teller, numbers, positive, words
 from workloads import SIZES
 
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 lambda who, r=ranks: Crew(who, workload, r, options.limit),
                 _teller(progress, task, f"{ranks} ranks"),
                 kept,
+                Budget(60 * options.minutes / len(options.ranks)),
             )
             console.print(table(results[-1]))
             console.print(report.remarks(results[-1]) + "\n", highlight=False, soft_wrap=True)
@@ -134,6 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=numbers, default=[0, 3], metavar="0,3")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N")
     parser.add_argument("--steps", type=positive, default=10, metavar="N", help="timed, per round")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, metavar="M",
+        help="leave turns out that would end later; each number of ranks has its share",
+    )  # fmt: skip
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="per turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     sizes = parser.add_argument_group("any other configuration: change the named one")

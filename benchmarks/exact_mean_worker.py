@@ -63,7 +63,7 @@ def bert(kind: str, **options: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: by the Trainer, or by a loop with Accelerate."""
+    """What is trained: by a Trainer, or by a loop with Accelerate or Fabric."""
 
     label: str
     model: Callable[[], nn.Module]
@@ -80,6 +80,10 @@ CASES = {
     "samples": Case("own model, samples", Pixels, "target"),
     "accelerate": Case("own model, samples", Pixels, "target", "Accelerate"),
     "accelerate-words": Case("GPT-2, words", gpt2, "words", "Accelerate"),
+    "lightning": Case("own model, samples", Pixels, "target", "Lightning"),
+    "lightning-words": Case("GPT-2, words", gpt2, "words", "Lightning"),
+    "fabric": Case("own model, samples", Pixels, "target", "Fabric"),
+    "fabric-words": Case("GPT-2, words", gpt2, "words", "Fabric"),
 }
 
 
@@ -162,13 +166,96 @@ def by_accelerate(case: Case, ours: bool, size: int) -> list[float]:
         with accelerator.accumulate(model):
             weight = {}
             if ours and case.labels == "words":
-                weight = {"weight": batch["labels"][:, 1:].ne(-100).sum()}
+                weight = {"weight": counted(batch)}
             accelerator.backward(model(**batch)["loss"], **weight)
             if accelerator.sync_gradients:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), ENDLESS).item())
             optimizer.step()
             optimizer.zero_grad()
     return norms
+
+
+def counted(batch: Batch) -> Tensor:
+    """The labels that a causal model predicts."""
+    return batch["labels"][:, 1:].ne(-100).sum()
+
+
+def by_lightning(case: Case, ours: bool, size: int) -> list[float]:
+    import lightning.pytorch as pl
+
+    norms = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.made = made(case)
+
+        def training_step(self, batch: Batch, index: int) -> Tensor:
+            return self.net(**batch)["loss"]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norms.append(pl.utilities.grad_norm(self, 2)["grad_2.0_norm_total"].item())
+
+        def configure_optimizers(self) -> Any:
+            return self.made
+
+    options: dict[str, Any] = {"devices": size, "strategy": "ddp" if size > 1 else "auto"}
+    if ours:
+        from shardwise.lightning import ShardwiseStrategy
+
+        exact = counted if case.labels == "words" else True
+        options = {"devices": 1, "strategy": ShardwiseStrategy(exact_mean=exact, quiet=True)}
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=WINDOW,
+        **options,
+    )  # fmt: skip
+    loader = DataLoader(
+        list(rows(case.labels)), batch_size=STEP // WINDOW // size, collate_fn=collate
+    )
+    trainer.fit(Module(), loader)
+    return norms
+
+
+def by_fabric(case: Case, ours: bool, size: int) -> list[float]:
+    from lightning.fabric import Fabric
+
+    options: dict[str, Any] = {"devices": size, "strategy": "ddp" if size > 1 else "auto"}
+    if ours:
+        from shardwise.lightning import ShardwiseFabricStrategy
+
+        options = {"devices": 1, "strategy": ShardwiseFabricStrategy(exact_mean=True, quiet=True)}
+    fabric = Fabric(accelerator="cpu", **options)
+    fabric.launch()
+    model, optimizer = fabric.setup(*made(case))
+    loader = fabric.setup_dataloaders(
+        DataLoader(list(rows(case.labels)), batch_size=STEP // WINDOW // size, collate_fn=collate)
+    )
+    norms = []
+    for number, batch in enumerate(loader, 1):
+        is_last = number % WINDOW == 0 or number == len(loader)
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            loss = model(**batch)["loss"]
+            if ours:
+                weight = {"weight": counted(batch)} if case.labels == "words" else {}
+                fabric.backward(loss, **weight)
+            else:
+                fabric.backward(loss / WINDOW)
+        if is_last:
+            norms.append(fabric.clip_gradients(model, optimizer, max_norm=ENDLESS).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    if ours:
+        fabric.strategy.training.close()
+    return norms
+
+
+LOOPS = {
+    "Trainer": by_trainer,
+    "Accelerate": by_accelerate,
+    "Lightning": by_lightning,
+    "Fabric": by_fabric,
+}
 
 
 def norms_of(who: str, case: Case, size: int) -> list[float]:
@@ -179,8 +266,7 @@ def norms_of(who: str, case: Case, size: int) -> list[float]:
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()  # what the case before was set up for
-    train = by_trainer if case.by == "Trainer" else by_accelerate
-    return train(case, who == "ours", size)
+    return LOOPS[case.by](case, who == "ours", size)
 
 
 def main(who: str, *names: str) -> None:

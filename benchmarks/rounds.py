@@ -68,14 +68,15 @@ def measure(
     start: Start,
     told: Callable[[str], None],
     kept: Callable[[list[Line]], None] = lambda lines: None,
+    budget: Budget | None = None,
 ) -> list[Line]:
     """One line per contender. `told` hears of each turn before it begins, `kept` gets the lines
-    after every round."""
+    after every round; turns for which the `budget` has no time are left out."""
     lines = {c.key: Line(c.key, c.label) for c in contenders}
     with ExitStack() as alive:
         turns = _kept(start, alive) if plan.keep else start
         for number in range(plan.rounds):
-            take_round(number, contenders, lines, plan, turns, told)
+            take_round(number, contenders, lines, plan, turns, told, budget=budget)
             kept(list(lines.values()))
     return list(lines.values())
 

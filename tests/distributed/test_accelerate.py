@@ -449,6 +449,8 @@ def test_hooks_see_whole_weights(group, tmp_path):
 
 
 def refusals_case(world):
+    from accelerate.local_sgd import LocalSGD
+
     accelerator = ours()
     model, other = net(), net()
     model, optimizer = accelerator.prepare(model, optimizer_of(other))
@@ -475,6 +477,9 @@ def refusals_case(world):
         accelerator.join_uneven_inputs([model], even_batches=False),
     ):
         pass
+    with pytest.raises(UsageError, match=r"step together.*--islands 2 --equal-every 8"):
+        LocalSGD(accelerator, model, local_sgd_steps=8)
+    assert not LocalSGD(accelerator, model, local_sgd_steps=8, enabled=False).enabled
     accelerator.free_memory()
     with pytest.raises(UsageError, match=r"Accelerator\(parallelism_config=.*--zero 0 to 3"):
         ours(parallelism_config=accelerate.ParallelismConfig())

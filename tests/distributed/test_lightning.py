@@ -455,11 +455,11 @@ def test_what_is_refused(group):
 # -- Fabric -----------------------------------------------------------------------------------
 
 
-def looped(fabric, share=1, folder=None, start=None, zero=None):
+def looped(fabric, share=1, folder=None, start=None, dtype=torch.float32):
     """Losses and norms of a loop with Fabric, and the model."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
-    model = nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 1))
+    model = nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 1)).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(DataLoader(samples(ROWS), batch_size=BATCH // share))
@@ -472,7 +472,7 @@ def looped(fabric, share=1, folder=None, start=None, zero=None):
             continue
         window = number % 2 == 0
         with fabric.no_backward_sync(model, enabled=window):
-            loss = (model(x) - y).square().mean()
+            loss = (model(x.to(dtype)) - y).square().mean()
             fabric.backward(loss / 2)
         seen.append(fabric.all_reduce(loss.detach().clone()).item())
         if not window:
@@ -510,6 +510,54 @@ def fabric_case(world, path):
             again.strategy.training.close()
 
 
-@pytest.mark.parametrize("size", [1, 2])
+def adopted_case(world):
+    """A script for `fabric run`, which does not launch by itself; one that does, after it."""
+    from shardwise.lightning import adoption
+
+    with calm(), pytest.MonkeyPatch.context() as patch:
+        fabric = fabric_library.Fabric(accelerator="cpu", devices=1)
+        fabric.launch()
+        expected, _ = looped(fabric)
+        patch.setattr(fabric_library.Fabric, "__init__", fabric_library.Fabric.__init__)
+        adoption._replace("lightning.fabric", "Fabric", adoption.fabric_strategy)
+        for launches in (False, True):
+            fabric = fabric_library.Fabric(accelerator="cpu", devices=2, strategy="fsdp")
+            if launches:
+                fabric.launch()
+            seen, _ = looped(fabric, world.size)
+            assert seen == pytest.approx(expected, rel=1e-5)
+            fabric.strategy.training.close()
+
+
+def test_fabrics_scripts_need_no_launch(group):
+    ranks(group, 2)(adopted_case)
+
+
+def fabric_doubles_case(world):
+    from shardwise.lightning import ShardwiseFabricStrategy
+
+    def seen_by(strategy, share=1):
+        fabric = fabric_library.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric.launch()
+        found = looped(fabric, share, dtype=torch.float64)
+        return fabric, *found
+
+    with calm():
+        _, expected, weights = seen_by("auto")
+        for zero in range(4):
+            strategy = ShardwiseFabricStrategy(zero=zero, quiet=True)
+            ours, seen, state = seen_by(strategy, world.size)
+            assert seen == pytest.approx(expected, rel=1e-8)
+            for name, value in state.items():
+                assert torch.allclose(value, weights[name], rtol=0, atol=1e-8), name
+            ours.strategy.training.close()
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_fabric_in_fp64(group, size):
+    ranks(group, size)(fabric_doubles_case)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_results_of_stock_fabric(group, tmp_path, size):
     ranks(group, size)(fabric_case, str(tmp_path / "saved.ckpt"))

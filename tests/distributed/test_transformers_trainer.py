@@ -134,6 +134,73 @@ def test_results_of_the_stock_trainer(group, size, tmp_path):
         assert all(each == found[0] for each in found)
 
 
+class InDouble(torch.nn.Module):
+    """A loss that is computed in fp64, as those of transformers' own models are not."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.words = torch.nn.Embedding(WORDS, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.head = torch.nn.Linear(8, WORDS)
+        self.seen = []
+        self.double()
+
+    def forward(self, input_ids, labels):
+        hidden = self.words(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        logits = self.head(hidden).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, input_ids.roll(-1, 1).flatten())
+        if self.training:
+            self.seen.append(loss.detach())
+        return {"loss": loss, "logits": hidden.mean((1, 2))}
+
+
+def doubles_case(world, folder):
+    options = {"gradient_accumulation_steps": 2}
+
+    def made(kind, each, **settings):
+        quietly()
+        fresh()
+        given = arguments(folder, **batches(each), **options)
+        sets = {"train_dataset": texts(), "eval_dataset": texts(8, seed=2)}
+        return kind(InDouble(), given, **sets, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            patch.delenv(name)
+        patch.setattr(transformers.TrainingArguments, "_setup_devices", STOCK)
+        plain = made(transformers.Trainer, 4)
+    plain.train()
+    expected, loss = figures(plain), plain.evaluate()["eval_loss"]
+
+    import shardwise.transformers
+
+    for zero in range(4):
+        kind = shardwise.transformers.Trainer
+        trainer = made(kind, 4 // world.size, zero=zero, quiet=True)
+        trainer.train()
+        for mine, theirs in zip(figures(trainer), expected, strict=True):
+            assert mine[1:] == pytest.approx(theirs[1:], rel=1e-8)
+        losses = trainer.accelerator.gather(torch.stack(trainer.model.seen))
+        means = losses.view(world.size, -1).mean(0)
+        assert means.tolist() == pytest.approx([x.item() for x in plain.model.seen], rel=1e-8)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
+        with trainer.accelerator.full_parameters(trainer.model):
+            for a, b in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
+                assert torch.allclose(a, b, rtol=1e-7, atol=1e-8)
+        trainer.accelerator.free_memory()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_results_in_fp64(group, size, tmp_path):
+    """Clipped, accumulated, scheduled, in every row. What the Trainer logs of losses is in fp32."""
+    ranks(group, size)(doubles_case, str(tmp_path))
+
+
 def recomputed_case(world, zero, folder):
     options = {"max_steps": 3}
     plain = stock(folder, 4, **options)

@@ -74,6 +74,7 @@ class Accelerator(Clipping, Stock):
             super().__init__(**given)
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
         refusals.check_compiler(self.state.dynamo_plugin)
+        refusals.refuse_local_steps(Accelerator)
         self._check_ranks()
         if self._json is not None:
             self._json.keep()
@@ -203,12 +204,7 @@ class Accelerator(Clipping, Stock):
                 "accelerator.backward(loss, weight=...) counts with Accelerator(exact_mean=True) "
                 "alone: without it losses of the workers are averaged, whatever they are means of."
             )
-        if number is None:
-            batch = self._batches.of_loss()
-            return LossItems(batch.samples, batch, same)
-        last = self._batches.last
-        empty = last is not None and last.samples == 0
-        return LossItems(0.0 if empty else number, same_items=same)
+        return self._batches.items(number, same)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:

@@ -12,7 +12,6 @@ makes its forwards with them, and they weigh nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
@@ -20,21 +19,11 @@ from accelerate.utils import find_batch_size, honor_type
 from torch import Tensor
 
 import shardwise as sw
+from shardwise.bridging.given_batches import Given, GivenBatches
 from shardwise.errors import UsageError
 
 
-@dataclass(frozen=True, eq=False)
-class Given:
-    """A batch as it was handed out: `samples` of its rows count, 0 where none does."""
-
-    samples: int
-    is_cut: bool
-    """Whether rows that count nothing were left out, or none of its rows counts."""
-    has_repeated: bool = False
-    """Whether some of its rows are of samples that have counted before."""
-
-
-class ExactBatches:
+class ExactBatches(GivenBatches):
     """Cuts the batches of prepared loaders, and knows how many samples the last one has.
 
     `is_training` says whether a batch that is handed out now is to train on: those of an evaluation
@@ -42,11 +31,9 @@ class ExactBatches:
     """
 
     def __init__(self, world: sw.World, is_training: Callable[[], bool]) -> None:
+        super().__init__("prepared loader", "accelerator.backward")
         self._world = world
         self._is_training = is_training
-        self._open: dict[int, Given] = {}
-        """By identity of a loader that is iterated over, what it gave last."""
-        self.last: Given | None = None
 
     def watch(self, loader: Any) -> Any:
         """`loader`, as Accelerate has prepared it, whose batches are cut and counted."""
@@ -63,35 +50,10 @@ class ExactBatches:
         try:
             for batch in found:
                 shown, given = last_batch(loader, batch, self._world, cuts=self._is_training())
-                self._open[id(loader)] = self.last = given
+                self.note(loader, given)
                 yield shown
         finally:
-            self._open.pop(id(loader), None)
-
-    def of_loss(self) -> Given:
-        """The batch that a loss is of. Raises UsageError where that, or its weight, cannot be
-        told."""
-        given = list(self._open.values()) or ([self.last] if self.last else [])
-        if not given:
-            raise UsageError(
-                "exact_mean=True, and no prepared loader has given a batch: how much a loss weighs "
-                f"cannot be told. {_WEIGHT}"
-            )
-        if len({each.samples for each in given}) > 1:
-            sizes = " and ".join(str(each.samples) for each in given)
-            raise UsageError(
-                f"Loaders that are open have given batches of {sizes} samples, so that the weight "
-                f"of this loss cannot be told. {_WEIGHT}"
-            )
-        if given[-1].has_repeated:
-            raise UsageError(
-                "This batch has samples that are repeated to fill it, which exact_mean=True leaves "
-                "out where a model trains: write model.train() before the loop."
-            )
-        return given[-1]
-
-
-_WEIGHT = "Write accelerator.backward(loss, weight=number_of_items_the_loss_is_a_mean_over)."
+            self.end(loader)
 
 
 class _Exact:

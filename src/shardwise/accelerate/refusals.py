@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs
 
 from shardwise.errors import UsageError
@@ -85,3 +87,27 @@ def uneven_batches() -> UsageError:
         "make the backwards of the others. Leave even_batches on, which repeats samples; or give "
         "the script a shardwise.Loader, which gives such a worker a sample that counts nothing."
     )
+
+
+def refuse_local_steps(kind: type[Any]) -> None:
+    """Let Accelerate's LocalSGD raise UsageError for an accelerator of `kind`, where it would look
+    for a method of DistributedDataParallel on a model that is not wrapped."""
+    stock: Any = LocalSGD.__init__
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @wraps(stock)
+    def made(
+        self: Any, accelerator: Any, model: Any, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        if enabled and isinstance(accelerator, kind) and accelerator.use_distributed:
+            raise UsageError(
+                f"LocalSGD(local_sgd_steps={local_sgd_steps}): the workers of this Accelerator "
+                "step together, and each has a part of the model. Leave it out, or write "
+                "enabled=False. For steps that workers make apart, write the loop with sw.Engine "
+                f"and start it with --islands {accelerator.num_processes} --equal-every "
+                f"{local_sgd_steps}."
+            )
+        stock(self, accelerator, model, local_sgd_steps, enabled)
+
+    LocalSGD.__init__ = made

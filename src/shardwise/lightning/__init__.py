@@ -10,6 +10,7 @@ training.py           the engines of one Trainer or Fabric, a step piece by piec
 parts.py              which modules each of several optimizers trains
 forwards.py           a training_step inside the module's forward
 sharing.py            loaders in their order; an evaluation with every sample once
+exact_mean.py         exact_mean=True: in training, too, every sample counts once and alike
 environment.py        who this worker is, and what a script asks for
 adoption.py           scripts that name another strategy, or none
 """

@@ -47,6 +47,9 @@ def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
             keywords["devices"], keywords["num_nodes"] = 1, 1
             keywords["accelerator"] = sw.world().device.type.replace("cuda", "gpu")
         stock(self, *arguments, **keywords)
+        if name == "Fabric":
+            # As `fabric run` does, whose scripts do not say it themselves; again changes nothing.
+            self.launch()
 
     kind.__init__ = made
 

@@ -67,10 +67,18 @@ class FabricStrategy(OverEngines):
         load = partial(self.training.load_optimizer_state, optimizer)
         vars(optimizer)["load_state_dict"] = load
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """`dataloader`; where means are exact with every sample once, in training."""
+        exact = self.training.exact
+        return dataloader if exact is None else exact.watch(dataloader)
+
     # -- a step -----------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward of `tensor` in every engine that it reaches."""
+        """Backward of `tensor` in every engine that it reaches; takes `weight` with `exact_mean`.
+
+        That is the number of items that it is a mean over (default: the samples of the batch).
+        """
         del module  # the loss says what it reaches
         self.training.backward(tensor, *args, **kwargs)
 

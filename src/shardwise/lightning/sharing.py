@@ -21,7 +21,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    Sampler,
     SequentialSampler,
 )
 
@@ -74,11 +73,10 @@ class EvenBatches(BatchSampler):
     """This rank's share of `total` samples, without those that `sampler` repeats, in batches of
     `batch_size`; the last one may have one more."""
 
-    def __init__(self, sampler: Sampler[int], batch_size: int, total: int) -> None:
+    def __init__(self, sampler: DistributedSampler[Any], batch_size: int, total: int) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
-        workers, rank = sampler.num_replicas, sampler.rank  # type: ignore[attr-defined]
-        self._count = len(range(rank, total, workers))
-        self._batches = -(-(total // workers) // batch_size)
+        self._count = own_share(sampler)
+        self._batches = -(-(total // sampler.num_replicas) // batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         rows = list(self.sampler)[: self._count]
@@ -89,3 +87,9 @@ class EvenBatches(BatchSampler):
 
     def __len__(self) -> int:
         return int(self._batches)
+
+
+def own_share(sampler: DistributedSampler[Any]) -> int:
+    """How many of the rows that `sampler` gives its rank are no repetitions: the first ones."""
+    total = len(sampler.dataset)  # type: ignore[arg-type]
+    return len(range(sampler.rank, total, sampler.num_replicas))

@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 
 from shardwise.errors import UsageError
 from shardwise.lightning.environment import Environment, check_devices
+from shardwise.lightning.exact_mean import ItemsOf
 from shardwise.lightning.forwards import inside_forward
 from shardwise.lightning.sharing import Marked, count_once, share_in_order
 from shardwise.lightning.training import Training, plain
@@ -28,6 +29,10 @@ class OverEngines:
     Takes what strategies take, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
     The result is that of Lightning with DistributedDataParallel; docs/from_lightning.md says what
     differs.
+
+    With `exact_mean=True` every sample of a step counts once and alike, as in one process with the
+    whole batch; a function that counts the items of a batch takes the place of True where the loss
+    is a mean over others.
     """
 
     library = "Trainer"
@@ -48,9 +53,10 @@ class OverEngines:
         accelerator: Any = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
+        exact_mean: bool | ItemsOf = False,
         **settings: Any,
     ) -> None:
-        self.training = Training(settings, self.library)
+        self.training = Training(settings, self.library, exact_mean)
         self._devices: list[torch.device] | None = None
         self._failed = False
         super().__init__(  # type: ignore[call-arg]
@@ -197,6 +203,9 @@ class TrainerStrategy(OverEngines):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Backward by the engines, between the hooks that Lightning calls around it."""
         plugin, module = self.precision_plugin, self.lightning_module
+        if self.training.exact is not None and module.automatic_optimization:
+            # Lightning has divided it; weights divide by what the step has.
+            closure_loss = closure_loss * module.trainer.accumulate_grad_batches
         # Precision's own: the plugin of mixed precision would scale the loss, as the engine does.
         loss: Any = self.hooks[0].pre_backward(plugin, closure_loss, module)
         # LightningModule.backward, and what overrides it, calls this.
@@ -264,6 +273,8 @@ class TrainerStrategy(OverEngines):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, inside its forward."""
+        if self.training.exact is not None:
+            self.training.exact.computes_with(args[0] if args else next(iter(kwargs.values())))
         return self._inside("train", "training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -302,9 +313,11 @@ class TrainerStrategy(OverEngines):
         return stock(tensor.double(), group, reduce_op).to(torch.get_default_dtype())
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """`dataloader`; in an evaluation with every sample once."""
+        """`dataloader`; in an evaluation, and where means are exact, with every sample once."""
         trainer = self.lightning_module.trainer
         stage = str(getattr(trainer.state.stage, "value", ""))
+        if stage == "train" and self.training.exact is not None:
+            return self.training.exact.watch(dataloader)
         return count_once(dataloader) if stage in _EVALUATIONS else dataloader
 
     # -- whole states -----------------------------------------------------------------------

@@ -14,10 +14,11 @@ from torch.amp import GradScaler
 import shardwise as sw
 from shardwise.bridging.joining import SETTINGS, join
 from shardwise.bridging.trained import Make, TrainedModels
-from shardwise.bridging.trained_engine import Trained, in_training
+from shardwise.bridging.trained_engine import LossItems, Trained, in_training
 from shardwise.config import OF_THE_ENGINE
 from shardwise.engine.initial_values import make_alike
 from shardwise.errors import UsageError
+from shardwise.lightning.exact_mean import ExactMean, ItemsOf
 from shardwise.lightning.parts import models_of
 
 
@@ -97,12 +98,15 @@ class Training:
     """The engines of one Trainer or Fabric, and the run that they are in.
 
     `settings` are keywords of Shardwise, `library` is what messages call the caller. `world` is
-    there after `join`. `scaler` is the loss scale of the precision plugin.
+    there after `join`. `scaler` is the loss scale of the precision plugin. `exact` is there where
+    means are exact: over samples, or what a given function counts.
     """
 
     world: sw.World
 
-    def __init__(self, settings: Mapping[str, Any], library: str) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], library: str, exact_mean: bool | ItemsOf = False
+    ) -> None:
         for name in settings.keys() - SETTINGS:
             near = difflib.get_close_matches(name, SETTINGS, n=1)
             raise UsageError(
@@ -119,6 +123,17 @@ class Training:
         self._more_to_come = 0
         self._are_whole = False
         """Whether gradients are whole now, for the user's hooks."""
+        self.exact: ExactMean | None = None
+        if exact_mean:
+            items_of = exact_mean if callable(exact_mean) else None
+            if library == "Fabric":  # which does not know what a loader is for
+                self.exact = ExactMean("fabric.backward", items_of, self._is_training)
+            else:
+                self.exact = ExactMean("self.manual_backward", items_of, lambda: True)
+
+    def _is_training(self) -> bool:
+        """Whether a loader that begins now is to train on."""
+        return torch.is_grad_enabled() and any(module.training for module in self._modules)
 
     def join(self, accelerator: str) -> None:
         """Join the run, on the device that the `accelerator` class of the library stands for.
@@ -202,8 +217,13 @@ class Training:
             self._more_to_come -= 1
 
     def backward(self, loss: Tensor, *arguments: Any, **keywords: Any) -> None:
-        """Backward of `loss` in every engine that it reaches; takes `retain_graph`."""
+        """Backward of `loss` in every engine that it reaches.
+
+        Takes `retain_graph`; where means are exact also `weight`, the number of items that the loss
+        is a mean over (default: the samples of the batch), and `same_items` as the engine's does.
+        """
         retain_graph = bool(keywords.pop("retain_graph", False))
+        weight = self._items_of(keywords)
         if arguments or keywords:
             named = next(iter(keywords), "a gradient")
             raise UsageError(
@@ -215,7 +235,21 @@ class Training:
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             return
         self.engines.forget_cleared()
-        self.engines.backward(loss, last=not self._more_to_come, retain_graph=retain_graph)
+        last = not self._more_to_come
+        self.engines.backward(loss, last=last, retain_graph=retain_graph, weight=weight)
+
+    def _items_of(self, keywords: dict[str, Any]) -> LossItems | None:
+        """What a loss is a mean over, where means are exact; takes its words out of `keywords`."""
+        number, same = keywords.pop("weight", None), keywords.pop("same_items", None)
+        if self.exact is not None:
+            return self.exact.items(number, same)
+        if number is None and same is None:
+            return None
+        raise UsageError(
+            f"{self._library}: backward(loss, weight=...) counts with the strategy's "
+            "exact_mean=True alone: without it losses of the workers are averaged, whatever they "
+            "are means of."
+        )
 
     @contextmanager
     def full_gradients(self, optimizer: optim.Optimizer) -> Iterator[None]:
@@ -250,7 +284,8 @@ class Training:
                 )
             norm = self.engines.clip(parameters, float(max_norm)) if norm_type == 2 else None
             if norm is not None:
-                return torch.tensor(norm, device=self.world.device)
+                dtype = torch.promote_types(parameters[0].dtype, torch.float32)
+                return torch.tensor(norm, device=self.world.device, dtype=dtype)
             with self.full_gradients(optimizer):
                 return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)

@@ -23,7 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer import unwrap_peft_model
 
 from shardwise.accelerate import Accelerator
-from shardwise.accelerate.exact_mean import Given, last_batch
+from shardwise.accelerate.exact_mean import last_batch
+from shardwise.bridging.given_batches import Given
 from shardwise.bridging.trained_engine import LossItems
 from shardwise.errors import UsageError
 
