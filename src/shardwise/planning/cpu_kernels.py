@@ -130,9 +130,11 @@ def copied_bytes(operation: Operation) -> int:
     width = WIDTHS.get(operation.dtype, 2)
     made = operation.bytes // width - sum(map(math.prod, operation.shapes))
     if operation.name == "convolution":
-        return width * _copied_forward(*operation.shapes[:2], made)
+        x, weight = operation.shapes[:2]
+        return width * _copied_forward(x, weight, made)
     if operation.name == "convolution_backward":
-        return width * _copied_backward(*operation.shapes[:3], made)
+        gradient, x, weight = operation.shapes[:3]
+        return width * _copied_backward(gradient, x, weight, made)
     return 0
 
 
