@@ -61,7 +61,7 @@ class _Use(NamedTuple):
     @property
     def is_usual(self) -> bool:
         """Whether a rank that skips it finds nothing wrong: it does not raise by itself then."""
-        return not (self.before or self.again)
+        return not (self.again or (self.call == FORWARD and self.before))
 
     def is_of(self, rows: list[list[float]]) -> bool:
         """Whether it is that, on all ranks that are here by their `rows`."""
