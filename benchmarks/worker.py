@@ -79,10 +79,13 @@ def _used() -> dict[str, float]:
 
 
 def _choose_arithmetic(precision: str) -> None:
-    """Have a GPU multiply fp32 in fp32, or in TF32 where that is the precision."""
-    chosen = "tf32" if precision == "tf32" else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = chosen
-    torch.backends.cudnn.conv.fp32_precision = chosen
+    """Have a GPU multiply fp32 in fp32, or in TF32 where that is the precision.
+
+    Of torch's switches these are the two that set all others with them: set one by one they
+    contradict each other, and whoever reads those (the compiler does) gets an error.
+    """
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
 def _let_blocks_be_compiled() -> None:

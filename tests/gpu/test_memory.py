@@ -40,7 +40,7 @@ def held(world, row, named):
         torch.cuda.max_memory_allocated() - before,
     )
     states = engine._states.optimizer
-    tensors = [p.master.device for p in states.parts if p.master is not p.target]
+    tensors = [each.master.device for each in states.intervals if each.has_master]
     tensors += [
         value.device
         for inner in states.inners

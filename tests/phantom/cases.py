@@ -33,14 +33,14 @@ BUCKET_MB = 0.25
 
 
 class ConvNet(nn.Module):
-    """Two convolutions, each with a BatchNorm."""
+    """Convolutions, two if not said otherwise, each with a BatchNorm."""
 
-    def __init__(self) -> None:
+    def __init__(self, convolutions: int = 2) -> None:
         super().__init__()
         self.blocks = nn.Sequential(
             *(
                 layer
-                for channels in (3, 4)
+                for channels in (3, *[4] * (convolutions - 1))
                 for layer in (nn.Conv2d(channels, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
             )
         )
@@ -374,7 +374,7 @@ def one_step(
 
     shape = (width,) if kind == "Model" else (3, 4, 4)
     world.engines = 0
-    model = Model(width, blocks) if kind == "Model" else ConvNet()
+    model = Model(width, blocks) if kind == "Model" else ConvNet(blocks)
     model.to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     engine = sw.Engine(model, optimizer, **{"bucket_mb": 0.03} | settings)

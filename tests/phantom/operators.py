@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -217,6 +218,8 @@ def install() -> None:
         ("copy_", copy_),
         ("_copy_from", _copy_from),
         ("_to_copy", _to_copy),
+        # One kernel for many tensors, which torch would else take apart here.
+        ("_foreach_copy_", partial(run, aten._foreach_copy_.default)),
         ("empty.memory_format", _empty),
         ("empty_strided", _empty_strided),
     ):

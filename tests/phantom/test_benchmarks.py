@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -269,6 +270,20 @@ EVENTS = [
     },
     {"name": "an instant", "cat": "cuda_runtime", "ts": 150},
 ]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16-mixed", "fp32"])
+def test_switches_of_tf32_do_not_contradict_each_other(modules, precision):
+    """Else torch raises in whatever asks for them, such as the compiler."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    try:
+        importlib.import_module("worker")._choose_arithmetic(precision)
+        assert matmul.allow_tf32 == cudnn.allow_tf32 == (precision == "tf32")
+        assert (cudnn.conv.fp32_precision == "tf32") == (precision == "tf32")
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32 = before[1]
 
 
 def test_a_profile_is_read(modules):

@@ -112,16 +112,16 @@ def test_saved_and_loaded(phantom, tmp_path, row, named, background):
     phantom(1, test_checkpoint.case, tmp_path, row, named, background)
 
 
-@pytest.mark.full
+MEMORY = [
+    (row, named) for row in range(4) for named in ({}, {"optimizer": "cpu"}, {"optimizer": "nvme"})
+]
+
+
 @pytest.mark.parametrize(
-    "named",
-    [{}, {"optimizer": "cpu"}, {"optimizer": "nvme"}, {"optimizer": "cpu", "params": "cpu"}],
-    ids=str,
+    ("row", "named"),
+    rest([*MEMORY, (3, {"optimizer": "cpu", "params": "cpu"})], (2, {"optimizer": "cpu"})),
 )
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
 def test_device_memory(phantom, row, named):
-    if "params" in named and row < 3:
-        pytest.skip("replicated parameters are in use, whole")
     for count, between, peak, has_optimizer in phantom(1, test_memory.held, row, named):
         formula = test_memory.expected(count, 1, row, named)
         assert formula * 0.98 <= peak

@@ -74,6 +74,8 @@ def test_a_checkpoint_passes_through_two_blocks(phantom, tmp_path, row, backgrou
             stopped = [cause for cause in waits if "blocking in engine/" in cause]
             assert not stopped, waits
             assert sum(n for cause, n in waits.items() if "tiers/pieces.py" in cause) > BLOCKS
+        (saved, _), _ = found  # the counts of steps come down together
+        assert sum(n for cause, n in saved.items() if "tiers/copy_stream.py" in cause) == 1, saved
 
 
 def ways(world):

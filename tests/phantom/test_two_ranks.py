@@ -1,6 +1,7 @@
 """Two ranks over NCCL, as it orders things: what CPU ranks come to over Gloo, and in order."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -116,3 +117,25 @@ def test_horovod(phantom, group):
 
 def test_horovod_on_a_stream_of_the_users_own(phantom, group):
     same(phantom, group, cases.horovod_on_a_stream_of_its_own)
+
+
+def threads_at_a_device(world):
+    """Which threads were put at the device of this rank."""
+    real, seen = torch.accelerator.set_device_index, []
+
+    def noted(index):
+        seen.append((threading.current_thread().name, index))
+        real(index)
+
+    torch.accelerator.set_device_index = noted
+    try:
+        cases.horovod(world)
+    finally:
+        torch.accelerator.set_device_index = real
+    return seen
+
+
+def test_the_thread_of_horovod_is_at_the_device_of_its_rank(phantom):
+    """Else a rank of another GPU would have a context on the first one too."""
+    for seen in phantom(2, threads_at_a_device):
+        assert seen == [("shardwise-horovod", 0)]

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -329,10 +330,14 @@ class TestFailing:
         assert "was ended by SIGSEGV: a crash in native code" in ran.err
         assert ran.err.endswith('File "<string>", line 1 in <module>\n')
 
+    @pytest.mark.parametrize("shell", [False, True], ids=["by itself", "under a shell"])
     def test_a_rank_that_the_watchdog_of_nccl_has_ended_is_explained(
-        self, shardwise: Launcher
+        self, shardwise: Launcher, shell: bool
     ) -> None:
-        ran = shardwise.run("run", "-n", "2", script("nccl_aborted"))
+        command = [sys.executable, script("nccl_aborted")]
+        if shell:
+            command = ["sh", "-c", f"{shlex.join(command)}; exit $?"]
+        ran = shardwise.run("run", "-n", "2", *command)
         assert ran.code == 1
         # The test's own script is the user's.
         assert ran.err.endswith(

@@ -44,3 +44,43 @@ def test_in_the_exact_mode_they_start_from_their_own_values() -> None:
         buffers.after_backward()
         assert torch.equal(model[0].running_mean, start)
     assert len(buffers._start) == 6
+
+
+def test_values_and_means_of_several_dtypes_keep_their_order() -> None:
+    module = nn.Module()
+    starts = {
+        "a": torch.tensor([1.0, 2.0]),
+        "count": torch.tensor(3),
+        "b": torch.tensor([[4.0], [5.0]], dtype=torch.float64),
+        "narrow_values": torch.tensor([6.0], dtype=torch.bfloat16),
+        "c": torch.tensor([7.0]),
+    }
+    for name, value in starts.items():
+        module.register_buffer(name, value.clone())
+    buffers = Buffers([module], Solo(), left_out=set())
+    for value in module.buffers():
+        value.add_(0)
+    buffers.follow_agreed()
+    mine = buffers.values()
+    assert mine.dtype == torch.float64
+    assert mine.tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+    buffers.average(torch.stack([mine, 2 * mine]), torch.tensor([[1.0], [3.0]]))
+    for name, value in starts.items():
+        mean = 1.75 * value.double()
+        expected = mean if value.is_floating_point() else mean.round()
+        assert torch.equal(module.get_buffer(name), expected.to(value.dtype))
+
+    module.narrow_values = torch.zeros(
+        2, dtype=torch.bfloat16
+    )  # of another shape: followed no longer
+    row = buffers.values()
+    assert row.isnan().tolist() == [False] * 5 + [True, False]
+    buffers.average(row.unsqueeze(0), torch.ones(1, 1))
+    assert [buffers._places[each.index][1] for each in buffers._followed] == [
+        "a",
+        "count",
+        "b",
+        "c",
+    ]
+    assert torch.equal(module.narrow_values, torch.zeros(2, dtype=torch.bfloat16))

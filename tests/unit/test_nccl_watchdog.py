@@ -34,6 +34,16 @@ ADVICE = (
     "For debugging consider passing CUDA_LAUNCH_BLOCKING=1"
 )
 
+STUCK = (
+    "[rank1]:[E1125 10:00:00.000000000 ProcessGroupNCCL.cpp:1870] [PG ID 0 PG GUID 0(default_pg) "
+    "Rank 1] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in "
+    "monitoring enqueued collectives."
+)
+STOOD_STILL = (
+    "torch's watchdog of NCCL stood still for 480 s, so that a call of CUDA or NCCL has not "
+    "returned there"
+)
+
 
 @pytest.mark.parametrize(
     ("tail", "found"),
@@ -47,6 +57,8 @@ ADVICE = (
         (ended(LOST), Failed(LOST)),
         (ended(f"[Rank 0] {ASSERTED}\n{ADVICE}\n"), Failed(ASSERTED, ADVICE)),
         (ended(ASSERTED) + late(), Failed(ASSERTED)),
+        (STUCK, Failed(STOOD_STILL)),
+        (late() + STUCK, Waited("all-reduce number 7", 600.027, "0")),
     ],
 )
 def test_parse(tail: str, found: Waited | Failed | None) -> None:
@@ -167,5 +179,5 @@ def test_who_reads_what_nccl_brings_is_known_to_wait() -> None:
     rows = Rows(group)
     assert group.read(rows) == "the rows"
     assert rows.seen is not None
-    assert rows.seen[0] == "a collective over NCCL"
+    assert rows.seen[0] == "a collective over NCCL, or the GPU's work before it"
     assert group.status_server.waits.longest() is None

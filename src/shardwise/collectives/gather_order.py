@@ -38,6 +38,9 @@ class Member(Protocol):
     def end_dead_pass(self) -> None:
         """End the pass that this member has opened, if it has failed unnoticed."""
 
+    def check(self) -> None:
+        """Raise, on all ranks alike, where entries since the last call were in disorder."""
+
     def mode(self) -> Hashable:
         """What tells passes of one kind apart besides its key; alike on all ranks."""
 
@@ -181,6 +184,12 @@ class GatherOrder:
     def _of(self, entry: int) -> Member | None:
         """The member of an entry; None where that is not in use any more."""
         return self._members.get(self._firsts[entry])
+
+    def check(self) -> None:
+        """Raise, on all ranks alike, where entries since the last call were in disorder: what only
+        an accelerator knew, for which the host has not waited. Called in a step, when it has."""
+        for member in list(self._members.values()):
+            member.check()
 
     # -- uneven passes --------------------------------------------------------------------
 

@@ -25,6 +25,9 @@ LARGE = 1 << 16
 """Elements from which an all-reduce of 16-bit floats is made of two calls in 16 bits, rather than
 one in fp32: half the bytes, for one more message's time."""
 
+NOTED = "a collective over NCCL, or the GPU's work before it"
+"""What a hang report says of a rank that reads what a collective has brought."""
+
 
 class Nccl(Collectives):
     """CUDA ranks over NCCL, by its own collectives.
@@ -157,9 +160,11 @@ class Nccl(Collectives):
         self.read(self.gather_rows(torch.zeros(1, device=self._device)))
 
     def read(self, rows: Tensor) -> Tensor:
-        # Of NCCL's calls the host knows nothing but that it waits: for all that have not come.
+        # Of NCCL's calls the host knows nothing but that it waits: for all that have not come, or
+        # for what this rank's own device is still to do before. An event would not tell these
+        # apart, since the own work waits for the collectives before it.
         others = [rank for rank in self._group_ranks.ranks if rank != self.status_server.rank]
-        with self.status_server.waits.noted("a collective over NCCL", lambda: others):
+        with self.status_server.waits.noted(NOTED, lambda: others):
             return rows.cpu()
 
     def second_group(self) -> Collectives:

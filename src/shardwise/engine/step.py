@@ -165,6 +165,7 @@ class StepRunner:
                 calls_differ=math.isnan(totals.calls),
                 rows_differ=totals.rows_differ,
             )
+            self._spec.gather_order.check()
             if totals.written:
                 self._objects.check_written()
         except ShardwiseError:

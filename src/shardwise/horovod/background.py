@@ -38,7 +38,7 @@ from shardwise.horovod.execution import AgreedOperation, execute, joined_zeros
 from shardwise.horovod.links import Link, NegotiationMessage, send_up_to
 from shardwise.horovod.operation_handle import OperationHandle
 from shardwise.horovod.script_checks import ScriptComparison, warn_stalled, write_warning
-from shardwise.horovod.streams import CommunicationStream, StreamEvent
+from shardwise.horovod.streams import CommunicationStream, StreamEvent, enter
 from shardwise.timeline import Row, span
 
 T = TypeVar("T")
@@ -172,6 +172,7 @@ class BackgroundThread:
     # -- the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
+        enter(self._device)
         with torch.no_grad(), self._groups[0].status_server.waits.beside():
             try:
                 while not self._ended:

@@ -45,6 +45,14 @@ class StreamEvent:
             _streams_of(self._device).current_stream(self._device).wait_event(self._event)
 
 
+def enter(device: torch.device) -> None:
+    """Let this thread be at `device` from now on. A new one is at the first of its kind, and what
+    makes one of its streams the present one would go back there: CUDA makes a context for that,
+    some 0.5 GB of every rank on the first GPU of a host."""
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
 def record_use(tensors: Sequence[Tensor], stream: Any = None) -> None:
     """Record the use of tensors on `stream`, or the current one.
 

@@ -25,6 +25,9 @@ _ENDED = re.compile(
     r"(?:Process group watchdog|NCCL watchdog) thread terminated with exception: (?P<why>[^\n]+)"
     r"(?P<more>(?:\n(?!Exception raised from|frame #)[^\n]+)*)"
 )
+_STUCK = re.compile(r"ProcessGroupNCCL's watchdog got stuck for (?P<seconds>\d+) seconds")
+"""What the thread that watches the watchdog says before it ends the process."""
+
 _GROUP = re.compile(r"\[PG ID \d+ PG GUID (?P<name>[^\s(]+)")
 """A process group, by the name that all of its ranks know; the ID is a count of this process."""
 
@@ -90,7 +93,15 @@ def parse(tail: str) -> Waited | Failed | None:
         name = "" if group is None else group["name"]
         return Waited(f"{verb} number {late['number']}", int(late["ms"]) / 1000, name)
     if ended is None:
-        return None
+        stuck = _STUCK.search(tail)
+        return (
+            None
+            if stuck is None
+            else Failed(
+                f"torch's watchdog of NCCL stood still for {stuck['seconds']} s, so that a call of "
+                "CUDA or NCCL has not returned there"
+            )
+        )
     return Failed(re.sub(r"^\[.*?\] ", "", ended["why"]).rstrip(". "), ended["more"].strip())
 
 

@@ -28,6 +28,9 @@ SETTLE = 0.4
 UNEXPLAINED = 3.0
 """The same while every failed rank has only lost another one, which must be about to end."""
 
+_ABORTED = -signal.SIGABRT, 128 + signal.SIGABRT
+"""How a rank ends by abort(): by itself, and under a shell that tells of it."""
+
 LAST_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL for a rank that did not heed SIGINT."""
 
@@ -300,7 +303,7 @@ class Supervisor:
         aborted = {
             rank: each.end.time
             for rank, each in self._exits.items()
-            if rank not in found and each.end.code == -signal.SIGABRT
+            if rank not in found and each.end.code in _ABORTED
         }
         tails = {rank: self._outputs[rank].tail.text() for rank in aborted}
         ours = nccl_watchdog.reports(tails, aborted, len(self._outputs))

@@ -6,18 +6,25 @@ nothing. What then could go wrong in silence is refused on all ranks at once: a 
 BatchNorm after the others have been there, or in the backward of another forward.
 
     row of a rank    | what it sends, or zeros | is here | of which call | how often in this pass |
+
+On an accelerator the host would wait to look at that in every exchange. A rank that is here knows
+what it has to find, so there it looks in the step, when the host has waited for that anyway, before
+anything is updated. One that skips an exchange looks at once, and so do all in the second use of a
+BatchNorm in a pass, which it may refuse.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.collectives import GatherOrder
 from shardwise.errors import ModelError, OrderError
+from shardwise.tiers.copy_stream import start_to_host, to_device
 
 FORWARD = 0
 """The call of every forward; those of its backward differ by a number."""
@@ -41,6 +48,42 @@ class Skippable(Protocol):
 
     def follow_others(self, rows: Tensor) -> None:
         """Take the running statistics on by `rows`, those of a forward that this rank skips."""
+
+
+class _Use(NamedTuple):
+    """What an exchange has to be: that of `call`, of which there were `before` in this pass where
+    it is a forward; `again`: it has been before, where it may be once."""
+
+    call: int
+    before: int
+    again: bool
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether a rank that skips it finds nothing wrong: it does not raise by itself then."""
+        return not (self.again or (self.call == FORWARD and self.before))
+
+    def is_of(self, rows: list[list[float]]) -> bool:
+        """Whether it is that, on all ranks that are here by their `rows`."""
+        if self.again or {int(call) for here, call, _ in rows if here} != {self.call}:
+            return False
+        return self.call != FORWARD or all(
+            used == (self.before if here else 0) for here, _, used in rows
+        )
+
+
+class _Unseen(NamedTuple):
+    """Rows that come down until `event`, and what they have to say of the BatchNorm `name`."""
+
+    name: str
+    use: _Use
+    rows: Tensor
+    event: Any
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it was what it had to be, once the event has happened."""
+        return self.use.is_of(self.rows.tolist())
 
 
 class StatisticsExchange:
@@ -74,21 +117,30 @@ class StatisticsExchange:
         order = self.turns.order
         if self._pass != order.passes:
             self._pass, self._uses, self._mine, self._done = order.passes, 0, 0, set()
-        if row is None:
-            sent = torch.zeros(
-                self._width + 3, dtype=torch.float64, device=order.group.small_device
-            )
-            sent[-1] = self._mine
+        rows = order.group.gather_rows(self._sent(row, call))
+        here, use = rows[:, -3:], None if row is None else self._used(call)
+        if use is not None and use.is_usual and here.device.type != "cpu":
+            unseen = _Unseen(self._name, use, *start_to_host(here.contiguous()))
+            self.turns.look_later(unseen)
+            met: int | None = call
         else:
-            self._check_length(row)
-            rest = row.new_zeros(self._width - row.numel())
-            sent = torch.cat([row, rest, row.new_tensor([1.0, call, self._mine])])
-        rows = order.group.gather_rows(sent)
-        met = self._check(rows[:, -3:].tolist())
+            met = self._check(here.tolist(), use)
         self._mine += row is not None and call == FORWARD
         if row is None and met == FORWARD:
             self._module.follow_others(rows[:, : self._width])
         return rows[:, : self._width if row is None else row.numel()]
+
+    def _sent(self, row: Tensor | None, call: int) -> Tensor:
+        """A rank's row, in whole."""
+        if row is None:
+            device = self.turns.order.group.small_device
+            sent = torch.zeros(self._width + 3, dtype=torch.float64, device=device)
+            sent[-1] = self._mine
+            return sent
+        self._check_length(row)
+        rest = row.new_zeros(self._width - row.numel())
+        here = torch.tensor([1.0, call, self._mine], dtype=row.dtype)
+        return torch.cat([row, rest, to_device(here, row.device)])
 
     def _check_length(self, row: Tensor) -> None:
         if row.numel() > self._width:
@@ -97,29 +149,33 @@ class StatisticsExchange:
                 "which synchronised BatchNorm cannot have: build it for those that it gets."
             )
 
-    def _check(self, rows: list[list[float]]) -> int | None:
+    def _check(self, rows: list[list[float]], use: _Use | None) -> int | None:
         """Which call rows have met in, if any rank is here; raises OrderError, on all ranks alike,
         where they are of different uses."""
-        calls = {int(call) for here, call, _ in rows if here}
-        if not calls:
-            return None
-        call = calls.pop()
-        apart = bool(calls) or call in self._done
+        call = next((int(call) for here, call, _ in rows if here), None)
+        if call is not None and not (use or self._used(call)).is_of(rows):
+            self.turns.order.abandon()
+            raise _apart(self._name)
+        return call
+
+    def _used(self, call: int) -> _Use:
+        """Count an exchange of `call`; returns what it has to be."""
+        use = _Use(call, self._uses, call in self._done)
         if call == FORWARD:
             self._forwards += 1
-            apart |= any(used != (self._uses if here else 0) for here, _, used in rows)
             self._uses += 1
         elif is_backward(call):
             self._done.add(call)
-        if apart:
-            self.turns.order.abandon()
-            raise OrderError(
-                f"Workers came to {self._name} in different forwards, or one of them after the "
-                "others, so that its statistics over all workers would be of other rows on each. "
-                "With --sync-batch-norm each worker runs a BatchNorm as often as the others in a "
-                "forward, or not at all, and all in one order."
-            )
-        return call
+        return use
+
+
+def _apart(name: str) -> OrderError:
+    return OrderError(
+        f"Workers came to {name} in different forwards, or one of them after the "
+        "others, so that its statistics over all workers would be of other rows on each. "
+        "With --sync-batch-norm each worker runs a BatchNorm as often as the others in a "
+        "forward, or not at all, and all in one order."
+    )
 
 
 class StatisticsExchanges:
@@ -130,6 +186,8 @@ class StatisticsExchanges:
         self._modules = list(modules.values())
         self._pending: tuple[Tensor, int] | None = None
         self._rows: Tensor | None = None
+        self._unseen: deque[_Unseen] = deque()
+        """What nobody has looked at yet, on an accelerator."""
         self.each = [
             StatisticsExchange(self, number, name, module)
             for number, (name, module) in enumerate(modules.items())
@@ -150,6 +208,13 @@ class StatisticsExchanges:
         rows, self._rows = self._rows, None
         assert rows is not None
         return rows
+
+    def look_later(self, unseen: _Unseen) -> None:
+        """Keep it for `check`. Those before it that are known to be right go: forwards without a
+        step would else keep all of theirs."""
+        while self._unseen and self._unseen[0].event.query() and self._unseen[0].is_right:
+            self._unseen.popleft()
+        self._unseen.append(unseen)
 
     def leave(self) -> None:
         """There will be no more exchanges."""
@@ -174,6 +239,17 @@ class StatisticsExchanges:
 
     def end_dead_pass(self) -> None:
         """It opens none."""
+
+    def check(self) -> None:
+        """Look at all exchanges since the last call; raises OrderError, on all ranks alike, where
+        they were of different uses."""
+        while self._unseen:
+            unseen = self._unseen.popleft()
+            if not unseen.event.query():
+                unseen.event.synchronize()
+            if not unseen.is_right:
+                self._unseen.clear()
+                raise _apart(unseen.name)
 
     def mode(self) -> tuple[bool, ...]:
         """Which modules exchange anything, those in training."""

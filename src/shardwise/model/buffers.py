@@ -138,8 +138,8 @@ class Buffers:
             if buffer is None or buffer.shape != followed.shape:
                 parts.append(torch.full((followed.shape.numel(),), torch.nan, **where))
             else:
-                parts.append(buffer.detach().reshape(-1).to(**where))
-        return torch.cat(parts) if parts else torch.zeros(0, **where)
+                parts.append(buffer.detach().reshape(-1))
+        return _joined(parts, **where) if parts else torch.zeros(0, **where)
 
     def form(self) -> list[list[int]]:
         """Which buffers are followed, and their shapes."""
@@ -165,18 +165,19 @@ class Buffers:
         self._take(means)
 
     def _take(self, means: list[Tensor]) -> None:
-        """Write the means of what is followed; those of an accelerator go there in one copy."""
+        """Write the means of what is followed; those of an accelerator go there in one copy for
+        each dtype."""
         held = [self._buffer(followed.index) for followed in self._followed]
-        lengths = [mean.numel() for mean in means]
-        moved: dict[torch.device, Sequence[Tensor]] = {torch.device("cpu"): means}
-        for number, (followed, buffer) in enumerate(zip(self._followed, held, strict=True)):
-            assert buffer is not None
-            if buffer.device not in moved:
-                whole = to_device(torch.cat(means), buffer.device)
-                moved[buffer.device] = whole.split_with_sizes(lengths)
-            mean = moved[buffer.device][number]
-            exact = mean if buffer.is_floating_point() else mean.round()
-            buffer.copy_(exact.view(followed.shape))
+        buffers = [buffer for buffer in held if buffer is not None]
+        assert len(buffers) == len(means)
+        for (device, dtype), places in _alike(buffers).items():
+            found = torch.cat([means[place] for place in places])
+            exact = found if dtype.is_floating_point else found.round()
+            moved = to_device(exact.to(dtype), device)
+            parts = moved.split_with_sizes([means[place].numel() for place in places])
+            targets = [buffers[place] for place in places]
+            values = [part.view(t.shape) for part, t in zip(parts, targets, strict=True)]
+            torch._foreach_copy_(targets, values)
 
     def after_backward(self) -> None:
         """A backward has ended: what forward has changed stays for the next one."""
@@ -214,3 +215,23 @@ class Buffers:
     def _mark(self, index: int) -> tuple[int, int]:
         buffer = self._buffer(index)
         return (0, 0) if buffer is None else (id(buffer), buffer._version)
+
+
+def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """By device and dtype, the places of those that one kernel can handle together."""
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.device, tensor.dtype), []).append(place)
+    return places
+
+
+def _joined(parts: Sequence[Tensor], **where: Any) -> Tensor:
+    """Flat `parts` end to end, `where` they are wanted: cast and moved together, since each by
+    itself would be a kernel on an accelerator."""
+    placed = list(parts)
+    for places in _alike(parts).values():
+        whole = torch.cat([parts[place] for place in places]).to(**where)
+        lengths = [parts[place].numel() for place in places]
+        for place, part in zip(places, whole.split_with_sizes(lengths), strict=True):
+            placed[place] = part
+    return torch.cat(placed)

@@ -13,6 +13,7 @@ from shardwise.collectives import Collectives
 from shardwise.states.optimizer_kind import placed
 from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters
+from shardwise.tiers.copy_stream import to_host
 
 
 class IntervalGather:
@@ -79,12 +80,13 @@ class IntervalGather:
     def _flat_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
         states_here = self._optimizer.state_of(index)
         is_flat = partial(self._optimizer.is_flat, index)
-        singles = {
-            # Each parameter gets a copy: plain optimizers count a shared step once per parameter.
-            piece.parameter: _on_cpu({k: v for k, v in state.items() if not is_flat(segment, k, v)})
-            for segment, state in states_here
-            for piece in segment.pieces
-        }
+        singles = on_host(
+            {
+                piece.parameter: {k: v for k, v in state.items() if not is_flat(segment, k, v)}
+                for segment, state in states_here
+                for piece in segment.pieces
+            }
+        )
         dtypes = {
             k: v.dtype
             for segment, state in states_here
@@ -113,6 +115,20 @@ class IntervalGather:
         _, device = self._parameters.kind(index)
         options = self._optimizer.groups[index].options
         return {key: placed(key, value, device, options) for key, value in state.items()}
+
+
+def on_host(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The `states` of parameters with what is small in them, such as step counts, on the CPU."""
+    places = [
+        (state, key)
+        for state in states.values()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    ]
+    moved = to_host([state[key] for state, key in places])
+    for (state, key), near in zip(places, moved, strict=True):
+        state[key] = near
+    return states
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

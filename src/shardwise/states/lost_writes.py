@@ -3,22 +3,33 @@
 A write by an operation on the parameter counts up its version; one through `.data` leaves no trace
 but the values. So around some gathers sums of each parameter's bits are compared: around the first
 ones of every bucket, since what a forward does it mostly does from the start, and then around one
-in INTERVAL, so that it costs a step little. On an accelerator only around the first ones: there it
-makes the host wait.
+in INTERVAL, so that it costs a step little. On an accelerator the host waits for the first ones
+alone; what the others come to is looked at by later gathers, once it has come down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.states.sharded_bucket import ShardedBucket
+from shardwise.tiers.copy_stream import start_to_host
 
 FIRST = 9
 INTERVAL = 31
 """Odd, so that the gathers for forwards and those for backwards take turns."""
+
+
+class _Coming(NamedTuple):
+    """Which parameters of `bucket` differ: on the host once `event` has happened."""
+
+    bucket: ShardedBucket
+    differ: Tensor
+    event: Any
 
 
 class LostWrites:
@@ -28,33 +39,43 @@ class LostWrites:
     def __init__(self, found: Callable[[int], None]) -> None:
         self._found = found
         self._gathers: dict[ShardedBucket, int] = {}
-        self._before: dict[ShardedBucket, list[int]] = {}
+        self._before: dict[ShardedBucket, Tensor] = {}
+        self._coming: deque[_Coming] = deque()
 
     def begin(self, bucket: ShardedBucket, flat: Tensor) -> None:
         """`bucket` is shown, whole in `flat`."""
+        while self._coming and self._coming[0].event.query():
+            come = self._coming.popleft()
+            self._tell(come.bucket, come.differ.tolist())
         gathers = self._gathers[bucket] = self._gathers.get(bucket, 0) + 1
-        on_host = flat.device.type == "cpu"
-        if gathers <= FIRST or (on_host and gathers % INTERVAL == 0):
+        if gathers <= FIRST or gathers % INTERVAL == 0:
             self._before[bucket] = _sums(bucket, flat)
 
     def end(self, bucket: ShardedBucket, flat: Tensor) -> None:
         """`bucket` goes to rest: compare its bits with those of before."""
         before = self._before.pop(bucket, None)
-        if before is not None:
-            trios = zip(bucket.layout.slots, before, _sums(bucket, flat), strict=True)
-            for slot, then, now in trios:
-                if then != now:
-                    self._found(slot.parameter)
+        if before is None:
+            return
+        differ = before != _sums(bucket, flat)
+        if differ.device.type == "cpu" or self._gathers[bucket] <= FIRST:
+            self._tell(bucket, differ.tolist())
+        else:
+            self._coming.append(_Coming(bucket, *start_to_host(differ)))
+
+    def _tell(self, bucket: ShardedBucket, differ: Sequence[bool]) -> None:
+        for slot, differs in zip(bucket.layout.slots, differ, strict=True):
+            if differs:
+                self._found(slot.parameter)
 
     def forget(self) -> None:
         """Those that may write, the optimizer or a block that is there for it, have written."""
         self._before.clear()
 
 
-def _sums(bucket: ShardedBucket, flat: Tensor) -> list[int]:
+def _sums(bucket: ShardedBucket, flat: Tensor) -> Tensor:
     """By slot, the sum of the parameter's bits as integers, modulo 2^64."""
     sums = [total(flat[slot.start : slot.end]) for slot in bucket.layout.slots]
-    return torch.stack(sums).tolist() if sums else []
+    return torch.stack(sums) if sums else torch.zeros(0)
 
 
 CHUNK = 1 << 20

@@ -282,6 +282,9 @@ class Residency:
         finally:
             bring_back()
 
+    def check(self) -> None:
+        """Nothing to look at: ranks that gather different units never do so."""
+
     def set_aside(self) -> Callable[[], None]:
         """Let what is recorded from now on be no other rank's; returns what ends that."""
         recorded = list(self._tape), self._backwards

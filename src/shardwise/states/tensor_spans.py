@@ -19,6 +19,7 @@ from shardwise.collectives import Collectives
 from shardwise.shards import Shard
 from shardwise.states.ema import Averages
 from shardwise.states.existing_optimizer_state import Blank
+from shardwise.states.interval_gather import on_host
 from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters
@@ -108,19 +109,21 @@ class TensorSpans:
         return ReportedState(states, set().union(*(borders for _, borders in gathered)))
 
     def _own_states(self) -> dict[int, dict[str, Any]]:
-        return {
-            piece.parameter: {
-                key: self._entry(index, segment, piece.parameter, key, value)
-                for key, value in state.items()
+        return on_host(
+            {
+                piece.parameter: {
+                    key: self._entry(index, segment, piece.parameter, key, value)
+                    for key, value in state.items()
+                }
+                for index in range(len(self._optimizer.intervals))
+                for segment, state in self._optimizer.state_of(index)
+                for piece in segment.pieces
             }
-            for index in range(len(self._optimizer.intervals))
-            for segment, state in self._optimizer.state_of(index)
-            for piece in segment.pieces
-        }
+        )
 
     def _entry(self, index: int, segment: UpdateSegment, number: int, key: str, value: Any) -> Any:
         if not self._optimizer.is_tensor(index, segment, key, value):
-            return value.detach().cpu() if isinstance(value, Tensor) else value
+            return value
         flat = self._optimizer.is_flat(index, segment, key, value)
         shape = self._parameters.named[number].whole_shape if flat else value.shape
         return Blank(tuple(shape), value.dtype)

@@ -179,6 +179,33 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+def to_host(values: Sequence[Tensor]) -> list[Tensor]:
+    """Many small `values` on the CPU, in order; the host waits once for those of one device and
+    dtype, where a copy of each would make it wait for each."""
+    together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, value in enumerate(values):
+        together.setdefault((value.device, value.dtype), []).append(place)
+    found = [value.detach() for value in values]
+    for (device, _), places in together.items():
+        if device.type == "cpu":
+            continue
+        parts = [found[place].reshape(-1) for place in places]
+        near = torch.cat(parts).cpu().split_with_sizes([part.numel() for part in parts])
+        for place, part in zip(places, near, strict=True):
+            found[place] = part.view(found[place].shape).clone()  # a pickled view is all of them
+    return found
+
+
+def start_to_host(values: Tensor) -> tuple[Tensor, Any]:
+    """Start to copy `values`, a small tensor of a device, to the CPU on the present stream; the
+    copy, and the event of its end."""
+    near = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    near.copy_(values, non_blocking=True)
+    event = torch.get_device_module(values.device).Event()
+    event.record()
+    return near, event
+
+
 ALIGNED = 512
 """Bytes that intervals in one block are aligned to: torch's own blocks on a device are."""
 

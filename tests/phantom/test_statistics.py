@@ -1,0 +1,69 @@
+"""Statistics of SyncBatchNorm that ranks exchange in turns: what is refused, and when."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import OrderError
+
+
+class Crossed(nn.Module):
+    """Two BatchNorms that come in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(6) for _ in range(2))
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x, order):
+        for number in order:
+            x = self.norms[number](x)
+        return self.head(x)
+
+
+def refused(world, orders, losses):
+    """What a step is refused with whose forwards have these orders, a rank's; the loss is that of
+    one of them."""
+    world.engines = 0
+    torch.manual_seed(0)
+    model = Crossed().to(world.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer, zero=3, sync_batch_norm=True)
+    before = [value.clone() for value in _values(engine, model)]
+    try:
+        outs = [
+            model(torch.randn(4, 6, device=world.device), order) for order in orders[world.rank]
+        ]
+        engine.backward(outs[losses[world.rank]].square().mean())
+        engine.step()
+    except OrderError as error:
+        said = str(error)
+    else:
+        said = ""
+    assert all(map(torch.equal, before, _values(engine, model))) == bool(said)
+    engine.close()
+    return said
+
+
+def _values(engine, model):
+    with engine.full_parameters():
+        return [parameter.detach().cpu().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("orders", "losses"),
+    [
+        ([[(0, 1)], [(1, 0)]], (0, 0)),
+        ([[(0,)], [(0, 0)]], (0, 0)),
+        ([[(0, 1), (0, 1)], [(0, 1), (0, 1)]], (0, 1)),
+    ],
+    ids=["other orders", "once and twice", "backwards of other forwards"],
+)
+def test_uses_that_are_not_those_of_the_other_rank_are_refused(phantom, orders, losses):
+    assert all("one order" in said for said in phantom(2, refused, orders, losses))
+
+
+def test_uses_that_are_alike_are_not(phantom):
+    orders = [[(0, 1, 0), (1,)]] * 2
+    assert phantom(2, refused, orders, (0, 0)) == ["", ""]

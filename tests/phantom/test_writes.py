@@ -1,0 +1,89 @@
+"""Writes that would be lost: into parameters that are sharded, at rest or in a forward."""
+
+import torch
+
+import shardwise as sw
+from shardwise.errors import BrokenView
+from shardwise.states import lost_writes
+from tests.distributed.test_sharded_touch import ERRORS, WRITES
+from tests.phantom import cases
+
+
+def started(world, kind):
+    model, optimizer = cases.made(world, kind)
+    return model, sw.Engine(model, optimizer, zero=3)
+
+
+def trained(world, model, engine, step):
+    engine.backward(cases.loss_of(model, *world.share(cases.batch(world, step))))
+    engine.step()
+
+
+TRIED = {
+    name: write
+    for name, write in WRITES.items()
+    # The simulated device has no set_; a device's memory is no array, sharded or not.
+    if name not in ("set_", "numpy")
+}
+
+
+def at_rest(world):
+    """The names of writes that were refused: at once, or by the engine's next call."""
+    refused, engine = set(), None
+    for name, write in TRIED.items():
+        if engine is None:
+            model, engine = started(world, cases.Model)
+            trained(world, model, engine, 0)
+        try:
+            with torch.no_grad():
+                write(model.blocks[1].up.weight)
+        except ERRORS:
+            refused.add(name)
+            continue
+        try:
+            trained(world, model, engine, 1)
+        except ERRORS:
+            refused.add(name)
+        engine.close()
+        engine = None
+    return refused
+
+
+def test_writes_at_rest_are_refused_on_a_device(phantom):
+    for refused in phantom(2, at_rest):
+        assert refused == set(TRIED)
+
+
+class Halving(cases.Model):
+    """From some step on its forward writes where it should not."""
+
+    writes = False
+
+    def forward(self, x):
+        if self.writes:
+            self.head.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+def begun_late(world):
+    """In which step after it has begun a write is found, and who has waited until then."""
+    from tests.phantom.streams import Device
+
+    model, engine = started(world, Halving)
+    for step in range(lost_writes.FIRST):
+        trained(world, model, engine, step)
+    model.writes = True
+    Device.order.begin()
+    for step in range(lost_writes.INTERVAL + 2):
+        try:
+            trained(world, model, engine, step)
+        except BrokenView as error:
+            return step, str(error), dict(Device.order.synchronisations)
+    return None
+
+
+def test_a_write_in_forward_that_begins_late_is_found_and_nobody_waits_for_that(phantom):
+    for step, said, waits in phantom(2, begun_late):
+        assert "head.weight was written while sharded" in said
+        assert step > 0
+        assert not [cause for cause in waits if "lost_writes" in cause or "copy_stream" in cause]
