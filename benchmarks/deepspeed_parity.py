@@ -13,15 +13,11 @@ DeepSpeed's schedules are written instead, which a test compares ours with.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from beside_deepspeed import both, difference, drive, parser, shown
 
 STEPS = 20
 ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
@@ -188,75 +184,28 @@ def train(deepspeed: Any, config: dict[str, Any]) -> list[list[float]]:
     return rows
 
 
-def work(library: str, names: list[str], out: str) -> None:
-    """Run the cases called `names` on this rank, and write what they did."""
-    deepspeed = import_module(library)
-    deepspeed.init_distributed()
-    known = cases()
-    found = {name: train(deepspeed, known[name]) for name in names}
-    if deepspeed.comm.get_rank() == 0:
-        Path(out).write_text(json.dumps(found))
-
-
 # -- beside each other ----------------------------------------------------------------------------
-
-
-def start(
-    library: str, ranks: int, names: list[str], folder: str, script: str = __file__
-) -> dict[str, list[list[float]]]:
-    """What the ranks of one start of torchrun did in each case of `script`."""
-    out = Path(folder) / f"{library}-{ranks}.json"
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    mine = [script, "--worker", library, "--out", str(out), "--names", json.dumps(names)]
-    environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environ |= {"CUDA_VISIBLE_DEVICES": "", "SHARDWISE_QUIET": "on"}
-    done = subprocess.run(
-        [sys.executable, *words, *mine], env=environ, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{library} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
-    return json.loads(out.read_text())
-
-
-def difference(ours: list[list[float]], theirs: list[list[float]], column: int) -> float:
-    """The largest relative difference in a column; NaN where DeepSpeed has no figure."""
-    pairs = [(a[column], b[column]) for a, b in zip(ours, theirs, strict=True)]
-    return max((abs(a - b) / max(abs(b), 1e-12) if a != b else 0.0) for a, b in pairs)
 
 
 def compare(ranks: int, names: list[str]) -> None:
     """Print a table of all cases on `ranks`."""
-    with tempfile.TemporaryDirectory() as folder:
-        theirs = start("deepspeed", ranks, names, folder)
-        ours = start("shardwise.deepspeed", ranks, names, folder)
+    ours, theirs = both(__file__, ranks, names)
     print(f"\n| {ranks} rank(s) | loss | norm | rate | last loss |\n|---|---|---|---|---|")
     for name in names:
-        values = [difference(ours[name], theirs[name], column) for column in range(3)]
-        shown = " | ".join("-" if value != value else f"{value:.1e}" for value in values)
-        print(f"| {name} | {shown} | {ours[name][-1][0]:.6f} |", flush=True)
+        cells = shown([difference(ours[name], theirs[name], column) for column in range(3)])
+        print(f"| {name} | {cells} | {ours[name][-1][0]:.6f} |", flush=True)
 
 
 def main() -> None:
-    """Run as a worker, or compare the two."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--only", default="", help="cases whose names have this in them")
-    parser.add_argument("--figures", help="write what DeepSpeed's schedules do into this file")
-    for hidden in ("--worker", "--out", "--names"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        work(given.worker, json.loads(given.names), given.out)
-        return
+    """Run as a worker, compare the two, or write figures."""
+    flags = parser(__doc__, "ranks")
+    flags.add_argument("--figures", help="write what DeepSpeed's schedules do into this file")
+    given = flags.parse_args()
     if given.figures:
         write_figures(given.figures)
         return
-    names = [name for name in cases() if given.only in name]
-    import torch
-
-    print(f"torch {torch.__version__}, {STEPS} steps, largest relative differences")
-    for ranks in given.ranks:
-        compare(ranks, names)
+    known = cases()
+    drive(given, list(known), STEPS, lambda library, name: train(library, known[name]), compare)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,15 @@ norm before clipping, where DeepSpeed has one.
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from deepspeed_parity import difference, start
+from beside_deepspeed import both, difference, drive, parser, shown
 
 STEPS, MICRO, ROWS = 10, 4, 2
 WORDS, WIDTH, LENGTH, BLOCKS = 13, 16, 8, 4
@@ -153,21 +149,9 @@ def train(
     return rows
 
 
-def work(library: str, names: list[str], out: str) -> None:
-    """Run the cases called `names` on this rank, and write what they did."""
-    deepspeed = import_module(library)
-    deepspeed.init_distributed()
-    found = {name: train(deepspeed, *CASES[name]) for name in names}
-    if deepspeed.comm.get_rank() == 0:
-        Path(out).write_text(json.dumps(found))
-
-
 def compare(replicas: int, names: list[str]) -> None:
     """Print a table of all cases in two stages on `replicas`."""
-    ranks = STAGES * replicas
-    with tempfile.TemporaryDirectory() as folder:
-        theirs = start("deepspeed", ranks, names, folder, __file__)
-        ours = start("shardwise.deepspeed", ranks, names, folder, __file__)
+    ours, theirs = both(__file__, STAGES * replicas, names)
     alone = {clipping: plain(replicas, clipping) for clipping in (0.0, 1.0)}
     print(
         f"\n| {STAGES} stages x {replicas} replica(s) | loss | norm | loss beside plain PyTorch |"
@@ -176,25 +160,13 @@ def compare(replicas: int, names: list[str]) -> None:
     for name in names:
         values = [difference(ours[name], theirs[name], column) for column in range(2)]
         values.append(difference(ours[name], alone[CASES[name][1]], 0))
-        shown = " | ".join("-" if value != value else f"{value:.1e}" for value in values)
-        print(f"| {name} | {shown} |", flush=True)
+        print(f"| {name} | {shown(values)} |", flush=True)
 
 
 def main() -> None:
     """Run as a worker, or compare the two."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--only", default="", help="cases whose names have this in them")
-    for hidden in ("--worker", "--out", "--names"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        work(given.worker, json.loads(given.names), given.out)
-        return
-    torch.set_num_threads(1)  # as each rank has
-    print(f"torch {torch.__version__}, {STEPS} steps, largest relative differences")
-    for replicas in given.replicas:
-        compare(replicas, [name for name in CASES if given.only in name])
+    given = parser(__doc__, "replicas").parse_args()
+    drive(given, list(CASES), STEPS, lambda library, name: train(library, *CASES[name]), compare)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """DeepSpeed's own unit tests through `--adopt deepspeed`: how many pass, and why the rest do not.
 
     git clone https://github.com/deepspeedai/DeepSpeed
-    python benchmarks/deepspeed_tests.py DeepSpeed            # those on one process
-    python benchmarks/deepspeed_tests.py DeepSpeed --ranks    # those on two processes too
-    python benchmarks/deepspeed_tests.py DeepSpeed --ranks --into docs/from_deepspeed.md
+    python benchmarks/deepspeed_tests.py DeepSpeed              # those on one and two processes
+    python benchmarks/deepspeed_tests.py DeepSpeed --ranks 1    # those on one alone
+    python benchmarks/deepspeed_tests.py DeepSpeed --into docs/from_deepspeed.md --keep found.json
 
 Their files are read where they are. Tests run in the process of pytest; for those on two processes
 there are two of it, started by `shardwise run -n 2`, which run the same tests side by side, and a
@@ -11,17 +11,20 @@ test has passed where it has on both. What the test files import of DeepSpeed's 
 scripts do not use, is an empty class here: their models import MoE, their tests DeepSpeedConfig. A
 test that uses such a class fails, and is counted so. The names of the JSON's words
 (WARMUP_NUM_STEPS) are given to them too. One file needs the package hjson. With `--into` the table
-takes its place in a document.
+takes its place in a document. With `--keep` what was found of a file is written down, and a later
+call with the same file of results goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
@@ -156,6 +159,17 @@ def _on_all(world, test, arguments):
         raise fault
     if any(found):
         raise AssertionError(f"on another rank {next(each for each in found if each)}")
+    _close_engines()
+
+
+def _close_engines():
+    # Each of their tests has processes of its own, whose engines end with them.
+    from deepspeed.runtime import engine
+
+    for each in [made() for made in engine._made]:
+        if each is not None:
+            each.destroy()
+    engine._made.clear()
 """
 
 
@@ -184,7 +198,8 @@ def reason(case: ElementTree.Element) -> str:
     """Why a test did not pass, in few words; empty for one that did."""
     for kind in ("failure", "error", "skipped"):
         if (found := case.find(kind)) is not None:
-            return re.sub(r"\s+", " ", found.get("message", kind))[:110]
+            words = re.sub(r"\S*/pytest-\S*/", "", found.get("message", kind))
+            return textwrap.shorten(words, 120, placeholder=" ...")
     return ""
 
 
@@ -207,24 +222,40 @@ def put_into(document: Path, text: str) -> None:
     document.write_text(f"{before}{begin}{text}{end}{after}")
 
 
+def ask(given: argparse.Namespace) -> dict[str, list[str]]:
+    """The reasons by file, each test's; those in the file of results are not asked for again."""
+    kept: dict[str, list[str]] = {}
+    if given.keep is not None and given.keep.exists():
+        kept = json.loads(given.keep.read_text())
+    found: dict[str, list[str]] = {}
+    for file in given.files:
+        reasons = found.setdefault(Path(file).stem, [])
+        for ranks in given.ranks:
+            name = f"{file}, {ranks}"
+            if name not in kept:
+                root = run(given.source.resolve(), file, ranks)
+                kept[name] = [] if root is None else [*map(reason, root.iter("testcase"))]
+                if given.keep is not None and root is not None:
+                    given.keep.write_text(json.dumps(kept, indent=1) + "\n")
+            reasons += kept[name]
+        print(table({Path(file).stem: reasons}).splitlines()[-1], file=sys.stderr, flush=True)
+    return found
+
+
 def main() -> None:
     """Run the tests, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="a checkout of DeepSpeed")
-    parser.add_argument("--ranks", action="store_true", help="tests on two processes too")
+    ranks = {"type": lambda text: [int(word) for word in text.split(",")], "default": [1, 2]}
+    parser.add_argument("--ranks", metavar="1,2", help="tests on so many processes", **ranks)
     parser.add_argument("--files", nargs="+", default=list(FILES))
+    parser.add_argument("--keep", type=Path, help="a file of results, to go on from")
     parser.add_argument("--into", type=Path, help="the document whose table this is")
     given = parser.parse_args()
-    found: dict[str, list[str]] = {}
-    for file in given.files:
-        reasons = found.setdefault(Path(file).stem, [])
-        for ranks in (1, 2) if given.ranks else (1,):
-            root = run(given.source.resolve(), file, ranks)
-            reasons += [] if root is None else map(reason, root.iter("testcase"))
-        print(table({Path(file).stem: reasons}).splitlines()[-1], file=sys.stderr, flush=True)
-    print(table(found), end="")
+    text = table(ask(given))
+    print(text, end="")
     if given.into is not None:
-        put_into(given.into, table(found))
+        put_into(given.into, text)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ PEERS = {
     "adopted": [
         Contender(
             key=f"adopted-{stage}",
-            label=f"the same JSON, shardwise.deepspeed, stage {stage}",
+            label=f"shardwise.deepspeed, {stage}",
             module="deepspeed",
             options={"stage": stage, "library": "shardwise.deepspeed"},
         )

@@ -12,7 +12,8 @@
     │   ├── ParameterAccess  a sharded parameter touched outside of a forward
     │   ├── OrderError       a sharded unit needed where other ranks do not expect it
     │   ├── BadCall          arguments that cannot be
-    │   └── HookOrder        zero_grad before step, or too many backwards (shardwise.horovod)
+    │   ├── HookOrder        zero_grad before step, or too many backwards (shardwise.horovod)
+    │   └── FailedAssertion  what DeepSpeed asserts does not hold (shardwise.deepspeed)
     ├── DataError            a dataset, sampler or batch that cannot be shared out
     ├── MetricsError         ranks disagree on what they measured
     ├── CheckpointError      a checkpoint that cannot be written, found or read
@@ -95,6 +96,10 @@ class BadCall(UsageError, ValueError, RuntimeError):
 class HookOrder(UsageError, AssertionError):
     """Backward, synchronize, step and zero_grad in an order that would lose gradients; an
     AssertionError, as Horovod's."""
+
+
+class FailedAssertion(UsageError, AssertionError):
+    """No model, or tags that differ between ranks; an AssertionError, as DeepSpeed's."""
 
 
 class DataError(ShardwiseError):

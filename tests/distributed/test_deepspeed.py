@@ -231,6 +231,75 @@ def test_whole_parameters_and_states(group, size):
     ranks(group, size)(whole_case)
 
 
+def copied_case(world, folder):
+    """What scripts of adapters do to copy weights out, and a save as a plain state_dict in fp32."""
+    import shardwise.deepspeed as deepspeed
+    from shardwise.deepspeed import zero_to_fp32
+    from shardwise.deepspeed.zero import ZeroParamStatus
+
+    config = json_of(3, bf16={"enabled": True})
+    del config["scheduler"]  # its first rate is 0
+    engine, *_ = deepspeed.initialize(model=net().float(), config=config)
+    run_in(engine, torch.bfloat16, world.rank)
+    weight = engine.module[0].weight
+    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    assert (weight.ds_shape, weight.ds_numel) == ((6, 4), 24)
+    with deepspeed.zero.GatheredParameters([weight]):
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+        copied = weight.data.clone()
+    assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    engine.save_checkpoint(folder)
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert state["0.weight"].dtype == torch.float32
+    assert not torch.equal(state["0.weight"], copied.float())
+    assert torch.equal(state["0.weight"].bfloat16(), copied)
+    whole = zero_to_fp32.load_state_dict_from_zero_checkpoint(net().float(), folder)
+    assert torch.equal(whole[0].weight, state["0.weight"])
+    engine.destroy()
+    assert not hasattr(weight, "ds_id")
+    close(engine, world)
+
+
+def run_in(engine, dtype, rank):
+    x, y = (each.to(dtype) for each in batch(0, 0, rank))
+    engine.backward((engine(x) - y).square().mean())
+    engine.step()
+
+
+def test_weights_are_copied_out_as_scripts_do(group, tmp_path):
+    ranks(group, 2)(copied_case, str(tmp_path))
+
+
+def scaled_case(world, zero):
+    """engine.scale(loss).backward() is engine.backward(loss)."""
+    import shardwise.deepspeed as deepspeed
+
+    seen = []
+    for by_scale in (False, True):
+        model = net()
+        engine, *_ = deepspeed.initialize(
+            model=model, config=json_of(zero, gradient_accumulation_steps=2)
+        )
+        for micro in range(2):
+            loss = loss_of(engine, *batch(0, micro, world.rank))
+            if by_scale:
+                (2 * engine.scale(loss / 2)).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        with deepspeed.zero.GatheredParameters(model[0].weight):
+            seen.append((engine.get_global_grad_norm(), model[0].weight.tolist()))
+        engine.destroy()
+    assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-12)
+    assert torch.allclose(*(torch.tensor(weights) for _, weights in seen), rtol=1e-9)
+    close(engine, world)
+
+
+def test_scale_and_backward_by_hand(group):
+    for zero in (1, 3):
+        ranks(group, 2)(scaled_case, zero)
+
+
 def bf16_case(world, zero):
     """Weights are rounded before masters begin, outputs are bf16 as the module computed them."""
     import shardwise.deepspeed as deepspeed
@@ -329,11 +398,14 @@ def refusals_case(world):
             "optimizer Adam: .*lrr",
         ),
         ({"config": json_of(0), "mpu": object()}, "groups of ranks"),
+        ({"config": json_of(0, data_parallel_size=7)}, "is 7, and this run has 2 replica"),
         ({"config": json_of(0), "model": PipelineModule()}, "PipelineModule of another library"),
         ({"config": json_of(0) | {"tensor_parallel": {"autotp_size": 3}}}, "does not divide 2"),
     ):
         with pytest.raises((ConfigError, UsageError), match=words):
             deepspeed.initialize(**{"model": model} | options)
+    with pytest.raises(AssertionError, match=r"takes a torch\.nn\.Module, not None"):
+        deepspeed.initialize(model=None, config=json_of(0))
     engine, *_ = deepspeed.initialize(model=net(), config={"train_batch_size": world.size})
     assert engine(torch.zeros(1, 4).double()).shape == (1, 3)
     with pytest.raises(UsageError, match="without an optimizer"):

@@ -32,9 +32,30 @@ def refused_case(world, folder):
     close(engine, world)
     strict = {"checkpoint": {"tag_validation": "Fail"}}
     engine, _ = trained(world, json_of(1, **strict), steps=range(1))
-    with pytest.raises(UsageError, match="has the tag 'tag-0' on rank 0 and another"):
+    with pytest.raises(AssertionError, match="has the tag 'tag-0' on rank 0 and another"):
         engine.save_checkpoint(f"{folder}/strict", tag=f"tag-{world.rank}")
     close(engine, world)
+
+
+def earlier_case(world, folder):
+    """A save whose step does not name its client file yet, which was called by its number."""
+    engine, _ = trained(world, json_of(1), steps=range(1))
+    place = Path(folder) / "earlier"
+    if world.is_main:
+        place.mkdir()
+        (Path(folder) / "latest").write_text("earlier")
+        counts = {"global_steps": 7}
+        content = {"client_state": {"epoch": 3}, "lr_scheduler": None, "counts": counts}
+        torch.save(content, place / "client-1.pt")
+    world.barrier()
+    engine._engine("save").save(place)
+    assert engine.load_checkpoint(folder) == (str(place), {"epoch": 3})
+    assert engine.global_steps == 7
+    close(engine, world)
+
+
+def test_an_earlier_save_is_read(group, tmp_path):
+    ranks(group, 2)(earlier_case, str(tmp_path))
 
 
 def test_what_cannot_be_saved_is_said_by_all(group, tmp_path):

@@ -1,7 +1,10 @@
 """DeepSpeed's JSON as settings: each key in one class, contradictions, batch sizes, "auto"."""
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -166,6 +169,17 @@ def test_files(tmp_path):
     assert "'train_batch_size' is there twice" in refusal(path)
     path.write_text(json.dumps(SIZES))
     assert deepspeed.parse(path).document.values == SIZES
+
+
+def test_hjson_is_read_where_its_package_is(tmp_path, monkeypatch):
+    """DeepSpeed reads its files by that package, so comments and bare keys work there."""
+    path = tmp_path / "ds.json"
+    path.write_text("{train_batch_size: 4  # in all\n}")
+    hjson = ModuleType("hjson")
+    hjson.loads = lambda text, object_pairs_hook: object_pairs_hook([("train_batch_size", 4)])
+    hjson.__spec__ = ModuleSpec("hjson", None)
+    monkeypatch.setitem(sys.modules, "hjson", hjson)
+    assert deepspeed.parse(path).document.values == {"train_batch_size": 4}
 
 
 def test_auto_is_the_callers_value_and_else_absent():

@@ -36,6 +36,7 @@ from shardwise.errors import (
     BrokenCheckpoint,
     CheckpointError,
     CheckpointMismatch,
+    FailedAssertion,
     UsageError,
 )
 
@@ -106,7 +107,7 @@ def _tag_of(engine: Configured, tag: str | None) -> str:
     if engine.world.any(first != name) and engine._job.tag_validation != "ignore":
         words = f"save_checkpoint has the tag {first!r} on rank 0 and another one elsewhere"
         if engine._job.tag_validation == "fail":
-            raise UsageError(f"{words} (here: {name!r}): give all workers the same.")
+            raise FailedAssertion(f"{words} (here: {name!r}): give all workers the same.")
         engine.world.say_once(f"{words}: all workers save under that of rank 0.")
     return first
 
@@ -219,6 +220,8 @@ def _content(place: Path, data: bytes) -> dict[str, Any]:
         raise BrokenCheckpoint(
             f"{place} has a client-*.pt that is damaged: load another tag."
         ) from error
+    if isinstance(content, dict):
+        content.setdefault("schedule", None)  # earlier saves do not name its kind
     if not isinstance(content, dict) or content.keys() != _CONTENT:
         raise BrokenCheckpoint(f"{place} has a client-*.pt of something else: load another tag.")
     return content
@@ -294,6 +297,9 @@ def _found(
         return place, place, None  # DeepSpeed's own files, or an error of engine.load
     path = saves[-1].path
     name = document.load(path)["tracked"].get(BESIDE, {}).get("file")
+    earlier = f"client-{path.name.removeprefix('step-')}.pt"  # before steps named their file
+    if name is None and (place / earlier).is_file():
+        name = earlier
     if name is None:
         return CheckpointError(
             f"{path} is a checkpoint of engine.save, which keeps no counts, schedule or "

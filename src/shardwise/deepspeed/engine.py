@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.config.deepspeed import Batches, Job
-from shardwise.deepspeed import checkpoints
+from shardwise.deepspeed import checkpoints, manual_backward, zero_marks
 from shardwise.deepspeed.configured import Configured, Trained
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.monitor import MonitorMaster
@@ -54,6 +54,8 @@ class DeepSpeedEngine(Configured):
         self.losses: float | None = None
         self.monitor = MonitorMaster(job, is_main=world.is_main)
         _made[:] = [each for each in _made if each() is not None] + [ref(self)]
+        if trained.engine is not None and trained.engine.placement.is_sharded("parameters"):
+            zero_marks.mark(module.parameters())
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -104,11 +106,10 @@ class DeepSpeedEngine(Configured):
             self._inside_no_sync = False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Raises UsageError: gradients are seeded by the engine."""
-        raise UsageError(
-            "engine.scale(loss).backward(): write engine.backward(loss), which scales the loss and "
-            "collects the gradients."
-        )
+        """A scalar of the value of `loss` whose backward(), once, does what `engine.backward(loss)`
+        does. Raises UsageError without an optimizer."""
+        self._engine("scale")
+        return manual_backward.as_loss(loss, self.backward)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next `step` updates."""
@@ -289,6 +290,7 @@ class DeepSpeedEngine(Configured):
         if self._trained.engine is not None:
             self._trained.engine.close()
             self._trained.engine = None
+            zero_marks.unmark(self.module.parameters())
         self._outputs.remove()
 
 

@@ -25,7 +25,7 @@ from shardwise.deepspeed.outputs import OutputTypes
 from shardwise.deepspeed.pipe.engine import PipelineEngine
 from shardwise.deepspeed.pipe.module import PipelineModule
 from shardwise.deepspeed.pipe.topology import PipelineParallelGrid
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, FailedAssertion, UsageError
 
 Json = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -77,7 +77,9 @@ def initialize(
 def _checked(model: Any) -> nn.Module:
     """`model`. Raises UsageError for what is none, and for one of DeepSpeed's own."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {model!r}.")
+        raise FailedAssertion(
+            f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {model!r}."
+        )
     is_theirs = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
     if is_theirs and not isinstance(model, PipelineModule):
         raise UsageError(
@@ -88,13 +90,19 @@ def _checked(model: Any) -> nn.Module:
 
 
 def _divide(world: sw.World, job: Job, model: Any) -> None:
-    """Divide replicas as the JSON says. Raises UsageError for a plain model over several stages."""
+    """Divide replicas as the JSON says. Raises UsageError for a plain model over several stages,
+    ConfigError for another number of replicas than the JSON has."""
     if (size := job.settings.get("tensor", 1)) > 1:
         divide(world, f"{job.document.name}: tensor_parallel.autotp_size", tensor=size)
     if world.pipeline_size > 1 and not isinstance(model, PipelineModule):
         raise UsageError(
             f"deepspeed.initialize with --pipeline {world.pipeline_size} takes a PipelineModule, "
             f"not a {type(model).__name__}: give its layers to one, or leave the flag out."
+        )
+    if (replicas := job.document.get(key := "data_parallel_size", 0)) not in (0, world.data_size):
+        raise ConfigError(
+            f"{job.document.name}: {key} is {replicas}, and this run has {world.data_size} "
+            "replica(s): leave it out, or start another number of workers."
         )
 
 

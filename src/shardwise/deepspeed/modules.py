@@ -22,6 +22,8 @@ MODULES = {
     "runtime.zero.partition_parameters": "zero",
     "utils": "utils",
     "utils.logging": "utils",
+    "utils.zero_to_fp32": "zero_to_fp32",
+    "runtime.utils": "runtime_utils",
     "accelerator": "accelerator",
     "accelerator.real_accelerator": "accelerator",
     "checkpointing": "checkpointing",

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.deepspeed import zero_marks
 from shardwise.deepspeed.engine import DeepSpeedEngine, engine_of
+from shardwise.deepspeed.zero_marks import ZeroParamStatus
 from shardwise.errors import UsageError
 from shardwise.model import meta
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
 
 
 class Init:
@@ -70,6 +72,7 @@ class GatheredParameters:
         inner, writes = engine._engine("GatheredParameters"), self._modifier_rank is not None
         part = _smallest(engine.module, self._parameters)
         self._blocks.enter_context(inner.full_parameters(part, write=writes))
+        self._blocks.enter_context(zero_marks.whole(self._parameters))
 
     def __exit__(self, *error: Any) -> None:
         if error[0] is None and self._modifier_rank is not None and dist.is_initialized():

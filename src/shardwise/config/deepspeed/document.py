@@ -8,6 +8,8 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, 
         )
     path = Path(source)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        found = _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"The DeepSpeed file {path} cannot be read: {why}.") from None
@@ -37,6 +39,17 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, 
     if not isinstance(found, dict):
         raise ConfigError(f"The DeepSpeed file {path} is a JSON {_kind(found)}, not an object.")
     return found, str(path)
+
+
+def _parsed(text: str) -> Any:
+    """What `text` says as JSON; where it is none, as Hjson, which DeepSpeed takes too, if that
+    package is installed. Raises ValueError for neither."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except json.JSONDecodeError:
+        if find_spec("hjson") is None:
+            raise
+    return import_module("hjson").loads(text, object_pairs_hook=_once)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
