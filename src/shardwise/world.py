@@ -18,11 +18,11 @@ from torch import Tensor
 
 from shardwise import collectives, config, timeline_control
 from shardwise.batch_rows import BatchRows
-from shardwise.collectives import Collectives, GatherOrder, Solo
+from shardwise.collectives import Collectives, ElasticRun, GatherOrder, Solo
 from shardwise.common_calls import CommonCalls
 from shardwise.common_random_stream import CommonRandomStream
 from shardwise.current_batch import CurrentBatch
-from shardwise.errors import UsageError
+from shardwise.errors import CollectiveError, UsageError
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import ProgressWriter
 from shardwise.loop_checks import StepsWithoutEngine, UnsteppedBackwards
@@ -66,7 +66,7 @@ class World(BatchRows):
         self.local_size = identity.local_size
         self.launcher = identity.launcher
         self.device = device
-        self.is_main = identity.rank == 0
+        self.is_main = group.leads
         self.host = socket.gethostname()
         self.seed = 0
         self.seed_source = "not given"
@@ -111,6 +111,8 @@ class World(BatchRows):
         """The settings that the script gave."""
         self._said: set[str] = set()
         self._told_stand_in = False
+        if isinstance(group, ElasticRun):
+            group.link.changed = self._members_changed
 
     @cached_property
     def side_channel(self) -> Collectives:
@@ -123,6 +125,19 @@ class World(BatchRows):
     def gather_order(self) -> GatherOrder:
         """The order in which units of all engines are gathered, and BatchNorms exchange."""
         return GatherOrder(self.data.size, lambda: self.side_channel)
+
+    def _members_changed(self) -> None:
+        """Elastic islands have ended, or are back: the first rank of those that are left leads."""
+        self.is_main = self.collectives.leads
+
+    def check_inside(self, call: str) -> None:
+        """Raise UsageError for a `call` over all ranks while the others go on without this island,
+        which comes back in engine.resume."""
+        if self.collectives.is_outside:
+            raise UsageError(
+                f"{call} before engine.resume(folder), in an island that comes back: the others go "
+                "on without it until then, and would not come. Call it after."
+            )
 
     def cut(self, mesh: Mesh) -> None:
         """Take a place in `mesh`. Collective where it has more than the data axis."""
@@ -197,6 +212,7 @@ class World(BatchRows):
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""
         self.current_batch.check_even("world.any")
+        self.check_inside("world.any")
         row = torch.tensor([float(bool(flag))], device=self.collectives.small_device)
         return bool(self.collectives.gather_rows(row).any())
 
@@ -219,12 +235,21 @@ class World(BatchRows):
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Rank `source`'s `value` (picklable), on every rank."""
         self.current_batch.check_even("world.broadcast_object")
-        gathered = self.collectives.gather_objects(value if self.rank == source else None)
-        return gathered[source]  # type: ignore[no-any-return]
+        self.check_inside("world.broadcast_object")
+        mine = self.is_main if source == 0 else self.rank == source
+        gathered = self.collectives.gather_objects((value,) if mine else None)
+        for held in gathered:
+            if held is not None:
+                return held[0]  # type: ignore[no-any-return]
+        raise CollectiveError(
+            f"world.broadcast_object(source={source}) has nothing to give: the elastic island of "
+            "that rank has ended. Broadcast from rank 0, whose place the first of the others takes."
+        )
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""
         self.current_batch.check_even("world.gather")
+        self.check_inside("world.gather")
         self._tell_stand_in("world.gather")
         return self.collectives.gather_objects(value)
 
@@ -235,6 +260,7 @@ class World(BatchRows):
         group keeps its value. Raises UsageError for a rank that is listed twice.
         """
         self.current_batch.check_even("world.sum")
+        self.check_inside("world.sum")
         self._tell_stand_in("world.sum")
         group = self.collectives
         if groups is not None:

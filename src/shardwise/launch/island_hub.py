@@ -81,6 +81,8 @@ class IslandHub:
 
     def _hear(self, rank: int, link: socket.socket) -> None:
         """Take one message of `rank`."""
+        if self._links.get(rank) is not link:  # it was closed in this turn of the loop
+            return
         try:
             data, fds, _, _ = socket.recv_fds(link, LONGEST, 1)
         except BlockingIOError:

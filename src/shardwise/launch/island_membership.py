@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-BEGINS = "begin"
-"""How the label of the exchange starts before which the end of an island ends the run."""
+BEGINS = "the beginning"
+BOUNDARY = "the boundary"
+"""How the labels of the exchanges start before which the end of an island ends the run."""
 
 ADMITS = "admit"
 """How the label of the exchange starts that lets islands in: their numbers follow."""
@@ -113,7 +114,7 @@ class Membership:
     def _exchanged(self, rank: int) -> Iterator[Answer]:
         """End the exchange in which `rank` waits; the answers."""
         label, partners, took_part = self._arrived[rank].label, self._partners(rank), self.members
-        self.begun |= label.startswith(BEGINS)
+        self.begun |= label.startswith((BEGINS, BOUNDARY))
         admitted = self._admit(label)
         self.fresh.difference_update(took_part)
         words = {"islands": took_part, "members": self.members, "waiting": self.waiting}

@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing
-from functools import partial
 from itertools import count
 from pathlib import Path
 

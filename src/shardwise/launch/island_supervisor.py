@@ -9,7 +9,7 @@ train, of the last island, or of a run that somebody asks to end.
 
 from __future__ import annotations
 
-import signal
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +24,8 @@ from shardwise.launch.island_workers import IslandWorkers
 from shardwise.launch.local_workers import RankExit
 from shardwise.launch.restarts import STUCK, Ending
 from shardwise.launch.supervisor import SETTLE, UNEXPLAINED, Supervisor
+
+NEVER = math.inf
 
 Start = Callable[[int, bool], IslandWorkers]
 """Starts an island; whether it comes back to others that have gone on."""
@@ -49,6 +51,8 @@ class IslandSupervisor(Supervisor):
         """The islands that take up a checkpoint when they are started."""
         self._tries: Counter[int] = Counter()
         """How often an island was started again since it last took part."""
+        self._admitted: dict[int, int] = {}
+        """By island that is back: at which step the others have let it in."""
         self._finished: set[int] = set()
         self._unneeded: set[int] = set()
         self.ended: list[IslandWorkers] = []
@@ -76,12 +80,12 @@ class IslandSupervisor(Supervisor):
     def turn(self, limit: float | None = None) -> None:
         """The same; islands that have failed are ended at their time."""
         now = time.monotonic()
-        waits = [max(0.0, at - now) for at in self._failing.values()]
+        waits = [max(0.0, at - now) for at in self._failing.values() if at < NEVER]
         waits += [] if limit is None else [limit]
         super().turn(min(waits, default=None))
         for island, at in list(self._failing.items()):
             if at <= time.monotonic():
-                self._failing[island] = float("inf")
+                self._failing[island] = NEVER
                 self.islands[island].end()
 
     # -- the end of a rank ------------------------------------------------------------------
@@ -123,7 +127,7 @@ class IslandSupervisor(Supervisor):
         if island not in self._failing:
             self._failures[island] = {}
             self._outlived.discard(island)
-            self._failing[island] = float("inf")
+            self._failing[island] = NEVER
         exits = self._failures[island]
         exits[rank_exit.end.rank] = rank_exit
         if len(exits) == 1:
@@ -195,14 +199,17 @@ class IslandSupervisor(Supervisor):
 
     def _exchanged(self, islands: Sequence[int]) -> None:
         """These have taken part in an exchange."""
-        members = self._membership.members
-        self._outlived.update(each for each in self._failures if each not in islands)
-        for island in [each for each in self._failures if each in members]:
-            del self._failures[island]
-            self._outlived.discard(island)
-            self._tries[island] = 0
-            step = self.islands[islands[0]].step
-            self.say(f"shardwise: island {island} is back at step {step}, with the others'.\n")
+        for island in list(self._failures):
+            if island not in islands:
+                self._outlived.add(island)
+                if island in self._membership.members:
+                    self._admitted[island] = self.islands[islands[0]].step
+            else:
+                del self._failures[island]
+                self._outlived.discard(island)
+                self._tries[island] = 0
+                step = self._admitted[island]
+                self.say(f"shardwise: island {island} is back, from step {step} on.\n")
 
     def _end_unneeded(self) -> None:
         """End islands that are on their way back when nobody is there any more."""

@@ -94,8 +94,8 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
     size = sum(share.count for share in shares)
     if asked.elastic_islands and not is_alone:
         raise LaunchError(
-            "--elastic-islands is for islands on this host: over several hosts an island that fails "
-            "ends the run, and --restarts starts it again. Leave it out, or -H and --hostfile."
+            "--elastic-islands is for islands on one host: over several an island that fails ends "
+            "the run, and --restarts starts all again. Leave it out, or -H and --hostfile."
         )
     job = Job(
         words=asked.words,

@@ -1,0 +1,74 @@
+"""Trains on islands of which one dies, and leaves what each rank has after each boundary.
+
+The anchor after step S is in FOLDER/anchor-S-RANK.pt, the losses of a rank's steps are printed.
+"""
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shardwise as sw
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("--epochs", type=int, default=3, help="of 8 steps")
+parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--die", default="", help="RANK:STEP, once, after so many steps")
+parser.add_argument("--measure", action="store_true", help="the loss over all ranks, each step")
+args = parser.parse_args()
+
+world = sw.init(seed=0, device="cpu", quiet=True)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+engine = sw.Engine(model, optimizer)
+rows = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+loader = sw.Loader(list(rows), 8, shuffle=True)
+engine.track(loader=loader, scheduler=scheduler)
+engine.resume(args.folder)
+print(f"start {engine.steps}", flush=True)
+
+
+def dies() -> None:
+    """Die, once, where that is asked for."""
+    mark = args.folder / "died"
+    if f"{world.rank}:{engine.steps}" == args.die and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def keep_anchor() -> None:
+    """Leave the anchor, as this rank has it."""
+    with engine.anchor(), engine.full_parameters():
+        flat = torch.cat([each.detach().flatten() for each in model.parameters()])
+    path = args.folder / f"anchor-{engine.steps}-{world.rank}.pt"
+    torch.save(flat, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
+
+
+
+metrics = sw.Metrics()
+for _ in loader.epochs(args.epochs):
+    for x in loader:
+        dies()
+        loss = (model(x) - x[:, :3].sin()).square().mean()
+        engine.backward(loss)
+        stats = engine.step()
+        scheduler.step()
+        print(f"step {engine.steps} {stats.loss:.15e}", flush=True)
+        time.sleep(args.pause)
+        if engine.steps % engine._spec.settings.equal_every == 0:
+            keep_anchor()
+        if args.measure:
+            metrics.add(loss=loss)
+            world.print(f"mean {engine.steps} {metrics.compute()['loss']:.15e}", flush=True)
+
+engine.close()
+flat = torch.cat([each.detach().flatten() for each in model.parameters()])
+torch.save(flat, args.folder / f"end-{world.rank}.pt")
