@@ -161,9 +161,10 @@ def _begin_alike(made: World, keywords: dict[str, Any]) -> None:
     if chosen is not None:
         randomness.seed_everything(made.seed)
     elif made.size > 1 and made.settings.reseed:
-        states = GeneratorStates.now(made.device).plain() if made.is_main else None
+        is_first = group.rank == 0
+        states = GeneratorStates.now(made.device).plain() if is_first else None
         states_of_main = group.gather_plain(states)[0]
-        if not made.is_main:
+        if not is_first:
             GeneratorStates.of_plain(states_of_main).restore(made.device)
 
 

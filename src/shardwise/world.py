@@ -22,7 +22,7 @@ from shardwise.collectives import Collectives, ElasticRun, GatherOrder, Solo
 from shardwise.common_calls import CommonCalls
 from shardwise.common_random_stream import CommonRandomStream
 from shardwise.current_batch import CurrentBatch
-from shardwise.errors import CollectiveError, UsageError
+from shardwise.errors import CollectiveError, ConfigError, UsageError
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import ProgressWriter
 from shardwise.loop_checks import StepsWithoutEngine, UnsteppedBackwards
@@ -375,6 +375,11 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
     it goes on; one of an earlier run is replaced. Raises ConfigError where it cannot be written.
     """
     world = current()
+    if world.collectives.comes_and_goes:
+        raise ConfigError(
+            f"--timeline {path} and --elastic-islands cannot be had together: an island that is "
+            "back would begin the file anew. Leave one of them out."
+        )
     timeline_control.start(Path(path), world.collectives.status_server)
     if world.is_main and not world.settings.quiet:
         line = timeline_control.where(Path(path), world.collectives.status_server)

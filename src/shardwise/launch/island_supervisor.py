@@ -54,6 +54,9 @@ class IslandSupervisor(Supervisor):
         self._admitted: dict[int, int] = {}
         """By island that is back: at which step the others have let it in."""
         self._finished: set[int] = set()
+        """The islands all of whose ranks have ended well."""
+        self._said: set[int] = set()
+        """Of these, those of which it was said that the others go on."""
         self._unneeded: set[int] = set()
         self.ended: list[IslandWorkers] = []
         """Those in whose place others were started."""
@@ -199,6 +202,9 @@ class IslandSupervisor(Supervisor):
 
     def _exchanged(self, islands: Sequence[int]) -> None:
         """These have taken part in an exchange."""
+        for island in self._finished - self._said:
+            self.say(f"shardwise: island {island} has ended well. The others go on without it.\n")
+        self._said |= self._finished
         for island in list(self._failures):
             if island not in islands:
                 self._outlived.add(island)

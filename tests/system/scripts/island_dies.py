@@ -19,6 +19,7 @@ parser.add_argument("folder", type=Path)
 parser.add_argument("--epochs", type=int, default=3, help="of 8 steps")
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--die", default="", help="RANK:STEP, once, after so many steps")
+parser.add_argument("--hold", type=int, default=0, help="a step at which who died is waited for")
 parser.add_argument("--measure", action="store_true", help="the loss over all ranks, each step")
 args = parser.parse_args()
 
@@ -29,8 +30,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
 engine = sw.Engine(model, optimizer)
 rows = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-loader = sw.Loader(list(rows), 8, shuffle=True)
+loader = sw.Loader(list(rows), 8)
 engine.track(loader=loader, scheduler=scheduler)
+if world.collectives.is_outside:
+    (args.folder / "comes back").touch()
 engine.resume(args.folder)
 print(f"start {engine.steps}", flush=True)
 
@@ -52,6 +55,12 @@ def keep_anchor() -> None:
     path.with_suffix(".part").rename(path)
 
 
+def hold() -> None:
+    """Wait until the island that has died is about to ask to be let in."""
+    while engine.steps == args.hold and not (args.folder / "comes back").exists():
+        time.sleep(0.02)
+    time.sleep(0.5 if args.hold and engine.steps == args.hold else args.pause)
+
 
 metrics = sw.Metrics()
 for _ in loader.epochs(args.epochs):
@@ -62,7 +71,7 @@ for _ in loader.epochs(args.epochs):
         stats = engine.step()
         scheduler.step()
         print(f"step {engine.steps} {stats.loss:.15e}", flush=True)
-        time.sleep(args.pause)
+        hold()
         if engine.steps % engine._spec.settings.equal_every == 0:
             keep_anchor()
         if args.measure:

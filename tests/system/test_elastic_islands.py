@@ -1,0 +1,113 @@
+"""An island that dies leaves the others running, and comes back from the anchor."""
+
+import re
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.system.launcher import Launcher, Ran, script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--elastic-islands needs Linux")
+
+EVERY, BATCH = 4, 8
+
+
+def words(*more: str, size: int = 4, islands: int = 2, every: int = EVERY) -> list[str]:
+    shape = ["-n", str(size), "--islands", str(islands), "--equal-every", str(every)]
+    return ["run", *shape, "--elastic-islands", *more]
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def put(model: nn.Module, values: torch.Tensor) -> None:
+    nn.utils.vector_to_parameters(values.clone(), model.parameters())
+
+
+def ends(folder: Path, size: int = 4) -> torch.Tensor:
+    """What all ranks have come to, which must be the same to the bit."""
+    found = [torch.load(folder / f"end-{rank}.pt") for rank in range(size)]
+    assert all(torch.equal(each, found[0]) for each in found)
+    return found[0]
+
+
+def back_at(ran: Ran, island: int) -> int:
+    """From which step on an island is back."""
+    return int(re.findall(rf"shardwise: island {island} is back, from step (\d+) on", ran.err)[-1])
+
+
+class Plain:
+    """One island of the plain loop: a model with its optimizer and schedule."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
+
+    def step(self, rows: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        (self.model(rows) - rows[:, :3].sin()).square().mean().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+
+def plain(steps: int, gone: int, back: int, absent: int) -> torch.Tensor:
+    """Local SGD of two islands, of which `absent` is missing from the boundaries after step `gone`
+    on, and goes on from the anchor of step `back`, with the other's optimizer state."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(64, 6, generator=generator, dtype=torch.float64)
+    islands = [Plain(), Plain()]
+    for step in range(1, steps + 1):
+        there = [k for k in (0, 1) if k != absent or not gone < step <= back]
+        batch = rows[(step - 1) * BATCH % 64 :][:BATCH].chunk(2)
+        for k in there:
+            islands[k].step(batch[k])
+        if step % EVERY == 0:
+            met = [k for k in there if k != absent or not gone < step]
+            if absent in there and step > back:
+                met = there
+            mean = torch.stack([flat(islands[k].model) for k in met]).mean(0)
+            for k in met:
+                put(islands[k].model, mean)
+        if step == back:
+            other = islands[1 - absent]
+            put(islands[absent].model, flat(other.model))
+            islands[absent].optimizer.load_state_dict(deepcopy(other.optimizer.state_dict()))
+            islands[absent].scheduler.load_state_dict(other.scheduler.state_dict())
+    return flat(islands[0].model)
+
+
+@pytest.mark.parametrize(
+    ("rank", "row"),
+    [
+        pytest.param(0, "0", marks=pytest.mark.full),
+        (2, "2"),
+        pytest.param(1, "3", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_is_killed(shardwise: Launcher, rank: int, row: str) -> None:
+    """The others go on, the island comes back, and all is as in the plain loop without it."""
+    folder, island = shardwise.folder / "ck", rank // 2
+    folder.mkdir()
+    more = ["--restarts", "1", "--zero", row, script("island_dies"), "ck"]
+    ran = shardwise.run(*words(*more, "--die", f"{rank}:6", "--hold", "14"))
+    assert ran.code == 0, ran.err
+    assert (
+        f"shardwise: island {island} has ended at step 6 (rank {rank} of 4 was ended: SIGKILL). "
+        f"Island {1 - island} goes on without it, from the next boundary on. Starting it again, 1 "
+        "of 1.\n"
+    ) in ran.err
+    back = back_at(ran, island)
+    assert back in (16, 20)
+    assert torch.allclose(ends(folder), plain(24, 4, back, island), rtol=1e-8, atol=1e-8)
+    assert [f"[{r}] start {back}" in ran.out for r in range(4)] == [
+        r // 2 == island for r in range(4)
+    ]
+    assert shardwise.wait_until_gone() == []
+    assert shardwise.folders_left() == []
