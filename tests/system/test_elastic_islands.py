@@ -1,19 +1,26 @@
 """An island that dies leaves the others running, and comes back from the anchor."""
 
+import os
+import random
 import re
+import signal
 import sys
+import time
 from copy import deepcopy
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from torch import nn
 
-from tests.system.launcher import Launcher, Ran, script
+from tests.system.launcher import LIMIT, Launcher, Ran, script
+from tests.system.test_restarts import rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--elastic-islands needs Linux")
 
 EVERY, BATCH = 4, 8
+WIRES = ("fp32", "bf16", "int8", "int4")
 
 
 def words(*more: str, size: int = 4, islands: int = 2, every: int = EVERY) -> list[str]:
@@ -109,5 +116,83 @@ def test_a_rank_is_killed(shardwise: Launcher, rank: int, row: str) -> None:
     assert [f"[{r}] start {back}" in ran.out for r in range(4)] == [
         r // 2 == island for r in range(4)
     ]
+    assert shardwise.wait_until_gone() == []
+    assert shardwise.folders_left() == []
+
+
+class Watched:
+    """A run whose output is read as it comes, so that something can be done at a step."""
+
+    def __init__(self, shardwise: Launcher, *given: str) -> None:
+        self.process = shardwise.start(*given)
+        self._lines: list[str] = []
+        self._thread = Thread(target=self._read, daemon=True)
+        self._thread.start()
+        self._errors: list[str] = []
+        self._more = Thread(target=self._read_errors, daemon=True)
+        self._more.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.append(line)
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._errors.append(line)
+
+    def reach(self, step: int) -> bool:
+        """Return when a rank has made so many steps; False where the run has ended before."""
+        while not any(f"] step {step} " in line for line in list(self._lines)):
+            if self.process.poll() is not None:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def finish(self) -> Ran:
+        """Wait for the end."""
+        self.process.wait(LIMIT)
+        self._thread.join()
+        self._more.join()
+        return Ran(self.process.returncode, "".join(self._lines), "".join(self._errors))
+
+
+def killed(shardwise: Launcher, draw: random.Random, size: int) -> int | None:
+    """Kill a rank that is drawn, at once; None where it does not run now."""
+    rank = draw.randrange(size)
+    try:
+        os.kill(rank_of(shardwise, rank), draw.choice([signal.SIGKILL, signal.SIGSEGV]))
+    except (StopIteration, ProcessLookupError):
+        return None
+    return rank
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_rank_is_killed_at_a_random_moment(shardwise: Launcher, seed: int) -> None:
+    """Once or twice, in a random row: in the end all have the same."""
+    draw, folder = random.Random(seed), shardwise.folder / "ck"
+    folder.mkdir()
+    islands, every = draw.choice([2, 2, 4]), draw.choice([1, 2, 4])
+    more = ["--restarts", "3", "--zero", str(draw.randrange(4)), "--wire", draw.choice(WIRES)]
+    more += draw.choice([[], ["--outer", "nesterov:0.7,0.9"], ["--transport", "gloo"]])
+    more += [script("island_dies"), "ck", "--epochs", "8", "--pause", "0.03", "--hold", "40"]
+    more += draw.choice([[], ["--measure"], ["--save", "3"], ["--measure", "--save", "5"]])
+    run = Watched(shardwise, *words(*more, islands=islands, every=every))
+    assert run.reach(draw.randint(1, 30))
+    time.sleep(draw.random() * 0.1)
+    first = killed(shardwise, draw, 4)
+    if draw.random() < 0.4 and run.reach(draw.randint(41, 55)):
+        time.sleep(draw.random() * 0.1)
+        killed(shardwise, draw, 4)
+    ran = run.finish()
+    print("seed", seed, "rank", first, *(x for x in ran.err.splitlines() if "shardwise: " in x))
+    assert ran.code == 0, ran.err
+    assert first is not None
+    size = 4 // islands
+    assert f"shardwise: island {first // size} has ended at step " in ran.err
+    assert f"shardwise: island {first // size} is back, from step " in ran.err
+    ends(folder)
     assert shardwise.wait_until_gone() == []
     assert shardwise.folders_left() == []

@@ -151,8 +151,7 @@ class IslandSupervisor(Supervisor):
         if island in self._unneeded or self._asked is not None or self._stopping:
             return
         others = [each for each in self._membership.members if each not in self._failing]
-        if not others and not self._finished:
-            self._recall()
+        if not others:  # as `_conclude` has it
             self._end_unneeded()
             return
         comes, what_next = self._next(island)
@@ -247,4 +246,4 @@ def _named(islands: Sequence[int]) -> str:
     listed = ", ".join(map(str, islands))
     if len(islands) == 1:
         return f"Island {listed} goes on"
-    return f"Islands {listed} go on" if islands else "The others have ended"
+    return f"Islands {listed} go on"

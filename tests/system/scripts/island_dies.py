@@ -20,6 +20,7 @@ parser.add_argument("--epochs", type=int, default=3, help="of 8 steps")
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--die", default="", help="RANK:STEP, once, after so many steps")
 parser.add_argument("--hold", type=int, default=0, help="a step at which who died is waited for")
+parser.add_argument("--save", type=int, default=1000, help="every so many steps")
 parser.add_argument("--measure", action="store_true", help="the loss over all ranks, each step")
 args = parser.parse_args()
 
@@ -77,6 +78,8 @@ for _ in loader.epochs(args.epochs):
         if args.measure:
             metrics.add(loss=loss)
             world.print(f"mean {engine.steps} {metrics.compute()['loss']:.15e}", flush=True)
+        if engine.steps % args.save == 0:
+            engine.save(args.folder, keep=2, background=True)
 
 engine.close()
 flat = torch.cat([each.detach().flatten() for each in model.parameters()])
