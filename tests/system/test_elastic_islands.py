@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.checkpoint.folders import complete
+from shardwise.launch.restarts import SAVED
 from tests.system.launcher import LIMIT, Launcher, Ran, script
 from tests.system.test_restarts import rank_of
 
@@ -118,6 +120,74 @@ def test_a_rank_is_killed(shardwise: Launcher, rank: int, row: str) -> None:
     ]
     assert shardwise.wait_until_gone() == []
     assert shardwise.folders_left() == []
+
+
+@pytest.mark.full
+def test_a_rank_is_killed_in_a_save(shardwise: Launcher) -> None:
+    """The others begin it anew, and any number of islands goes on from it."""
+    folder = shardwise.folder / "ck"
+    folder.mkdir()
+    more = [script("island_dies"), "ck", "--die", "2:6", "--in-save", "--save", "6", "--epochs"]
+    ran = shardwise.run(*words(*more, "1"))
+    assert ran.code == 0, ran.err
+    assert "island 1 has ended at step 6 (rank 2 of 4 was ended: SIGKILL)" in ran.err
+    assert "does not come back: --restarts 0 allows no more." in ran.err
+    assert [found.step for found in complete(folder)] == [6]
+    ran = shardwise.run(*words(*more, "1"))
+    assert ran.code == 0, ran.err
+    assert ran.out.count("start 6") == 4
+    ends(folder)
+
+
+@pytest.mark.full
+def test_an_island_that_hangs(shardwise: Launcher) -> None:
+    """Its own watch ends it; the others go on, and wait for it until then."""
+    (shardwise.folder / "ck").mkdir()
+    more = ["--restarts", "1", "--timeout", "5", script("island_dies"), "ck", "--hold", "14"]
+    stop = ["--die", "3:6", "--signal", str(int(signal.SIGSTOP))]
+    ran = shardwise.run(*words(*more, *stop))
+    assert ran.code == 0, ran.err
+    assert "island 1 has ended at step 6 (rank 3 of 4 did not come: " in ran.err
+    assert back_at(ran, 1) in (16, 20)
+    ends(shardwise.folder / "ck")
+    assert shardwise.wait_until_gone() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("moment", ["2:0", "all"])
+def test_what_is_not_of_one_island_ends_the_run(shardwise: Launcher, moment: str) -> None:
+    """Before all have begun, or when the last one fails: the usual report, and --restarts."""
+    folder = shardwise.folder / "ck"
+    folder.mkdir()
+    if moment == "2:0":
+        ran = shardwise.run(*words("--restarts", "1", script("island_dies"), "ck", "--die", moment))
+        assert ran.code == 0, ran.err
+        assert ran.out.count("start 0") == 8
+        assert "rank 2 of 4 was ended before the first step (SIGKILL). Starting again" in ran.err
+        ends(folder)
+        return
+    more = [script("island_dies"), "ck", "--die", "2:6", "--pause", "0.2"]
+    run = Watched(shardwise, *words(*more))
+    assert run.reach(13)
+    os.kill(rank_of(shardwise, 1), signal.SIGKILL)
+    ran = run.finish()
+    assert ran.code == 137
+    assert "rank 1 of 4" in ran.err.splitlines()[-1]
+    assert shardwise.wait_until_gone() == []
+
+
+@pytest.mark.full
+def test_a_run_that_is_asked_to_end_while_an_island_is_away(shardwise: Launcher) -> None:
+    (shardwise.folder / "ck").mkdir()
+    more = ["--restarts", "1", script("island_dies"), "ck", "--epochs", "9", "--pause", "0.2"]
+    run = Watched(shardwise, *words(*more, "--die", "2:6"))
+    assert run.reach(9)
+    run.process.send_signal(signal.SIGTERM)
+    ran = run.finish()
+    assert ran.code == SAVED, ran.err
+    (last,) = complete(shardwise.folder / "ck")
+    assert last.step % EVERY == 0
+    assert shardwise.wait_until_gone() == []
 
 
 class Watched:

@@ -171,7 +171,7 @@ class IslandSupervisor(Supervisor):
         count = len(self._outputs)
         found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
         what, why = failure_report.in_few_words(judged, exits[judged.rank].how, count, found)
-        return f"{what}: {why}"
+        return f"{what}: {why.removesuffix('.')}"
 
     def _next(self, island: int) -> tuple[bool, str]:
         """Whether `island` is started again, and what to say of it."""

@@ -8,17 +8,21 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine import save_tensors
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--epochs", type=int, default=3, help="of 8 steps")
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--die", default="", help="RANK:STEP, once, after so many steps")
+parser.add_argument("--signal", type=int, default=signal.SIGKILL, help="of what it dies")
+parser.add_argument("--in-save", action="store_true", help="it dies while it writes its part")
 parser.add_argument("--hold", type=int, default=0, help="a step at which who died is waited for")
 parser.add_argument("--save", type=int, default=1000, help="every so many steps")
 parser.add_argument("--measure", action="store_true", help="the loss over all ranks, each step")
@@ -44,7 +48,17 @@ def dies() -> None:
     mark = args.folder / "died"
     if f"{world.rank}:{engine.steps}" == args.die and not mark.exists():
         mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), args.signal)
+
+
+def write(*given: Any) -> Any:
+    """Write this rank's part of a checkpoint."""
+    if args.in_save:
+        dies()
+    return plain_write(*given)
+
+
+plain_write, save_tensors.write = save_tensors.write, write
 
 
 def keep_anchor() -> None:
@@ -66,7 +80,8 @@ def hold() -> None:
 metrics = sw.Metrics()
 for _ in loader.epochs(args.epochs):
     for x in loader:
-        dies()
+        if not args.in_save:
+            dies()
         loss = (model(x) - x[:, :3].sin()).square().mean()
         engine.backward(loss)
         stats = engine.step()
