@@ -236,6 +236,8 @@ class World(BatchRows):
         """Rank `source`'s `value` (picklable), on every rank."""
         self.current_batch.check_even("world.broadcast_object")
         self.check_inside("world.broadcast_object")
+        if not 0 <= source < self.size:
+            raise UsageError(f"There is no rank {source} among {self.size} to broadcast from.")
         mine = self.is_main if source == 0 else self.rank == source
         gathered = self.collectives.gather_objects((value,) if mine else None)
         for held in gathered:
@@ -272,6 +274,12 @@ class World(BatchRows):
         if value.device.type == "cpu":  # NCCL moves only what is on a GPU
             total = total.to(group.small_device)
         group.all_reduce(total.view(-1)).wait()
+        if group is self.collectives and group.size < self.size:
+            raise UsageError(
+                f"world.sum over {group.size} of {self.size} workers, since an elastic island is "
+                "away: divided by world.size it would be wrong. Use sw.Metrics, or world.gather, "
+                "which gives as many values as there are workers."
+            )
         return total.to(value.device)
 
     def print(self, *values: Any, **options: Any) -> None:

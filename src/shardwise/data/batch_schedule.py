@@ -203,6 +203,7 @@ def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) 
 def _comparing(world: World) -> Collectives:
     """The ranks that compare what they read: all; those of this island where islands are elastic,
     since one that is back begins an epoch of which the others are in the midst."""
+    world.current_batch.check_even("world.gather")
     return world.island if world.collectives.comes_and_goes else world.collectives
 
 
