@@ -18,11 +18,11 @@ from torch import Tensor
 
 from shardwise import collectives, config, timeline_control
 from shardwise.batch_rows import BatchRows
-from shardwise.collectives import Collectives, ElasticRun, GatherOrder, Solo
+from shardwise.collectives import Collectives, ElasticRun, GatherOrder, Solo, elastic_islands
 from shardwise.common_calls import CommonCalls
 from shardwise.common_random_stream import CommonRandomStream
 from shardwise.current_batch import CurrentBatch
-from shardwise.errors import CollectiveError, ConfigError, UsageError
+from shardwise.errors import UsageError
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import ProgressWriter
 from shardwise.loop_checks import StepsWithoutEngine, UnsteppedBackwards
@@ -127,17 +127,8 @@ class World(BatchRows):
         return GatherOrder(self.data.size, lambda: self.side_channel)
 
     def _members_changed(self) -> None:
-        """Elastic islands have ended, or are back: the first rank of those that are left leads."""
+        """Elastic islands have ended, or are back."""
         self.is_main = self.collectives.leads
-
-    def check_inside(self, call: str) -> None:
-        """Raise UsageError for a `call` over all ranks while the others go on without this island,
-        which comes back in engine.resume."""
-        if self.collectives.is_outside:
-            raise UsageError(
-                f"{call} before engine.resume(folder), in an island that comes back: the others go "
-                "on without it until then, and would not come. Call it after."
-            )
 
     def cut(self, mesh: Mesh) -> None:
         """Take a place in `mesh`. Collective where it has more than the data axis."""
@@ -212,7 +203,7 @@ class World(BatchRows):
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""
         self.current_batch.check_even("world.any")
-        self.check_inside("world.any")
+        elastic_islands.check_inside(self.collectives, "world.any")
         row = torch.tensor([float(bool(flag))], device=self.collectives.small_device)
         return bool(self.collectives.gather_rows(row).any())
 
@@ -235,23 +226,15 @@ class World(BatchRows):
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Rank `source`'s `value` (picklable), on every rank."""
         self.current_batch.check_even("world.broadcast_object")
-        self.check_inside("world.broadcast_object")
-        if not 0 <= source < self.size:
-            raise UsageError(f"There is no rank {source} among {self.size} to broadcast from.")
+        elastic_islands.check_inside(self.collectives, "world.broadcast_object")
         mine = self.is_main if source == 0 else self.rank == source
         gathered = self.collectives.gather_objects((value,) if mine else None)
-        for held in gathered:
-            if held is not None:
-                return held[0]  # type: ignore[no-any-return]
-        raise CollectiveError(
-            f"world.broadcast_object(source={source}) has nothing to give: the elastic island of "
-            "that rank has ended. Broadcast from rank 0, whose place the first of the others takes."
-        )
+        return elastic_islands.given(gathered, source)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""
         self.current_batch.check_even("world.gather")
-        self.check_inside("world.gather")
+        elastic_islands.check_inside(self.collectives, "world.gather")
         self._tell_stand_in("world.gather")
         return self.collectives.gather_objects(value)
 
@@ -262,7 +245,7 @@ class World(BatchRows):
         group keeps its value. Raises UsageError for a rank that is listed twice.
         """
         self.current_batch.check_even("world.sum")
-        self.check_inside("world.sum")
+        elastic_islands.check_inside(self.collectives, "world.sum")
         self._tell_stand_in("world.sum")
         group = self.collectives
         if groups is not None:
@@ -274,12 +257,8 @@ class World(BatchRows):
         if value.device.type == "cpu":  # NCCL moves only what is on a GPU
             total = total.to(group.small_device)
         group.all_reduce(total.view(-1)).wait()
-        if group is self.collectives and group.size < self.size:
-            raise UsageError(
-                f"world.sum over {group.size} of {self.size} workers, since an elastic island is "
-                "away: divided by world.size it would be wrong. Use sw.Metrics, or world.gather, "
-                "which gives as many values as there are workers."
-            )
+        if groups is None:
+            elastic_islands.check_all_here(group, self.size)
         return total.to(value.device)
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -383,11 +362,7 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
     it goes on; one of an earlier run is replaced. Raises ConfigError where it cannot be written.
     """
     world = current()
-    if world.collectives.comes_and_goes:
-        raise ConfigError(
-            f"--timeline {path} and --elastic-islands cannot be had together: an island that is "
-            "back would begin the file anew. Leave one of them out."
-        )
+    elastic_islands.check_timeline(world.collectives, Path(path))
     timeline_control.start(Path(path), world.collectives.status_server)
     if world.is_main and not world.settings.quiet:
         line = timeline_control.where(Path(path), world.collectives.status_server)

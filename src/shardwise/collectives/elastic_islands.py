@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from shardwise.collectives.base import Collectives, Cuts, Handle, check_groups
 from shardwise.collectives.island_link import Bytes, IslandLink, IslandsChanged
 from shardwise.collectives.ordered_sums import PLAIN, Sum
-from shardwise.errors import CollectiveError, UsageError
+from shardwise.errors import CollectiveError, ConfigError, UsageError
 from shardwise.launch.island_membership import BEGINS, BOUNDARY
 
 T = TypeVar("T")
@@ -248,3 +249,47 @@ def _tensor(data: Bytes, like: Tensor) -> Tensor:
         return torch.empty(0, dtype=like.dtype)
     whole = data if isinstance(data, bytearray) else bytearray(data)
     return torch.frombuffer(whole, dtype=torch.uint8).view(like.dtype)
+
+
+# -- what cannot be had -----------------------------------------------------------------------
+
+
+def check_inside(group: Collectives, call: str) -> None:
+    """Raise UsageError for a `call` over all ranks while the others go on without this island,
+    which comes back in engine.resume."""
+    if group.is_outside:
+        raise UsageError(
+            f"{call} before engine.resume(folder), in an island that comes back: the others go on "
+            "without it until then, and would not come. Call it after."
+        )
+
+
+def check_all_here(group: Collectives, size: int) -> None:
+    """Raise UsageError for a sum that is not of all `size` workers, as who divides by them takes it."""
+    if group.comes_and_goes and group.size < size:
+        raise UsageError(
+            f"world.sum over {group.size} of {size} workers, since an elastic island is away: "
+            "divided by world.size it would be wrong. Use sw.Metrics, or world.gather, which gives "
+            "as many values as there are workers."
+        )
+
+
+def given(gathered: Sequence[tuple[T] | None], source: int) -> T:
+    """What rank `source` has given, of what all have. Raises UsageError where none has."""
+    for held in gathered:
+        if held is not None:
+            return held[0]
+    raise UsageError(
+        f"world.broadcast_object(source={source}) has nothing to give: there is no such rank, or "
+        "its elastic island has ended. Broadcast from rank 0, whose place the first of the others "
+        "takes."
+    )
+
+
+def check_timeline(group: Collectives, path: Path) -> None:
+    """Raise ConfigError for a timeline of elastic islands."""
+    if group.comes_and_goes:
+        raise ConfigError(
+            f"--timeline {path} and --elastic-islands cannot be had together: an island that is "
+            "back would begin the file anew. Leave one of them out."
+        )
