@@ -265,7 +265,7 @@ def check_inside(group: Collectives, call: str) -> None:
 
 
 def check_all_here(group: Collectives, size: int) -> None:
-    """Raise UsageError for a sum that is not of all `size` workers, as who divides by them takes it."""
+    """Raise UsageError for a sum that is not of all `size` workers, by whom it may be divided."""
     if group.comes_and_goes and group.size < size:
         raise UsageError(
             f"world.sum over {group.size} of {size} workers, since an elastic island is away: "
