@@ -161,6 +161,22 @@ def test_an_island_that_hangs(shardwise: Launcher) -> None:
 
 
 @pytest.mark.full
+def test_an_island_of_one_that_hangs(shardwise: Launcher) -> None:
+    """Nobody beside it ends it: the run ends with the report, as without the flag."""
+    (shardwise.folder / "ck").mkdir()
+    stop = ["--die", "1:6", "--signal", str(int(signal.SIGSTOP))]
+    more = ["--timeout", "3", script("island_dies"), "ck", *stop]
+    ran = shardwise.run(*words(*more, size=2))
+    assert ran.code == 1
+    assert "shardwise: island 0 has waited 3 s in the boundary after step 8 for rank 1." in ran.err
+    assert (
+        "Rank 0 has waited 6 s in the boundary after step 8 for rank 1 of another island" in ran.err
+    )
+    assert "rank 1 of 2 did not come" in ran.err
+    assert shardwise.wait_until_gone() == []
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("moment", ["2:0", "all"])
 def test_what_is_not_of_one_island_ends_the_run(shardwise: Launcher, moment: str) -> None:
     """Before all have begun, or when the last one fails: the usual report, and --restarts."""

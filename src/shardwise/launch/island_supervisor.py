@@ -99,7 +99,8 @@ class IslandSupervisor(Supervisor):
         if rank_exit.progress is not None and rank_exit.progress.resumes:
             self._resuming.add(island)
         ended_well = rank_exit.end.code == 0 or rank_exit.saved
-        if island in self._failing or (not ended_well and self._is_alone(island)):
+        is_alone = not self._blames_another(island, rank_exit.report) and self._is_alone(island)
+        if island in self._failing or (not ended_well and is_alone):
             self._fail(island, rank_exit)
             return
         if not ended_well:
@@ -113,6 +114,11 @@ class IslandSupervisor(Supervisor):
     def _living(self, island: int) -> set[int]:
         """The ranks of an island that run."""
         return self._running & set(self._membership.ranks(island))
+
+    def _blames_another(self, island: int, report: ErrorReport | None) -> bool:
+        """Whether a rank of `island` has waited too long for another one, which hangs."""
+        at_fault = () if report is None else report.at_fault
+        return not set(at_fault) <= set(self._membership.ranks(island))
 
     def _is_alone(self, island: int) -> bool:
         """Whether a failure of `island` is its own: the others go on."""
