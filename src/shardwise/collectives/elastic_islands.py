@@ -150,6 +150,8 @@ class ElasticRun(_OverLink):
     def __init__(self, island: Collectives, link: IslandLink) -> None:
         super().__init__(island, link)
         self.name = f"{island.name}, elastic between islands"
+        self._is_given = False
+        """Whether the island's own group is in use for the island; others are channels apart."""
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -223,7 +225,8 @@ class ElasticRun(_OverLink):
         if sorted(map(sorted, groups)) == peers:
             return ElasticPeers(self.island, self.link)
         inside = [[rank - place.first for rank in group] for group in _within(groups, mine)]
-        if inside == [list(range(place.size))]:
+        if inside == [list(range(place.size))] and not self._is_given:
+            self._is_given = True
             return self.island
         if any(set(group) & set(mine) and not set(group) <= set(mine) for group in groups):
             self._refuse("a group of some ranks")
