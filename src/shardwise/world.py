@@ -228,6 +228,7 @@ class World(BatchRows):
         self.current_batch.check_even("world.broadcast_object")
         elastic_islands.check_inside(self.collectives, "world.broadcast_object")
         mine = self.is_main if source == 0 else self.rank == source
+        gathered: list[tuple[T] | None]
         gathered = self.collectives.gather_objects((value,) if mine else None)
         return elastic_islands.given(gathered, source)
 
