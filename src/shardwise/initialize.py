@@ -6,6 +6,7 @@ settings ─▶ identity (launch/) ─▶ device ─▶ transport (collectives/)
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from shardwise import collectives, config, randomness
 from shardwise.errors import ConfigError, LaunchError, UsageError
-from shardwise.launch import error_file, launcher_detection
+from shardwise.launch import error_file, island_place, launcher_detection
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import ProgressWriter
 from shardwise.loop_checks import StepsWithoutEngine
@@ -62,9 +63,7 @@ def enter(
     device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
     if device.type == "cpu":
         host_memory.keep(os.environ)
-    group = collectives.connect(
-        identity, device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
-    )
+    group = _joined(identity, device, chosen, on_meeting)
     made = World(identity, group, device, ProgressWriter(os.environ), given)
     _configure(made, given)
     if identity.launcher == "torchrun" and (line := collectives.exposed()) and not chosen.quiet:
@@ -79,6 +78,31 @@ def enter(
     if chosen.timeline is not None:
         start_timeline(chosen.timeline)
     return made
+
+
+def _joined(
+    identity: Identity,
+    device: torch.device,
+    chosen: config.Settings,
+    on_meeting: collectives.OnMeeting | None,
+) -> collectives.Collectives:
+    """Join the other ranks; those of an elastic island, and over the launcher all islands."""
+    how = device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
+    place = island_place.read(os.environ)
+    if place is None:
+        return collectives.connect(identity, *how)
+    if place.count != chosen.islands:
+        raise ConfigError(
+            f"shardwise run --elastic-islands was told of {place.count} islands, and here they are "
+            f"{chosen.islands}: give --islands there, and nothing else that overrides it."
+        )
+    local = identity.rank - place.first
+    alone = replace(identity, rank=local, size=place.size, local_rank=local, local_size=place.size)
+    ranks = tuple(range(place.first, place.first + place.size))
+    of_run = collectives.GroupRanks(ranks, identity.size, place.first)
+    island = collectives.connect(alone, *how, of_run=of_run)
+    link = collectives.IslandLink(place, identity.rank, chosen.timeout, chosen.warn_after)
+    return collectives.ElasticRun(island, link)
 
 
 def divide(world: World, axes: dict[str, int]) -> None:
@@ -137,9 +161,10 @@ def _begin_alike(made: World, keywords: dict[str, Any]) -> None:
     if chosen is not None:
         randomness.seed_everything(made.seed)
     elif made.size > 1 and made.settings.reseed:
-        states = GeneratorStates.now(made.device).plain() if made.is_main else None
+        is_first = group.rank == 0
+        states = GeneratorStates.now(made.device).plain() if is_first else None
         states_of_main = group.gather_plain(states)[0]
-        if not made.is_main:
+        if not is_first:
             GeneratorStates.of_plain(states_of_main).restore(made.device)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise import collectives, config, timeline_control
 from shardwise.batch_rows import BatchRows
-from shardwise.collectives import Collectives, GatherOrder, Solo
+from shardwise.collectives import Collectives, ElasticRun, GatherOrder, Solo, elastic_islands
 from shardwise.common_calls import CommonCalls
 from shardwise.common_random_stream import CommonRandomStream
 from shardwise.current_batch import CurrentBatch
@@ -66,7 +66,7 @@ class World(BatchRows):
         self.local_size = identity.local_size
         self.launcher = identity.launcher
         self.device = device
-        self.is_main = identity.rank == 0
+        self.is_main = group.leads
         self.host = socket.gethostname()
         self.seed = 0
         self.seed_source = "not given"
@@ -111,6 +111,8 @@ class World(BatchRows):
         """The settings that the script gave."""
         self._said: set[str] = set()
         self._told_stand_in = False
+        if isinstance(group, ElasticRun):
+            group.link.changed = self._members_changed
 
     @cached_property
     def side_channel(self) -> Collectives:
@@ -123,6 +125,10 @@ class World(BatchRows):
     def gather_order(self) -> GatherOrder:
         """The order in which units of all engines are gathered, and BatchNorms exchange."""
         return GatherOrder(self.data.size, lambda: self.side_channel)
+
+    def _members_changed(self) -> None:
+        """Elastic islands have ended, or are back."""
+        self.is_main = self.collectives.leads
 
     def cut(self, mesh: Mesh) -> None:
         """Take a place in `mesh`. Collective where it has more than the data axis."""
@@ -197,6 +203,7 @@ class World(BatchRows):
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""
         self.current_batch.check_even("world.any")
+        elastic_islands.check_inside(self.collectives, "world.any")
         row = torch.tensor([float(bool(flag))], device=self.collectives.small_device)
         return bool(self.collectives.gather_rows(row).any())
 
@@ -219,12 +226,16 @@ class World(BatchRows):
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Rank `source`'s `value` (picklable), on every rank."""
         self.current_batch.check_even("world.broadcast_object")
-        gathered = self.collectives.gather_objects(value if self.rank == source else None)
-        return gathered[source]  # type: ignore[no-any-return]
+        elastic_islands.check_inside(self.collectives, "world.broadcast_object")
+        mine = self.is_main if source == 0 else self.rank == source
+        gathered: list[tuple[T] | None]
+        gathered = self.collectives.gather_objects((value,) if mine else None)
+        return elastic_islands.given(gathered, source)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""
         self.current_batch.check_even("world.gather")
+        elastic_islands.check_inside(self.collectives, "world.gather")
         self._tell_stand_in("world.gather")
         return self.collectives.gather_objects(value)
 
@@ -235,6 +246,7 @@ class World(BatchRows):
         group keeps its value. Raises UsageError for a rank that is listed twice.
         """
         self.current_batch.check_even("world.sum")
+        elastic_islands.check_inside(self.collectives, "world.sum")
         self._tell_stand_in("world.sum")
         group = self.collectives
         if groups is not None:
@@ -246,6 +258,8 @@ class World(BatchRows):
         if value.device.type == "cpu":  # NCCL moves only what is on a GPU
             total = total.to(group.small_device)
         group.all_reduce(total.view(-1)).wait()
+        if groups is None:
+            elastic_islands.check_all_here(group, self.size)
         return total.to(value.device)
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -349,6 +363,7 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
     it goes on; one of an earlier run is replaced. Raises ConfigError where it cannot be written.
     """
     world = current()
+    elastic_islands.check_timeline(world.collectives, Path(path))
     timeline_control.start(Path(path), world.collectives.status_server)
     if world.is_main and not world.settings.quiet:
         line = timeline_control.where(Path(path), world.collectives.status_server)

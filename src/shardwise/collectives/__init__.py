@@ -10,6 +10,7 @@
     connect.py          chooses the transport of a process and joins it
     gather_order.py     runs collectives inside forwards and backwards in one order on all ranks
     agreed_order.py     the list that gives this order
+    elastic_islands.py  over islands that may end and come back, by island_link.py
 
     mismatched_calls.py ranks in different collectives at one call, and what they are told
     ordered_sums.py     sums in rank order, or in the tree of the exact mode
@@ -29,7 +30,7 @@ rank r owns [cuts[r], cuts[r + 1]). Intervals may differ in length and may be em
 makes the same calls in the same order.
 """
 
-from shardwise.collectives.base import Collectives, Cuts, Handle, Solo
+from shardwise.collectives.base import Collectives, Cuts, GroupRanks, Handle, Solo
 from shardwise.collectives.connect import (
     OnMeeting,
     address_of,
@@ -37,11 +38,13 @@ from shardwise.collectives.connect import (
     disconnect,
     for_thread,
 )
+from shardwise.collectives.elastic_islands import ElasticPeers, ElasticRun
 from shardwise.collectives.gather_order import GatherOrder
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.hierarchical import Hierarchical
 from shardwise.collectives.host_staged import HostStaged
 from shardwise.collectives.hybrid_shard import shard_within_hosts
+from shardwise.collectives.island_link import IslandLink
 from shardwise.collectives.nccl import Nccl
 from shardwise.collectives.ordered_sums import Sum
 from shardwise.collectives.same_host import host_key, ranks_by_host
@@ -51,11 +54,15 @@ from shardwise.collectives.torchrun_store import exposed
 __all__ = [
     "Collectives",
     "Cuts",
+    "ElasticPeers",
+    "ElasticRun",
     "GatherOrder",
     "Gloo",
+    "GroupRanks",
     "Handle",
     "Hierarchical",
     "HostStaged",
+    "IslandLink",
     "Nccl",
     "OnMeeting",
     "SharedMemory",

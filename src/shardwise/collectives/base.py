@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from shardwise.errors import CollectiveError, UsageError
 from shardwise.timeline.recorder import Launched
 from shardwise.watch.status_server import StatusServer
 from shardwise.watch.wait_graph import named
+
+T = TypeVar("T")
 
 Cuts = Sequence[int]
 Counts = Sequence[Sequence[int]]
@@ -92,6 +94,9 @@ class Collectives(ABC):
     looks = False
     """Whether a handle's `advance` only looks at what has come, without waiting for the rest."""
 
+    comes_and_goes = False
+    """Whether ranks may leave the group, and come back: elastic islands."""
+
     in_one_order = False
     """Whether all calls have to be made in one order on all ranks, those that a handle's `advance`
     makes included."""
@@ -106,6 +111,21 @@ class Collectives(ABC):
         self.rank = rank
         self.size = size
         self.status_server = status_server or StatusServer(rank, size)
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the others go on without this rank, for now."""
+        return False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for the group."""
+        return self.rank == 0
+
+    def steadily(self, work: Callable[[], T]) -> T:
+        """What `work` returns, which makes several collectives over the same ranks: begun again
+        where ranks have left meanwhile. All ranks do it alike."""
+        return work()
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a zeroed flat buffer in memory that this transport moves well."""
@@ -339,11 +359,13 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
 class GroupRanks:
     """Which ranks of the run a group has, by their place in it, for messages.
 
-    `size` is the number of ranks of the run.
+    `size` is the number of ranks of the run. `first` is the rank that torch knows as 0, where those
+    that torch knows are a part of the run: an elastic island.
     """
 
     ranks: tuple[int, ...]
     size: int
+    first: int = 0
 
     @classmethod
     def whole(cls, size: int) -> GroupRanks:
@@ -352,7 +374,12 @@ class GroupRanks:
 
     def part(self, places: Sequence[int]) -> GroupRanks:
         """The ranks of a group of some of these places."""
-        return GroupRanks(tuple(self.ranks[place] for place in places), self.size)
+        return GroupRanks(tuple(self.ranks[place] for place in places), self.size, self.first)
+
+    @property
+    def of_torch(self) -> list[int]:
+        """The same ranks, as torch numbers them."""
+        return [rank - self.first for rank in self.ranks]
 
     def speaker(self, place: int) -> str:
         """How a message about the rank at a place begins: "Rank 3 of 4"."""

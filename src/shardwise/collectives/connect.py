@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from ipaddress import ip_address
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise.collectives import listeners, torchrun_store
-from shardwise.collectives.base import Collectives, Solo
+from shardwise.collectives.base import Collectives, GroupRanks, Solo
 from shardwise.collectives.gloo import Gloo
 from shardwise.collectives.hierarchical import Hierarchical
 from shardwise.collectives.host_staged import HostStaged
@@ -44,14 +45,16 @@ def connect(
     transport: str = "auto",
     rendezvous: str | None = None,
     on_meeting: OnMeeting | None = None,
+    of_run: GroupRanks | None = None,
 ) -> Collectives:
     """Join the group that `identity` describes; `timeout` in seconds bounds every wait.
 
     `transport` is auto, shared or gloo: how CPU ranks talk; with gloo, ranks on GPUs talk through
     the host, so that several can share one. `rendezvous` is where ranks meet that were given no
     address; `on_meeting` is called when they have, with the store, but not under torchrun, whose
-    store is its own. Raises LaunchError when the others cannot be reached, or not by shared memory
-    as asked; ConfigError where it is not for `device`.
+    store is its own. `of_run` says which ranks of the run these are, where they are not all:
+    `identity` counts them from 0. Raises LaunchError when the others cannot be reached, or not by
+    shared memory as asked; ConfigError where it is not for `device`.
     """
     on_gpu = device.type == "cuda"
     if on_gpu and transport == "shared":
@@ -63,15 +66,19 @@ def connect(
     if identity.launcher == "python":
         return Solo()
     backend = "nccl" if on_gpu and transport == "auto" else "gloo"
-    status_server = _join(identity, backend, timeout, rendezvous, on_meeting)
-    limit = timedelta(seconds=timeout)
+    of_run = of_run or GroupRanks.whole(identity.size)
+    secret = _join(identity, backend, timeout, rendezvous, on_meeting)
+    status_server = StatusServer(of_run.ranks[identity.rank], of_run.size, secret)
+    common: dict[str, Any] = {
+        "group_ranks": of_run,
+        "status_server": status_server,
+        "timeout": timedelta(seconds=timeout),
+    }
     if on_gpu and transport == "auto":
-        alone = Nccl(
-            identity.rank, identity.size, device, status_server=status_server, timeout=limit
-        )
+        alone = Nccl(identity.rank, identity.size, device, **common)
         _meet(identity, alone)
         return alone
-    group = Gloo(identity.rank, identity.size, timeout=limit, status_server=status_server)
+    group = Gloo(identity.rank, identity.size, **common)
     _meet(identity, group)
     if on_gpu:
         return HostStaged(group, device)
@@ -125,10 +132,10 @@ def _join(
     timeout: float,
     rendezvous: str | None,
     on_meeting: OnMeeting | None,
-) -> StatusServer:
+) -> bytes:
     """Make torch's default process group, or take the one that there is.
 
-    Returns the status server of this rank, which knows the secret of the run.
+    Returns the secret of the run.
     """
     global _met
     limit, is_torchs = timedelta(seconds=timeout), identity.launcher == "torchrun"
@@ -139,7 +146,7 @@ def _join(
                 f"torch.distributed was initialised with {made} before sw.init, which takes "
                 f"{backend} here: call sw.init first, and leave init_process_group out."
             )
-        return StatusServer(identity.rank, identity.size, _met.secret)
+        return _met.secret
     try:
         if is_torchs and torchrun_store.has_store():
             _met = torchrun_store.meet(identity, timeout)
@@ -165,7 +172,7 @@ def _join(
         ) from error
     if _met.is_open and identity.rank == 0:
         print(f"shardwise: {_open_words(identity)}", file=sys.stderr, flush=True)
-    return StatusServer(identity.rank, identity.size, _met.secret)
+    return _met.secret
 
 
 def _backend_for(device: str) -> str:

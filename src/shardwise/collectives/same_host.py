@@ -118,7 +118,8 @@ def _try(
     sockets, fault = joined
     if sockets is None:
         return fault
-    group_ranks = GroupRanks.whole(group.size).part(mine)
+    of_run = group.group_ranks if isinstance(group, Gloo) else GroupRanks.whole(group.size)
+    group_ranks = of_run.part(mine)
     inside = SharedMemory(
         sockets,
         ProcessWork(group.status_server),

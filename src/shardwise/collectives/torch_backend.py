@@ -85,10 +85,10 @@ def split_group(
     mine = sorted(next((members for members in groups if rank in members), [rank]))
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     made: dist.ProcessGroup | None = None
-    if len(group_ranks.ranks) < group_ranks.size:
+    if len(group_ranks.ranks) < dist.get_world_size():
         with _fresh_name(group):
             if len(mine) > 1:
-                ranks = list(group_ranks.part(mine).ranks)
+                ranks = group_ranks.part(mine).of_torch
                 made = dist.new_group(ranks, use_local_synchronization=True, **options)
     else:
         for members in groups:  # every rank takes part in making every group

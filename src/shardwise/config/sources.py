@@ -60,7 +60,7 @@ FLAGS_ALONE = (
     *("--machinefile", "--port", "--interface", "--config", "--ssh", "--ssh-port", "--python"),
     *("--dry-run", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--node-rank", "--restarts"),
     *("--adopt", "--max-restarts", "--log-dir", "--show", "--host-timeout", "--grace"),
-    "--deepspeed",
+    *("--deepspeed", "--elastic-islands"),
 )
 """The flags of the launcher, which are no settings: where ranks run, and what is shown of them."""
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
+from shardwise.collectives import Collectives
 from shardwise.data import order
 from shardwise.data.source import SavedGenerators
 from shardwise.errors import DataError
@@ -152,7 +153,7 @@ def _check_same_dataset(world: World, dataset: Any) -> None:
         return
     told = repr(list(_contents(dataset)))
     digest = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
-    of_all = world.gather((type(dataset).__name__, len(dataset), digest))
+    of_all = _comparing(world).gather_objects((type(dataset).__name__, len(dataset), digest))
     for rank, theirs in enumerate(of_all):
         if theirs != of_all[0]:
             one, other = (f"{kind} of {length}" for kind, length, _ in (of_all[0], theirs))
@@ -188,7 +189,7 @@ def _agreed(blocks: Iterator[list[T]], world: World, what: str, epoch: int) -> I
 
 def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) -> None:
     digest = hashlib.blake2b(repr(drawn).encode(), digest_size=16).hexdigest()
-    digests = world.gather(digest)
+    digests = _comparing(world).gather_objects(digest)
     others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if others:
         raise DataError(
@@ -197,6 +198,13 @@ def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) 
             "each rank's share of it: draw with torch's global generator, which is seeded alike, "
             "or with a generator of the same seed."
         )
+
+
+def _comparing(world: World) -> Collectives:
+    """The ranks that compare what they read: all; those of this island where islands are elastic,
+    since one that is back begins an epoch of which the others are in the midst."""
+    world.current_batch.check_even("world.gather")
+    return world.island if world.collectives.comes_and_goes else world.collectives
 
 
 def _listed(numbers: Sequence[int]) -> str:

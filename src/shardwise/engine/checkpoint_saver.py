@@ -49,8 +49,16 @@ class CheckpointSaver:
 
     def save(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         """See Engine.save; raises CheckpointNotWritten whatever the settings say."""
+        group = self._spec.world_group
+        # Elastic islands write at once: one that ended meanwhile would leave a save without its
+        # part, which is begun anew then.
+        behind = background and not group.comes_and_goes
+
+        def save() -> Path:
+            return self._save(folder, keep=keep, background=behind, split=split)
+
         with span("save", Row.CHECKPOINT):
-            return self._save(folder, keep=keep, background=background, split=split)
+            return group.steadily(save)
 
     def _save(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         if keep is not None and keep < 1:

@@ -13,6 +13,7 @@ from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
 from shardwise.engine.checkpoint_loader import CheckpointLoader
 from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
+from shardwise.engine.island_returns import IslandReturns
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
@@ -44,6 +45,7 @@ class Checkpoints:
         self._resumes = False
         self._saved: tuple[int, int] | None = None  # the moment that is saved at home
         self._trial_paths: frozenset[Path] = frozenset()  # where a trial would have saved
+        self._returns = IslandReturns(state, self)
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """See Engine.track."""
@@ -90,6 +92,9 @@ class Checkpoints:
         """See Engine.resume."""
         if self._world.settings.trial:
             return self._state.steps
+        if self._returns.is_due:
+            self._returns.come_back()
+            return self._state.steps
         self.saver.claim(home)
         self.saver.wait()
         self.saver.end_removals(home)
@@ -113,11 +118,34 @@ class Checkpoints:
     def resume_from(self, home: Path, path: Path | None) -> None:
         """Go on from `path`, a checkpoint in `home`, or where it is None from here. Collective."""
         self.saver.claim(home)
+        self._go_on(home, path, _SaveOptions())
+
+    def _go_on(self, home: Path, path: Path | None, options: _SaveOptions) -> None:
         if path is not None:
             self.load(path)
         self._resumes, self._saved = True, None if path is None else self._moment()
-        self._settle_in(home, _SaveOptions())
+        self._settle_in(home, options)
         self._world.progress.resumes()
+
+    # -- for an elastic island that comes back ----------------------------------------------
+
+    def save_for_return(self) -> dict[str, Any] | None:
+        """Save now, where the user does, for an island that comes back; what it is to know, as
+        JSON, None where that failed or nobody has said where. Collective."""
+        home, options = self._home, self._options
+        if home is None:
+            return None
+        path: Path | None = place_of(home, self._state.steps)
+        if self._saved != self._moment():
+            path = self.save_and_stay(home, options.keep, split_gb=options.split / 1e9)
+        about = {"home": str(home), "keep": options.keep, "split": options.split}
+        return None if path is None else about | {"path": str(path.resolve())}
+
+    def come_back(self, about: Mapping[str, Any]) -> None:
+        """Go on from what `save_for_return` saved on the others, which have the folder. Collective
+        over this island."""
+        options = _SaveOptions(about["keep"], about["split"])
+        self._go_on(Path(about["home"]), Path(about["path"]), options)
 
     def _pass_over(self, why: object) -> None:
         self._world.print(f"shardwise: passed over: {why}", file=sys.stderr)

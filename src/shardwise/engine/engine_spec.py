@@ -58,12 +58,12 @@ class EngineSpec:
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)
         if self.has_islands:
-            island_refusals.check(self.settings)
+            island_refusals.check(self.settings, elastic=self.peers.comes_and_goes)
 
     @property
     def has_islands(self) -> bool:
         """Whether several islands make steps of their own."""
-        return self.peers.size > 1
+        return self.peers.size > 1 or self.peers.comes_and_goes
 
     @property
     def tensor_rank(self) -> int:

@@ -23,8 +23,9 @@ _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
 }
 
 
-def check(settings: Settings) -> None:
-    """Raise ConfigError for a setting that cannot be had beside several islands."""
+def check(settings: Settings, *, elastic: bool) -> None:
+    """Raise ConfigError for a setting that cannot be had beside several islands, or `elastic`
+    ones."""
     settings.island_rule  # noqa: B018 (raises for numbers that do not fit each other)
     for given, (is_on, why) in _WITHOUT.items():
         if is_on(settings):
@@ -32,3 +33,8 @@ def check(settings: Settings) -> None:
                 f"--islands {settings.islands} and {given} cannot be had together: {why}. Leave "
                 "one of them out."
             )
+    if elastic and settings.late:
+        raise ConfigError(
+            f"--late {settings.late} and --elastic-islands cannot be had together: an island that "
+            "ends may have sent what the others have yet to use. Leave one of them out."
+        )

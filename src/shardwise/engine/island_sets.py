@@ -53,10 +53,9 @@ def seen(
     sets: Sets, fields: Mapping[str, Any], peers: Collectives
 ) -> tuple[dict[str, TensorReader], dict[str, Any]]:
     """`sets` and `fields` as the island of this rank is to read them, out of those of all."""
-    saved = count(fields)
-    if saved == 1:
+    saved, islands = count(fields), fields.get("islands")
+    if not islands:
         return dict(sets), dict(fields)
-    islands = fields["islands"]
     if saved == peers.size:
         mine = {kind: [set_name(kind, peers.rank)] for kind in (OPTIMIZER, ISLAND)}
         found = dict(fields) | islands[peers.rank]

@@ -16,6 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from shardwise.collectives import ElasticRun
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ModelMismatch, UsageError
@@ -76,7 +77,10 @@ class Islands:
 
     def _check_alike(self, mine: int) -> None:
         """Raise ModelMismatch, on all ranks alike, where islands are not at the same weights."""
-        all_of_them = self._spec.world_group.gather_plain(mine)
+        group = self._spec.world_group
+        all_of_them = group.gather_plain(mine)
+        if isinstance(group, ElasticRun):
+            group.begin()
         length = self._spec.island_group.size
         for rank, each in enumerate(all_of_them):
             if each != all_of_them[rank % length]:
@@ -116,11 +120,15 @@ class Islands:
             reports = self._reports(exchange, stats)
         if rule.late:
             exchange.arrive([i for i in due if i in exchange.flying])
-        if rule.sends(step, 0, count):
-            exchange.report = self._sent_report(exchange, totals, stats)
+        if rule.sends(step, 0, count) and not self._spec.peers.comes_and_goes:
+            exchange.report = self._sent_report(exchange, stats)
         if rule.late:
             for index in sent:
                 exchange.send(index, step + rule.late)
+        elif self._spec.peers.comes_and_goes and rule.sends(step, 0, count):
+            report = self._packed_report(exchange, stats)
+            reports = self._heard(exchange.gather_at_once(sent, step, report))
+            exchange.arrive(sent)
         elif exchange.report is not None:
             # Before anything moves: a report may say that islands are no longer alike.
             reports = self._reports(exchange, stats)
@@ -129,10 +137,13 @@ class Islands:
             self._state.parameters_changed()
         return reports
 
-    def _sent_report(
-        self, exchange: IslandExchange, totals: StepTotals, stats: StepStats
-    ) -> Message:
+    def _sent_report(self, exchange: IslandExchange, stats: StepStats) -> Message:
         """Let all islands know of this one."""
+        peers = self._spec.peers
+        return send(peers, self._packed_report(exchange, stats).to(peers.small_device))
+
+    def _packed_report(self, exchange: IslandExchange, stats: StepStats) -> Tensor:
+        """What all islands are to know of this one, as bytes."""
         self._sent = self._buffers(stats)
         loss = stats.loss if stats.weight else 0.0
         report = Report(
@@ -144,9 +155,7 @@ class Islands:
             self._state.steps,
             exchange.anchor.checksum(),
         )
-        peers = self._spec.peers
-        packed = torch.tensor(report, dtype=torch.float64).view(torch.uint8)
-        return send(peers, packed.to(peers.small_device))
+        return torch.tensor(report, dtype=torch.float64).view(torch.uint8)
 
     def _buffers(self, stats: StepStats) -> SentBuffers:
         return SentBuffers(self._form(), stats.weight, self._state.objects.buffers.values())
@@ -159,16 +168,21 @@ class Islands:
         """The reports of all islands, None where they were sent before this run began; buffers
         become their mean. Collective over the peers. Raises where islands have come apart."""
         message, exchange.report = exchange.report, None
-        if message is None or self._sent is None:
-            sent, reports = self._buffers(stats), None
-            forms = self._spec.peers.gather_plain(sent.form)
-        else:
-            rows = message.wait().cpu().contiguous().view(torch.float64).tolist()
-            sent, reports = self._sent, [Report(*row) for row in rows]
-            _check_reports(reports)
-            forms = [report.form for report in reports]
-        self._sent = None
-        if len(set(forms)) == 1:
+        if message is not None and self._sent is not None:
+            return self._heard(list(message.wait().cpu().contiguous()))
+        sent, self._sent = self._buffers(stats), None
+        if len(set(self._spec.peers.gather_plain(sent.form))) == 1:
+            self._average_buffers(sent)
+        return None
+
+    def _heard(self, rows: list[Tensor]) -> list[Report]:
+        """The reports in what islands have sent as bytes; buffers become their mean. Collective
+        over the peers. Raises where islands have come apart."""
+        reports = [Report(*row.clone().view(torch.float64).tolist()) for row in rows]
+        _check_reports(reports)
+        sent, self._sent = self._sent, None
+        assert sent is not None, "this island has sent a report"
+        if len({report.form for report in reports}) == 1:
             self._average_buffers(sent)
         return reports
 

@@ -289,6 +289,13 @@ def _recover_flags() -> Iterator[Flag]:
         default=0,
         help="after a failure all ranks start again, so often at most",
     )
+    yield Flag(
+        ["--elastic-islands", "--elastic_islands"],
+        group="recover",
+        shown="--elastic-islands",
+        is_flag=True,
+        help="an island that fails is left out, and starts again by itself (--islands N)",
+    )
 
 
 def _watch_flags() -> Iterator[Flag]:

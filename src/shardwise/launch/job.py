@@ -21,7 +21,8 @@ class Job:
 
     `words` are as the user gave them, a `module` and its arguments or a program and its own.
     `port` 0 lets the kernel choose. `grace` is the seconds between asking and killing. `passed`
-    are variables for the ranks. `restarts` is how often a run that failed starts again. `shown`
+    are variables for the ranks. `restarts` is how often a run that failed starts again;
+    `elastic_islands` how many islands it has of which each may end by itself. `shown`
     are the ranks whose output is on the screen, None for all of them; `log_dir` is where that of
     each is kept. `run` is a name that all its starts share, `secret` what only its processes know.
     """
@@ -33,6 +34,7 @@ class Job:
     port: int = 0
     grace: float = 5.0
     restarts: int = 0
+    elastic_islands: int = 0
     interface: str | None = None
     passed: Mapping[str, str] = field(default_factory=dict)
     shown: frozenset[int] | None = None

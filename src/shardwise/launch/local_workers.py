@@ -98,16 +98,26 @@ class LocalWorkers:
         """Start all ranks; rank 0 inherits the socket that listens. Raises LaunchError."""
         for local_rank in range(self._task.count):
             rank = self._task.first + local_rank
-            fds = [listener.fileno()] if listener is not None and rank == 0 else []
+            fds = [listener.fileno()] if listener is not None and rank == self._meets_at else []
             worker = Worker(rank, partial(self._hear, rank))
             outlet = (
                 self._task.outlet if rank == 0 else WorkerStreams(piped=self._task.outlet.piped)
             )
             environ = self._environment(local_rank, fds[0] if fds else None)
-            worker.start(self._task.command, environ, fds, outlet)
+            self._start(worker, environ, fds, outlet)
             self._reaper.started(worker.group)
             self._workers.append(worker)
         self.listen()
+
+    @property
+    def _meets_at(self) -> int:
+        """The rank to which the others come."""
+        return 0
+
+    def _start(
+        self, worker: Worker, environ: dict[str, str], fds: list[int], outlet: WorkerStreams
+    ) -> None:
+        worker.start(self._task.command, environ, fds, outlet)
 
     def listen(self) -> None:
         """Pass on what the ranks write, as it comes."""
@@ -175,20 +185,10 @@ class LocalWorkers:
 
     def _environment(self, local_rank: int, listen_fd: int | None) -> dict[str, str]:
         task = self._task
-        identity = Identity(
-            launcher="shardwise run",
-            rank=task.first + local_rank,
-            size=task.size,
-            local_rank=local_rank,
-            local_size=task.count,
-            address=task.address,
-            port=task.port,
-            listen_fd=listen_fd,
-        )
         window = task.outlet.window
         return environment.of_rank(
             {**os.environ, **task.passed},
-            identity,
+            self._identity(local_rank, listen_fd),
             flags=task.flags,
             reports=self._folder,
             cores=resources.usable_cores(),
@@ -197,6 +197,19 @@ class LocalWorkers:
             run=task.run,
             secret=task.secret,
             master_port=task.master_port,
+        )
+
+    def _identity(self, local_rank: int, listen_fd: int | None) -> Identity:
+        task = self._task
+        return Identity(
+            launcher="shardwise run",
+            rank=task.first + local_rank,
+            size=task.size,
+            local_rank=local_rank,
+            local_size=task.count,
+            address=task.address,
+            port=task.port,
+            listen_fd=listen_fd,
         )
 
     def _relay(self, source: OutputSource) -> None:

@@ -6,7 +6,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from shardwise.launch import network, private_files, program, restarts
+from shardwise.launch import island_run, network, private_files, program, restarts
 from shardwise.launch.console import Console
 from shardwise.launch.hosts import LOOPBACK
 from shardwise.launch.job import Job
@@ -22,7 +22,9 @@ def run(job: Job) -> int:
     command = program.command(job.words[0], job.words[1:], module=job.module)
     console = job.console(os.environ)
     with Signals() as signals:
-        once = partial(_once, job, command, console, signals)
+        once = partial(
+            island_run.once if job.elastic_islands else _once, job, command, console, signals
+        )
         try:
             return restarts.repeated(job.restarts, once, console.say)
         finally:

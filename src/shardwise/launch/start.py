@@ -19,6 +19,7 @@ from shardwise.launch import (
     environment,
     flags,
     hosts,
+    island_run,
     network,
     one_host,
     program,
@@ -59,6 +60,7 @@ class RunRequest:
     rdzv_endpoint: str | None
     rdzv_id: str | None
     restarts: int
+    elastic_islands: bool
     log_dir: str | None
     shown: str | None
     host_timeout: float | None
@@ -90,6 +92,11 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
     if asked.hosts is None and asked.hostfile is None:
         flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(asked), **asked.settings})
     size = sum(share.count for share in shares)
+    if asked.elastic_islands and not is_alone:
+        raise LaunchError(
+            "--elastic-islands is for islands on one host: over several an island that fails ends "
+            "the run, and --restarts starts all again. Leave it out, or -H and --hostfile."
+        )
     job = Job(
         words=asked.words,
         shares=shares,
@@ -100,6 +107,7 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
         port=asked.port or 0,
         grace=GRACE if asked.grace is None else asked.grace,
         restarts=asked.restarts,
+        elastic_islands=island_run.checked(size, asked.settings) if asked.elastic_islands else 0,
         interface=asked.interface,
         log_dir=asked.log_dir,
     )
@@ -120,6 +128,7 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
 def _by_srun(asked: RunRequest, passed: Mapping[str, str]) -> int:
     """Leave the hosts of a Slurm allocation to srun; returns only from a dry run."""
     flags.refuse_without_effect(flags.BY_SRUN, vars(asked))
+    _refuse_elastic(asked, "inside a Slurm allocation")
     if asked.shown is not None or asked.log_dir is not None:
         raise LaunchError(
             "--show and --log-dir are of our own launcher, but the hosts of this Slurm job "
@@ -150,6 +159,7 @@ def _by_torch(asked: RunRequest, passed: Mapping[str, str]) -> int:
             "--show are for one that starts all. Give the one or the other."
         )
     flags.refuse_without_effect(flags.BY_TORCH, {**vars(asked), **asked.settings})
+    _refuse_elastic(asked, "with --nnodes")
     if asked.size is not None:
         raise LaunchError(
             f"-n {asked.size} counts all ranks, which --nnodes leaves open: say how many each "
@@ -176,6 +186,15 @@ def _by_torch(asked: RunRequest, passed: Mapping[str, str]) -> int:
         elastic.run(words, elastic.agent_environment(base, asked.settings, leads))
     print(shlex.join(words))
     return 0
+
+
+def _refuse_elastic(asked: RunRequest, where: str) -> None:
+    """Raise LaunchError for `--elastic-islands` where others than us start the ranks."""
+    if asked.elastic_islands:
+        raise LaunchError(
+            f"--elastic-islands is for ranks that we start on one host, and {where} others start "
+            "them: leave it out."
+        )
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:

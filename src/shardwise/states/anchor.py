@@ -94,6 +94,11 @@ class Anchor:
                 held = self.storages[key][index]
                 held.store(torch.zeros_like(master) if key in (VELOCITY, RESIDUAL) else master)
 
+    def forget_losses(self) -> None:
+        """Take what the wire has lost for nothing: it is that of other islands."""
+        for held in self.storages.get(RESIDUAL, ()):
+            held.store(torch.zeros_like(held.loaded()))
+
     def _go_on(self, key: str, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Take what is known of `key` from `values`."""
         for index, (first, end) in enumerate(self.parts):

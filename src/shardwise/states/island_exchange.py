@@ -16,7 +16,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Collectives, Handle
+from shardwise.collectives import Collectives, ElasticPeers, Handle
 from shardwise.states.anchor import Anchor
 from shardwise.timeline import recorder
 
@@ -93,12 +93,16 @@ class IslandExchange:
     def send(self, index: int, due: int) -> None:
         """Let the difference of bucket `index`, which is `due` after so many steps, go on its way.
         Collective over the peers."""
+        self._flying[index] = send(self._peers, self._packed(index, due))
+
+    def _packed(self, index: int, due: int) -> Tensor:
+        """The difference of bucket `index` with its weight before it, which counts as sent now."""
         packed = self.anchor.pack(index).to(self.anchor.device(index))
         weight = torch.tensor([self.weights[index]], dtype=torch.float64).view(torch.uint8)
-        self._flying[index] = send(self._peers, torch.cat([weight.to(packed.device), packed]))
         self._sent[index] = self.weights[index], packed
         self.weights[index] = 0.0
         self.due[index] = due
+        return torch.cat([weight.to(packed.device), packed])
 
     def landed(self, index: int) -> Tensor:
         """The mean difference of bucket `index`, which was sent, before it is used: it waits in
@@ -138,6 +142,19 @@ class IslandExchange:
                 self.send(another, due)
         self.anchor.publish(indices)
 
+    def gather_at_once(self, indices: Sequence[int], due: int, beside: Tensor) -> list[Tensor]:
+        """Send these buckets in one message of each elastic island, with bytes that go `beside`,
+        and return what lies beside of all that take part: so an island is in all of it, or in
+        nothing. Nothing has moved yet: `arrive` moves. Collective over all ranks."""
+        assert isinstance(self._peers, ElasticPeers)
+        mine = [beside, *(self._packed(index, due).cpu() for index in indices)]
+        lengths = [each.numel() for each in mine]
+        messages = self._peers.gather_at_once(due, torch.cat(mine))
+        rows = [torch.split(message, lengths) for message in messages]
+        for place, index in enumerate(indices, 1):
+            self._flying[index] = self._mean_of(index, torch.stack([row[place] for row in rows]))
+        return [row[0] for row in rows]
+
     def _apply(self, index: int) -> None:
         """Move the anchor and the weights of bucket `index` by what has come."""
         self.anchor.apply(index, self.landed(index))
@@ -145,7 +162,10 @@ class IslandExchange:
         del self._flying[index], self.due[index]
 
     def _mean(self, index: int, message: Message) -> Tensor:
-        rows = message.wait()
+        return self._mean_of(index, message.wait())
+
+    def _mean_of(self, index: int, rows: Tensor) -> Tensor:
+        """The mean of what lies in `rows`, the messages of all islands."""
         heads = rows[:, :_HEADER].contiguous().cpu().view(torch.float64)
         return self.anchor.mean(index, list(rows[:, _HEADER:]), heads.flatten().tolist())
 

@@ -105,6 +105,11 @@ class StatusServer:
         self._bell: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks that can be asked: all, but for those of other elastic islands."""
+        return sorted(self._places) or range(self.size)
+
     # -- from the start to the end --------------------------------------------------------
 
     def listen(self, address: str, host: str) -> RankAddress:
@@ -327,7 +332,7 @@ class StatusServer:
 
     def call_difference(self) -> str:
         """Where ranks are that are in different calls, as a sentence and a space."""
-        said = call_difference(self.ask(range(min(self.size, KEEPERS))))
+        said = call_difference(self.ask(self.ranks[:KEEPERS]))
         return f"{said} " if said else ""
 
     def announce_abort(self, error: CollectiveError) -> None:
@@ -339,7 +344,7 @@ class StatusServer:
             wait = self.waits.longest()
             awaited = wait.missing() if wait else ()  # they may never come to ask a keeper
             question = {"ask": "abort", "abort": asdict(abort)}
-            self._ask({*range(min(self.size, KEEPERS)), *awaited}, question, ABORT_SECONDS)
+            self._ask({*self.ranks[:KEEPERS], *awaited}, question, ABORT_SECONDS)
 
     def refuse_after_failure(self) -> None:
         """Raise why this rank has aborted, if it has: it waits for nobody again."""

@@ -85,7 +85,7 @@ class Watchdog:
         if wait is self._warned:
             return
         self._warned = wait
-        for rank in range(min(self._status_server.size, SPEAKERS)):
+        for rank in self._status_server.ranks[:SPEAKERS]:
             if self._status_server.ask_to_report(rank):
                 return
 
@@ -95,7 +95,7 @@ class Watchdog:
         if self._reported is not None and now - self._reported < self._warn_after / 2:
             return
         self._reported = now
-        statuses = self._status_server.ask(range(self._status_server.size), stack=True)
+        statuses = self._status_server.ask(self._status_server.ranks, stack=True)
         _write(wait_warning(statuses, self._timeout))
 
     def _end_with_the_others(self, now: float) -> None:

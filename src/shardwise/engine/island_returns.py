@@ -1,0 +1,85 @@
+"""Takes elastic islands in again that have ended and were started anew.
+
+    the others      a boundary ─▶ before the next batch: a checkpoint ─▶ "admit island k, with this"
+    island k        engine.resume ─▶ "admit me" ─▶ loads it ─▶ takes part
+
+That is where a run that is asked to end saves, too: schedulers have made their step by then, and
+the weights of all are the anchor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.collectives import ElasticRun
+from shardwise.engine.checkpoint_saver import CheckpointSaver
+from shardwise.engine.engine_state import EngineState
+from shardwise.errors import ConfigError
+
+
+class Checkpoints(Protocol):
+    """What of an engine's checkpoints is needed here."""
+
+    saver: CheckpointSaver
+
+    def save_for_return(self) -> dict[str, Any] | None:
+        """Save where the user does; what who comes back is to know, None where that failed."""
+
+    def come_back(self, about: Mapping[str, Any]) -> None:
+        """Go on from what was saved so."""
+
+
+class IslandReturns:
+    """Islands that come back to an engine, and this one where it does. Does nothing without
+    `--elastic-islands`."""
+
+    def __init__(self, state: EngineState, checkpoints: Checkpoints) -> None:
+        self._state = state
+        self._checkpoints = checkpoints
+        group = state.spec.world_group
+        self._run = group if isinstance(group, ElasticRun) else None
+        if self._run is not None and state.number:
+            raise ConfigError(
+                "--elastic-islands is for scripts with one engine, and this is the second: leave "
+                "the flag out. Without it an island that ends ends the run, and --restarts goes on."
+            )
+        state.world.current_batch.watch(self.before_batch)
+
+    def before_batch(self, stand_in: bool) -> None:
+        """A batch is about to be handed out: after a boundary let those in that wait. Collective
+        then."""
+        run, every = self._run, self._state.spec.settings.equal_every
+        if run is None or not run.link.waiting or not torch.is_grad_enabled():
+            return
+        ending = self._state.world.preemption.agreed
+        if self._state.is_between_steps and not self._state.steps % every and not ending:
+            self._admit(run)
+
+    def _admit(self, run: ElasticRun) -> None:
+        waiting = run.link.waiting
+        about = self._checkpoints.save_for_return()
+        if about is None:
+            return
+        if waiting[0] < run.link.members[0]:
+            self._checkpoints.saver.leave()  # another rank leads, and claims the folders
+        run.link.admit(waiting, json.dumps(about).encode())
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this island is to come back."""
+        return self._run is not None and self._run.is_outside
+
+    def come_back(self) -> None:
+        """Wait until the others admit this island, and go on from where they are. What the wire has
+        lost is theirs. Collective over the island."""
+        assert self._run is not None
+        answer, about = self._run.link.ask_back()
+        self._checkpoints.come_back(json.loads(about))
+        if (islands := self._state.states.islands) is not None:
+            with torch.no_grad():
+                islands.anchor.forget_losses()
+        self._run.link.enter(answer)

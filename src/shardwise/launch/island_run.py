@@ -1,0 +1,90 @@
+"""Runs a job of elastic islands on this host: each is started, and meets, by itself."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+
+from shardwise.config import values
+from shardwise.errors import LaunchError
+from shardwise.launch import network
+from shardwise.launch.console import Console
+from shardwise.launch.hosts import LOOPBACK
+from shardwise.launch.island_supervisor import IslandSupervisor
+from shardwise.launch.island_workers import IslandWorkers
+from shardwise.launch.job import Job
+from shardwise.launch.orphan_reaper import OrphanReaper
+from shardwise.launch.restarts import Ending
+from shardwise.launch.signals import Signals
+
+
+def once(job: Job, command: tuple[str, ...], console: Console, signals: Signals) -> Ending:
+    """Start all islands, and watch them to the end of the run."""
+    address = LOOPBACK if job.interface is None else network.address_of_interface(job.interface)
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
+    size = job.size // job.elastic_islands
+    with OrphanReaper(folder) as reaper, network.reserve_port(address) as spare:
+        supervisor = IslandSupervisor(
+            console,
+            job.outputs(console),
+            signals,
+            grace=job.grace,
+            joins=job.joins,
+            count=job.elastic_islands,
+            size=size,
+            returns=job.restarts,
+        )
+        sinks = supervisor.hear, supervisor.left, supervisor.saves_first
+        numbers = count()
+
+        def start(island: int, returns: bool) -> IslandWorkers:
+            own = folder / f"start-{next(numbers)}"
+            own.mkdir(mode=0o700)
+            with network.listen(address, 0) as meeting:
+                where = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
+                task = job.task(
+                    job.shares[0], command, console, address=address, **where, reads=True
+                )
+                workers = IslandWorkers(
+                    task,
+                    own,
+                    reaper,
+                    supervisor.selector,
+                    *sinks,
+                    island=island,
+                    count=job.elastic_islands,
+                    link=supervisor.hub.open,
+                    returns=returns,
+                )
+                workers.start(meeting)
+            return workers
+
+        with closing(supervisor):
+            ending = supervisor.watch_islands(start)
+        for workers in [*supervisor.ended, *supervisor.islands]:
+            workers.release()
+        return ending
+
+
+def checked(size: int, settings: Mapping[str, str]) -> int:
+    """How many islands a run of `size` ranks with `settings` has, of which each may end and come
+    back. Raises LaunchError where that cannot be."""
+    if not sys.platform.startswith("linux"):
+        raise LaunchError("--elastic-islands needs Linux: leave it out.")
+    text = settings.get("islands", "1")
+    try:
+        islands = values.whole(2)(text)
+    except ValueError:
+        raise LaunchError(
+            f"--elastic-islands with --islands {text}: say how many islands there are, 2 or more, "
+            "such as --islands 2."
+        ) from None
+    if size % islands:
+        raise LaunchError(
+            f"--islands {islands} does not divide {size} workers: islands are of one size."
+        )
+    return islands

@@ -1,0 +1,255 @@
+"""Watches islands that may end and come back by themselves, while the others go on.
+
+    a rank of island k fails ─▶ nobody waits for k any more ─▶ its other ranks are ended ─▶ a line
+                             ─▶ k is started again ─▶ the others admit it ─▶ a line
+
+What is not one island's alone ends the run as it ends without: a failure before all have begun to
+train, of the last island, or of a run that somebody asks to end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardwise.errors import LaunchError
+from shardwise.launch import failure_report
+from shardwise.launch.error_file import ErrorReport
+from shardwise.launch.island_hub import IslandHub
+from shardwise.launch.island_membership import Membership
+from shardwise.launch.island_workers import IslandWorkers
+from shardwise.launch.local_workers import RankExit
+from shardwise.launch.restarts import STUCK, Ending
+from shardwise.launch.supervisor import SETTLE, UNEXPLAINED, Supervisor
+
+NEVER = math.inf
+
+Start = Callable[[int, bool], IslandWorkers]
+"""Starts an island; whether it comes back to others that have gone on."""
+
+
+class IslandSupervisor(Supervisor):
+    """The ranks of `count` islands of `size` ranks each, of which one may end and the others go on;
+    `returns` is how often one is started again, all together."""
+
+    def __init__(self, *given: Any, count: int, size: int, returns: int, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.hub = IslandHub(Membership(count=count, size=size), self.selector, self._exchanged)
+        self._size = size
+        self._returns, self._started_again = returns, 0
+        self.islands: list[IslandWorkers] = []
+        self._failing: dict[int, float] = {}
+        """By island that fails: when its other ranks are ended."""
+        self._failures: dict[int, dict[int, RankExit]] = {}
+        """By island that has failed last, how its ranks ended."""
+        self._outlived: set[int] = set()
+        """Of these, those without which the others have gone on."""
+        self._resuming: set[int] = set()
+        """The islands that take up a checkpoint when they are started."""
+        self._tries: Counter[int] = Counter()
+        """How often an island was started again since it last took part."""
+        self._admitted: dict[int, int] = {}
+        """By island that is back: at which step the others have let it in."""
+        self._finished: set[int] = set()
+        """The islands all of whose ranks have ended well."""
+        self._said: set[int] = set()
+        """Of these, those of which it was said that the others go on."""
+        self._unneeded: set[int] = set()
+        self.ended: list[IslandWorkers] = []
+        """Those in whose place others were started."""
+
+    def watch_islands(self, start: Start) -> Ending:
+        """Start all islands, and return how the run ended when all ranks have."""
+        self._start = start
+        self.islands += [start(island, False) for island in range(self._membership.count)]
+        return self.watch(self.islands)
+
+    def close(self) -> None:
+        self.hub.close()
+        super().close()
+
+    @property
+    def _membership(self) -> Membership:
+        return self.hub.membership
+
+    @property
+    def _away(self) -> set[int]:
+        """The islands that have failed, and do not take part again yet."""
+        return set(self._failures) - set(self._membership.members)
+
+    def turn(self, limit: float | None = None) -> None:
+        """The same; islands that have failed are ended at their time."""
+        now = time.monotonic()
+        waits = [max(0.0, at - now) for at in self._failing.values() if at < NEVER]
+        waits += [] if limit is None else [limit]
+        super().turn(min(waits, default=None))
+        for island, at in list(self._failing.items()):
+            if at <= time.monotonic():
+                self._failing[island] = NEVER
+                self.islands[island].end()
+
+    # -- the end of a rank ------------------------------------------------------------------
+
+    def left(self, rank_exit: RankExit) -> None:
+        rank = rank_exit.end.rank
+        island = rank // self._size
+        if rank_exit.progress is not None and rank_exit.progress.resumes:
+            self._resuming.add(island)
+        ended_well = rank_exit.end.code == 0 or rank_exit.saved
+        is_alone = not self._blames_another(island, rank_exit.report) and self._is_alone(island)
+        if island in self._failing or (not ended_well and is_alone):
+            self._fail(island, rank_exit)
+            return
+        if not ended_well:
+            self._recall()
+        super().left(rank_exit)
+        if ended_well and not self._living(island):
+            self._finished.add(island)
+            self.hub.lose(island)
+        self._end_unneeded()
+
+    def _living(self, island: int) -> set[int]:
+        """The ranks of an island that run."""
+        return self._running & set(self._membership.ranks(island))
+
+    def _blames_another(self, island: int, report: ErrorReport | None) -> bool:
+        """Whether a rank of `island` has waited too long for another one, which hangs."""
+        at_fault = () if report is None else report.at_fault
+        return not set(at_fault) <= set(self._membership.ranks(island))
+
+    def _is_alone(self, island: int) -> bool:
+        """Whether a failure of `island` is its own: the others go on."""
+        if island in self._unneeded:
+            return True
+        away = island in self._away
+        if self._asked is not None or self._stopping:
+            return away
+        others = set(self._membership.members) - {island} - set(self._failing)
+        return self._membership.begun and bool(others or (away and self._finished))
+
+    def _fail(self, island: int, rank_exit: RankExit) -> None:
+        """A rank of `island` has ended, which goes down with it."""
+        self._running.discard(rank_exit.end.rank)
+        if island not in self._failing:
+            self._failures[island] = {}
+            self._outlived.discard(island)
+            self._failing[island] = NEVER
+        exits = self._failures[island]
+        exits[rank_exit.end.rank] = rank_exit
+        if len(exits) == 1:
+            self.hub.lose(island)
+        if not self._living(island):
+            self._failed(island)
+            return
+        ends = [each.end for each in exits.values()]
+        explained = failure_report.is_explained(ends, _reports(exits))
+        wait = SETTLE if explained else UNEXPLAINED
+        self._failing[island] = min(self._failing[island], time.monotonic() + wait)
+
+    def _failed(self, island: int) -> None:
+        """All ranks of `island` have ended: say so, and start it again where that is to be."""
+        del self._failing[island]
+        workers = self.islands[island]
+        workers.end()  # what its ranks have started
+        if island in self._unneeded or self._asked is not None or self._stopping:
+            return
+        others = [each for each in self._membership.members if each not in self._failing]
+        if not others:  # as `_conclude` has it
+            self._end_unneeded()
+            return
+        comes, what_next = self._next(island)
+        self.say(
+            f"shardwise: island {island} has ended at step {workers.step} "
+            f"({self._cause(self._failures[island])}). {_named(others)} without it, from the next "
+            f"boundary on. {what_next}\n"
+        )
+        if comes:
+            self._start_again(island)
+
+    def _cause(self, exits: Mapping[int, RankExit]) -> str:
+        """Who of an island failed, and why."""
+        reports = _reports(exits)
+        judged = failure_report.judge([each.end for each in exits.values()], reports)
+        assert judged is not None, "a rank has failed"
+        count = len(self._outputs)
+        found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
+        what, why = failure_report.in_few_words(judged, exits[judged.rank].how, count, found)
+        return f"{what}: {why.removesuffix('.')}"
+
+    def _next(self, island: int) -> tuple[bool, str]:
+        """Whether `island` is started again, and what to say of it."""
+        if island not in self._resuming:
+            return False, "It does not come back: the script calls no engine.resume(folder)."
+        if self._tries[island] == STUCK:
+            return False, f"It does not come back: it has failed {STUCK} times on its way."
+        if self._started_again == self._returns:
+            often = f"--restarts {self._returns} allows no more"
+            return False, f"It does not come back: {often}."
+        number = self._started_again + 1
+        return True, f"Starting it again, {number} of {self._returns}."
+
+    def _start_again(self, island: int) -> None:
+        self._started_again += 1
+        self._tries[island] += 1
+        try:
+            workers = self._start(island, True)
+        except LaunchError as error:
+            self.say(f"shardwise: island {island} cannot start again. {error}\n")
+            return
+        self.ended.append(self.islands[island])
+        self.islands[island] = workers
+        self._running.update(self._membership.ranks(island))
+
+    # -- the others -------------------------------------------------------------------------
+
+    def _exchanged(self, islands: Sequence[int]) -> None:
+        """These have taken part in an exchange."""
+        for island in self._finished - self._said:
+            self.say(f"shardwise: island {island} has ended well. The others go on without it.\n")
+        self._said |= self._finished
+        for island in list(self._failures):
+            if island not in islands:
+                self._outlived.add(island)
+                if island in self._membership.members:
+                    self._admitted[island] = self.islands[islands[0]].step
+            else:
+                del self._failures[island]
+                self._outlived.discard(island)
+                self._tries[island] = 0
+                step = self._admitted[island]
+                self.say(f"shardwise: island {island} is back, from step {step} on.\n")
+
+    def _end_unneeded(self) -> None:
+        """End islands that are on their way back when nobody is there any more."""
+        taking_part = [rank for each in self._membership.members for rank in self._living(each)]
+        if taking_part or self._unneeded:
+            return
+        self._unneeded |= {each for each in self._away if self._living(each)}
+        for island in self._unneeded:
+            self.islands[island].end()
+
+    def _recall(self) -> None:
+        """The run fails: what has ended an island may be why, unless the others outlived it."""
+        for island, exits in self._failures.items():
+            if island not in self._outlived:
+                self._exits |= exits
+
+    def _conclude(self) -> Ending:
+        if not self._finished:
+            self._recall()
+        return super()._conclude()
+
+
+def _reports(exits: Mapping[int, RankExit]) -> dict[int, ErrorReport]:
+    return {rank: each.report for rank, each in exits.items() if each.report is not None}
+
+
+def _named(islands: Sequence[int]) -> str:
+    """The islands that go on, in words."""
+    listed = ", ".join(map(str, islands))
+    if len(islands) == 1:
+        return f"Island {listed} goes on"
+    return f"Islands {listed} go on"

@@ -1,0 +1,101 @@
+"""Trains on islands of which one dies, and leaves what each rank has after each boundary.
+
+The anchor after step S is in FOLDER/anchor-S-RANK.pt, the losses of a rank's steps are printed.
+"""
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.engine import save_tensors
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("--epochs", type=int, default=3, help="of 8 steps")
+parser.add_argument("--pause", type=float, default=0.0)
+parser.add_argument("--die", default="", help="RANK:STEP, once, after so many steps")
+parser.add_argument("--signal", type=int, default=signal.SIGKILL, help="of what it dies")
+parser.add_argument("--in-save", action="store_true", help="it dies while it writes its part")
+parser.add_argument("--hold", type=int, default=0, help="a step at which who died is waited for")
+parser.add_argument("--save", type=int, default=1000, help="every so many steps")
+parser.add_argument("--measure", action="store_true", help="the loss over all ranks, each step")
+args = parser.parse_args()
+
+world = sw.init(seed=0, device="cpu", quiet=True)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+engine = sw.Engine(model, optimizer)
+rows = torch.randn(64, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+loader = sw.Loader(list(rows), 8)
+engine.track(loader=loader, scheduler=scheduler)
+if world.collectives.is_outside:
+    (args.folder / "comes back").touch()
+engine.resume(args.folder)
+print(f"start {engine.steps}", flush=True)
+
+
+def dies() -> None:
+    """Die, once, where that is asked for."""
+    mark = args.folder / "died"
+    if f"{world.rank}:{engine.steps}" == args.die and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), args.signal)
+
+
+def write(*given: Any) -> Any:
+    """Write this rank's part of a checkpoint."""
+    if args.in_save:
+        dies()
+    return plain_write(*given)
+
+
+plain_write, save_tensors.write = save_tensors.write, write
+
+
+def keep_anchor() -> None:
+    """Leave the anchor, as this rank has it."""
+    with engine.anchor(), engine.full_parameters():
+        flat = torch.cat([each.detach().flatten() for each in model.parameters()])
+    path = args.folder / f"anchor-{engine.steps}-{world.rank}.pt"
+    torch.save(flat, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
+
+
+def hold() -> None:
+    """Wait until the island that has died is about to ask to be let in."""
+    while engine.steps == args.hold and not (args.folder / "comes back").exists():
+        time.sleep(0.02)
+    time.sleep(0.5 if args.hold and engine.steps == args.hold else args.pause)
+
+
+metrics = sw.Metrics()
+for _ in loader.epochs(args.epochs):
+    for x in loader:
+        if not args.in_save:
+            dies()
+        loss = (model(x) - x[:, :3].sin()).square().mean()
+        engine.backward(loss)
+        stats = engine.step()
+        scheduler.step()
+        print(f"step {engine.steps} {stats.loss:.15e}", flush=True)
+        hold()
+        if engine.steps % engine._spec.settings.equal_every == 0:
+            keep_anchor()
+        if args.measure:
+            metrics.add(loss=loss)
+            world.print(f"mean {engine.steps} {metrics.compute()['loss']:.15e}", flush=True)
+        if engine.steps % args.save == 0:
+            engine.save(args.folder, keep=2, background=True)
+
+engine.close()
+flat = torch.cat([each.detach().flatten() for each in model.parameters()])
+torch.save(flat, args.folder / f"end-{world.rank}.pt")

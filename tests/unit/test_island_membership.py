@@ -1,0 +1,131 @@
+"""Which islands take part in an exchange, as tables of who comes when."""
+
+import random
+
+import pytest
+
+from shardwise.launch.island_membership import ADMITS, BOUNDARY, Answer, Arrival, Membership
+
+HERE, THERE = Arrival(label=f"{BOUNDARY} after step 4"), Arrival(label="a barrier")
+
+
+def come(membership: Membership, *ranks: int, arrival: Arrival = HERE) -> list[Answer]:
+    return [answer for rank in ranks for answer in membership.arrive(rank, arrival)]
+
+
+def seen(answers: list[Answer]) -> dict[int, tuple[list[int], tuple[int, ...]]]:
+    """By rank, who took part, and whose messages it gets."""
+    return {each.rank: (each.words["islands"], each.sources) for each in answers}
+
+
+def test_an_exchange_is_complete_when_all_have_come() -> None:
+    membership = Membership(count=2, size=2)
+    assert come(membership, 0, 1, 2) == []
+    assert membership.missing(0) == [3]
+    expected = {0: ([0, 1], (2,)), 1: ([0, 1], (3,)), 2: ([0, 1], (0,)), 3: ([0, 1], (1,))}
+    assert seen(come(membership, 3)) == expected
+    assert membership.begun
+
+
+def test_ranks_of_one_place_alone() -> None:
+    membership = Membership(count=2, size=2)
+    alone = Arrival(label="a broadcast", alone=True)
+    assert come(membership, 2, arrival=alone) == []
+    assert set(seen(come(membership, 0, arrival=alone))) == {0, 2}
+    assert not membership.begun
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_an_island_that_ends_is_out_of_it_for_all(lost: int) -> None:
+    """Also where some or all of its ranks had come."""
+    membership = Membership(count=3, size=2)
+    left = [rank for rank in range(6) if rank // 2 != lost]
+    come(membership, 2 * lost, *left[:-1])
+    assert membership.lose(lost) == []
+    found = seen(come(membership, left[-1]))
+    assert set(found) == set(left)
+    assert {tuple(islands) for islands, _ in found.values()} == {tuple({0, 1, 2} - {lost})}
+
+
+def test_the_end_of_an_island_completes_what_waited_for_it() -> None:
+    membership = Membership(count=2, size=2)
+    come(membership, 0, 1, 2)
+    assert seen(membership.lose(1)) == {0: ([0], ()), 1: ([0], ())}
+
+
+def test_an_island_comes_back() -> None:
+    membership = Membership(count=2, size=2)
+    membership.lose(0)
+    membership.ask_back(0)
+    answers = come(membership, 2, 3)
+    assert [each.words["waiting"] for each in answers] == [[], []]  # rank 1 does not ask yet
+    membership.ask_back(1)
+    assert [each.words["waiting"] for each in come(membership, 2, 3)] == [[0], [0]]
+    admit = Arrival(label=f"{ADMITS} 0")
+    answers = come(membership, 2, 3, arrival=admit)
+    assert {each.rank: each.sources for each in answers} == {2: (), 3: (), 0: (2,), 1: (2,)}
+    assert all(each.words["members"] == [0, 1] for each in answers)
+    assert come(membership, 2, 3, 0) == []
+    assert set(seen(come(membership, 1))) == {0, 1, 2, 3}
+
+
+def test_one_that_ends_on_its_way_is_not_let_in() -> None:
+    membership = Membership(count=2, size=1)
+    membership.lose(1)
+    membership.ask_back(1)
+    come(membership, 0)
+    membership.lose(1)
+    (answer,) = come(membership, 0, arrival=Arrival(label=f"{ADMITS} 1"))
+    assert (answer.rank, answer.words["members"]) == (0, [0])
+
+
+def test_different_calls() -> None:
+    membership = Membership(count=2, size=1)
+    come(membership, 0)
+    answers = come(membership, 1, arrival=THERE)
+    assert [each.rank for each in answers] == [0, 1]
+    assert answers[0].words == {"refused": [[0, HERE.label], [1, THERE.label]]}
+
+
+def test_one_that_has_just_come_back_is_in_the_wrong_call() -> None:
+    """The others wait on, until it has ended."""
+    membership = Membership(count=2, size=1)
+    membership.lose(0)
+    membership.ask_back(0)
+    come(membership, 1, arrival=Arrival(label=f"{ADMITS} 0"))
+    come(membership, 1)
+    (answer,) = come(membership, 0, arrival=THERE)
+    assert (answer.rank, answer.words["refused"]) == (0, [[1, HERE.label], [0, THERE.label]])
+    assert seen(membership.lose(0)) == {1: ([1], ())}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_ends_when_all_learn_the_same(seed: int) -> None:
+    """Of each exchange every rank that goes on learns the same islands, and all get there."""
+    draw = random.Random(seed)
+    membership = Membership(count=3, size=2)
+    known: dict[int, list[list[int]]] = {rank: [] for rank in range(6)}
+    living = {0, 1, 2}
+    waiting: set[int] = set()
+
+    def take(answers: list[Answer]) -> None:
+        for each in answers:
+            known[each.rank].append(each.words["islands"])
+            waiting.discard(each.rank)
+
+    while len(known[min(living) * 2]) < 30:
+        if len(living) > 1 and draw.random() < 0.02:
+            island = draw.choice(sorted(living))
+            living.discard(island)
+            waiting -= set(membership.ranks(island))
+            take(membership.lose(island))
+            continue
+        free = [r for each in sorted(living) for r in membership.ranks(each) if r not in waiting]
+        rank = draw.choice(free)
+        waiting.add(rank)
+        take(membership.arrive(rank, Arrival(label=f"number {len(known[rank])}")))
+    shortest = min(len(known[rank]) for each in living for rank in membership.ranks(each))
+    for island in range(3):
+        for rank in membership.ranks(island):
+            first = known[min(living) * 2][: min(shortest, len(known[rank]))]
+            assert known[rank][: len(first)] == first
