@@ -44,6 +44,8 @@ class EngineState:
     """This rank's backwards since the last step."""
     steps: int = 0
     """How many steps were made."""
+    updates: int = 0
+    """How many of them have changed weights, where gradients are delayed; since the run began."""
     totals: StepTotals | None = None
     """What all ranks know of this step, once its gradients are reduced."""
     in_ema: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.config import Settings
+from shardwise.config import Settings, check_islands
 from shardwise.errors import ConfigError
 
 _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
@@ -13,7 +13,7 @@ _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
         "its statistics would stay those of each island",
     ),
     "--ema-decay": (
-        lambda settings: settings.ema_decay is not None,
+        lambda settings: settings.ema_decay is not None and settings.behind is None,
         "the anchor is the average that islands have, and another one of each would be its own",
     ),
     "--shard-within host": (
@@ -25,6 +25,7 @@ _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
 
 def check(settings: Settings) -> None:
     """Raise ConfigError for a setting that cannot be had beside several islands."""
+    check_islands(settings)
     settings.island_rule  # noqa: B018 (raises for numbers that do not fit each other)
     for given, (is_on, why) in _WITHOUT.items():
         if is_on(settings):

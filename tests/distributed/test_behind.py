@@ -1,0 +1,137 @@
+"""Gradients that islands make equal at every step and use some steps later (--behind), against a
+plain loop of few lines."""
+
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from tests.distributed.test_islands import (
+    ROWS,
+    STEPS,
+    batches,
+    flat,
+    loss_of,
+    mlp,
+    optimizer_of,
+    put,
+    rounded,
+)
+
+BEHIND = 2
+CLIP = 0.05
+
+# -- the plain loop ------------------------------------------------------------------------------
+
+
+def gradient_of(model, rows):
+    """Of the sum over `rows`, flat, and the loss."""
+    model.zero_grad()
+    loss = loss_of(model, rows)
+    loss.backward()
+    held = nn.ParameterList([nn.Parameter(p.grad * len(rows)) for p in model.parameters()])
+    return flat(held), loss.item() * len(rows)
+
+
+def step(model, optimizer, mean, max_norm):
+    """Update by the flat `mean`; the norm of it."""
+    held = mlp()
+    put(held, mean)
+    for parameter, other in zip(model.parameters(), held.parameters(), strict=True):
+        parameter.grad = other.detach().clone()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    return norm.item()
+
+
+def plain(behind, sizes, *, optimizer="adamw", wire="fp32", max_norm=CLIP, steps=STEPS):
+    """Steps by the gradients of `behind` steps before, of islands with so many rows each: by step
+    loss and norm, and the weights."""
+    model, flying, found = mlp(), deque(), []
+    optimizer, residuals = optimizer_of(optimizer, model), [0.0] * len(sizes)
+    for batch in batches(steps):
+        total, loss = 0.0, 0.0
+        for k, rows in enumerate(batch.split(sizes)):
+            mine, its_loss = gradient_of(model, rows)
+            sent = rounded(mine + residuals[k], wire)
+            residuals[k] = mine + residuals[k] - sent
+            total, loss = total + sent, loss + its_loss
+        flying.append((total, loss))
+        if len(flying) > behind:
+            total, loss = flying.popleft()
+            norm = step(model, optimizer, total / sum(sizes), max_norm)
+            found.append((loss / sum(sizes), norm))
+    return found, flat(model)
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+
+def trained(world, settings, sizes=None, optimizer="adamw"):
+    """By step the figures that the engine returned, and the weights."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of(optimizer, model), **settings)
+    found = []
+    for batch in batches():
+        rows = world.share(batch) if sizes is None else batch.split(sizes)[world.rank]
+        engine.backward(loss_of(model, rows), weight=len(rows))
+        found.append(engine.step(max_norm=CLIP))
+    with engine.full_parameters():
+        weights = flat(model)
+    engine.close()
+    assert torch.equal(flat(model), weights)
+    return found, weights
+
+
+def check(found, expected, behind):
+    """All ranks have the weights and figures of the plain loop, and the same bits."""
+    figures, weights = expected
+    for stats, mine in found:
+        assert torch.equal(mine, found[0][1])
+        assert torch.allclose(mine, weights, rtol=1e-8, atol=1e-10)
+        assert [each.skipped for each in stats] == [n < behind for n in range(STEPS)]
+        assert [each.staleness for each in stats] == [
+            min(behind, max(n - behind, 0)) for n in range(STEPS)
+        ]
+        assert all(each.waited >= 0 for each in stats)
+        used = [(each.loss, each.grad_norm) for each in stats[behind:]]
+        assert used == [pytest.approx(each, rel=1e-8) for each in figures]
+        assert {each.weight for each in stats[behind:]} == {ROWS}
+
+
+@pytest.mark.parametrize("behind", [0, BEHIND])
+@pytest.mark.parametrize("wire", ["fp32", "int8", "int4"])
+def test_the_same_as_a_plain_loop(group, behind, wire):
+    """Of islands with other numbers of rows: clipped, and what the wire loses is sent later."""
+    found = group(2, islands=2, behind=behind)(trained, {"wire": wire}, [12, 4])
+    check(found, plain(behind, [12, 4], wire=wire), behind)
+
+
+def test_nothing_behind_is_zero_1(group):
+    settings = {"zero": 1}
+    found = group(2, islands=2, behind=0)(trained, settings)
+    (expected, weights), _ = group(2)(trained, settings)
+    for stats, mine in found:
+        assert torch.allclose(mine, weights, rtol=1e-8, atol=1e-10)
+        for each, other in zip(stats, expected, strict=True):
+            assert (each.loss, each.grad_norm, each.weight) == pytest.approx(
+                (other.loss, other.grad_norm, other.weight), rel=1e-8
+            )
+
+
+LAYOUTS = [
+    {"zero": 0},
+    {"zero": 1},
+    {"zero": 2, "offload_optimizer": "nvme"},
+    {"zero": 3},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_row_of_an_island_changes_nothing(group, layout, tmp_path):
+    if "offload_optimizer" in layout:
+        layout = layout | {"offload_optimizer": f"nvme:{tmp_path}"}
+    found = group(4, islands=2, behind=BEHIND)(trained, {"wire": "bf16"} | layout)
+    check(found, plain(BEHIND, [8, 8], wire="bf16"), BEHIND)
