@@ -1,6 +1,7 @@
 """Gradients that islands make equal at every step and use some steps later (--behind), against a
 plain loop of few lines."""
 
+import json
 from collections import deque
 
 import pytest
@@ -135,3 +136,100 @@ def test_the_row_of_an_island_changes_nothing(group, layout, tmp_path):
         layout = layout | {"offload_optimizer": f"nvme:{tmp_path}"}
     found = group(4, islands=2, behind=BEHIND)(trained, {"wire": "bf16"} | layout)
     check(found, plain(BEHIND, [8, 8], wire="bf16"), BEHIND)
+
+
+@pytest.mark.parametrize("split", ["tensor", pytest.param("pipeline", marks=pytest.mark.full)])
+def test_replicas_that_are_split(group, split):
+    found = group(4, islands=2, behind=BEHIND, **{split: 2})(split_case, 1)
+    check(found, plain(BEHIND, [8, 8]), BEHIND)
+
+
+def split_case(world, zero):
+    model = mlp()
+    plan = {"0": "colwise", "2": "rowwise"} if world.tensor_size > 1 else None
+    engine = sw.Engine(model, optimizer_of("adamw", model), tensor_plan=plan, zero=zero)
+    found = []
+    for batch in batches():
+        engine.forward_backward(lambda rows: loss_of(model, rows), world.share(batch))
+        found.append(engine.step(max_norm=CLIP))
+    with engine.full_parameters():
+        weights = flat(model)
+    engine.close()
+    return found, weights
+
+
+# -- saved in mid-flight -------------------------------------------------------------------------
+
+
+def part_case(world, folder, first, last, settings, saves=()):
+    """Steps from `first` on, and the weights after them."""
+    model = mlp()
+    if settings.get("channels"):
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    settings = {key: value for key, value in settings.items() if key != "channels"}
+    engine = sw.Engine(model, optimizer_of("adamw", model), **settings)
+    assert engine.resume(folder) == first
+    found = []
+    for number, batch in enumerate(batches(9)[first:last], first + 1):
+        engine.backward(loss_of(model, world.share(batch)))
+        stats = engine.step(max_norm=CLIP)
+        found.append((stats.loss, stats.grad_norm, stats.staleness))
+        if number in saves:
+            engine.save(folder, background=number % 2 == 0)
+    with engine.full_parameters():
+        weights = flat(model)
+    engine.close()
+    return found, weights
+
+
+@pytest.mark.parametrize(
+    ("saved", "settings"),
+    [
+        (1, {"zero": 0, "wire": "int8"}),
+        (4, {"zero": 2, "wire": "int4", "channels": True}),
+        (5, {"zero": 3, "precision": "bf16", "ema_decay": 0.5}),
+    ],
+    ids=str,
+)
+def test_a_resume_in_mid_flight_has_the_bits_of_a_run_that_went_on(
+    group, tmp_path, saved, settings
+):
+    ranks = group(4, islands=2, behind=BEHIND)
+    whole = ranks(part_case, tmp_path / "none", 0, 8, settings)
+    first = ranks(part_case, tmp_path / "a", 0, 6, settings, (saved,))
+    again = ranks(part_case, tmp_path / "a", saved, 8, settings)
+    for (steps, weights), (begun, _), (rest, others) in zip(whole, first, again, strict=True):
+        assert repr(begun) == repr(steps[:6])
+        assert repr(rest) == repr(steps[saved:])
+        assert torch.equal(weights, others)
+    document = json.loads((tmp_path / f"a/step-{saved}/checkpoint.json").read_text())
+    kept = {"model", "optimizer", "outer"} | ({"average"} if "ema_decay" in settings else set())
+    residuals = {"island-0", "island-1"} if "wire" in settings else set()
+    assert set(document["sets"]) - ({"optimizer"} if saved == 1 else set()) == (
+        kept - ({"optimizer"} if saved == 1 else set()) | residuals
+    )
+    assert [each["step"] for each in document["behind"]["waiting"]] == [
+        step for step in (saved - 1, saved) if step
+    ]
+
+
+def test_any_number_of_islands_goes_on_from_there(group, tmp_path):
+    """Without any, what waits is left out; with more, and fewer steps behind, it is used."""
+    settings = {"wire": "int8"}
+    found = group(4, islands=2, behind=BEHIND)(part_case, tmp_path, 0, 5, settings, (5,))
+    weights = found[0][1]
+    for _, mine in group(2)(part_case, tmp_path, 5, 5, {"zero": 1}):
+        assert torch.equal(mine, weights)
+    for steps, mine in group(2, islands=2, behind=1)(part_case, tmp_path, 5, 6, settings):
+        assert [staleness for *_, staleness in steps] == [1]
+        assert not torch.equal(mine, weights)
+    for steps, mine in group(2, islands=2)(part_case, tmp_path, 5, 6, {"equal_every": 1}):
+        assert len(steps) == 1
+        assert not torch.equal(mine, weights)
+
+
+def test_islands_that_had_weights_of_their_own_go_on_with_their_mean(group, tmp_path):
+    found = group(2, islands=2)(part_case, tmp_path, 0, 4, {"equal_every": 3}, (4,))
+    first, second = group(2, islands=2, behind=1)(part_case, tmp_path, 4, 4, {})
+    assert torch.equal(first[1], second[1])
+    assert not torch.equal(first[1], found[0][1])

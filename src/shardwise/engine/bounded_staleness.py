@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -22,38 +21,14 @@ import torch
 from shardwise import fingerprints
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import squared_norm
-from shardwise.engine.step_statistics import StepStats, StepTotals, any_of, packed_flags
+from shardwise.engine.island_report import Report, read, row_of
+from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ModelError, ModelMismatch, UsageError
 from shardwise.states.delayed_sums import DelayedSums, Flight
 from shardwise.timeline import span
 
 CHECK_EVERY = 30
 """Steps from one comparison of the islands' weights to the next."""
-
-
-class Report(NamedTuple):
-    """What an island tells the others beside the sums of a step, 8 bytes each; what had a gradient
-    follows, packed."""
-
-    step: float
-    weight: float
-    loss: float
-    backwards: float
-    divisor: float
-    several: float
-    asked: float
-    """The signal by which it was asked to end, or 0."""
-    unsaved: float
-    """Whether a save has failed."""
-    finite: float
-    options: float
-    """A checksum of the optimizers' options."""
-    weights: float
-    """A checksum of the weights, where they are compared; else 0."""
-    scale: float
-    """The loss scale of the gradients."""
-    updates: float
-    """How many updates had changed the weights with which they were computed."""
 
 
 class BoundedStaleness:
@@ -116,9 +91,9 @@ class BoundedStaleness:
             totals.options,
             self._checksum() if step % CHECK_EVERY == 1 else 0.0,
             self._state.scale.value,
-            self._state.updates,
+            sums.updates,
         )
-        row = torch.tensor([*report, *packed_flags(totals.used)], dtype=torch.float64)
+        row = torch.tensor(row_of(report, totals.used), dtype=torch.float64)
         # Sums are of seeds that each step chooses anew: sent are those that a seed of 1 would give.
         sums.send(step, row, 1.0 / self._state.weighting.divisor(1.0), counts=finite)
 
@@ -137,11 +112,10 @@ class BoundedStaleness:
         begun = time.monotonic()
         rows = sums.land(flight)
         self._waited += time.monotonic() - begun
-        count = len(Report._fields)
-        reports = [Report(*row[:count]) for row in rows]
+        reports, used = read(rows, len(totals.used))
         _check(reports)
-        self._staleness = self._state.updates - int(reports[0].updates)
-        theirs = _joined(totals, reports, any_of([row[count:] for row in rows], len(totals.used)))
+        self._staleness = sums.updates - int(reports[0].updates)
+        theirs = _joined(totals, reports, used)
         if not theirs.weight or not math.isfinite(theirs.squared_norm):
             return theirs
         # Before the sums come to rest: in their units, which are alike on all islands.
@@ -163,9 +137,10 @@ class BoundedStaleness:
 
     def stepped(self, stats: StepStats) -> StepStats:
         """A step was made; returns its figures, with what is known of the delay."""
-        if self._sums is None:
+        sums = self._sums
+        if sums is None:
             return stats
-        self._state.updates += not stats.skipped
+        sums.updates += not stats.skipped
         stats = replace(stats, staleness=self._staleness, waited=self._waited)
         self._staleness, self._waited = 0, 0.0
         return stats

@@ -82,8 +82,7 @@ class States:
     @property
     def _beside(self) -> int:
         """Bytes of what is kept beside the three states."""
-        kept = (self.averages, self.islands and self.islands.anchor, self.delayed)
-        return sum(each.state_bytes for each in kept if each is not None)
+        return sum(x.state_bytes for x in (self.averages, self.islands, self.delayed) if x)
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
         """The numbers of the buckets by `key` of the parameters in them."""
@@ -241,8 +240,7 @@ def take_apart(
     anchor, by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
-    if states.delayed is not None:
-        states.delayed.forget()
+    island_states.drop(states.delayed)
     anchor = island_states.take_apart(states.islands, states.parameters, states.gathering)
     for parameter, state in states.gathering.optimizer_state().items():
         for optimizer in spec.optimizers:

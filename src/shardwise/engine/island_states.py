@@ -102,6 +102,12 @@ def take_apart(
     return {WEIGHT: weights} | {k: gathering.tensors(anchor.loaded(k)) for k in anchor.keys}
 
 
+def drop(delayed: DelayedSums | None) -> None:
+    """Let gradients that are on their way be used by nobody, since they are laid out as before."""
+    if delayed is not None:
+        delayed.forget()
+
+
 def leave_equal(kept: Kept | None, optimized: Set[nn.Parameter]) -> None:
     """Give parameters that no optimizer has any more, so that nothing makes them equal, the value
     that islands last had in common: each has had another since."""

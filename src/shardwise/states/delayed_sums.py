@@ -10,6 +10,8 @@ is gathered over the island when it is used. So an island of n ranks sends each 
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections import deque
 from dataclasses import dataclass
 
@@ -75,12 +77,16 @@ class DelayedSums:
         """By bucket, what the wire has lost so far of this island's sums."""
         self.flights: deque[Flight] = deque()
         """What was sent and is not used yet, the oldest first."""
+        # An island that is early must not close its connections while others wait for its last.
+        atexit.register(_await, self.flights)
+        self.updates = 0
+        """How many updates have been made since there are these states."""
 
     def _room(self, factory: StorageFactory) -> list[Storage]:
         lengths = [end - first for first, end in self.parts]
         made = factory.make("residual", lengths, self._kinds)
-        for held, length in zip(made, lengths, strict=True):
-            held.store(torch.zeros(length, dtype=held.dtype))
+        for held in made:
+            held.store(torch.zeros(held.numel, dtype=held.dtype, device=held.device))
         return made
 
     @property
@@ -195,6 +201,31 @@ class DelayedSums:
         alike."""
         while self.flights:
             self.land(self.flights.popleft())
+
+    def restart(self) -> None:
+        """Begin anew: nothing was sent, nothing was lost. Called by all islands alike."""
+        self.forget()
+        self.updates = 0
+        for held in self.residuals:
+            held.store(torch.zeros(held.numel, dtype=held.dtype, device=held.device))
+
+    def expect(self, step: int, report: Rows) -> None:
+        """Go on where the sums of `step` were sent before; they are to be filled with those of all
+        islands."""
+        sums: list[Message | Tensor] = [
+            torch.zeros(end - first, dtype=dtype, device=device)
+            for (first, end), (dtype, device) in zip(self.parts, self._kinds, strict=True)
+        ]
+        self.flights.append(Flight(step, report, sums))
+
+
+def _await(flights: deque[Flight]) -> None:
+    """Return when what was sent has come to all, unless this process ends by an error."""
+    while flights and not hasattr(sys, "last_value"):
+        flight = flights.popleft()
+        for sent in [*flight.sums, flight.report]:
+            if isinstance(sent, Message):
+                sent.wait()
 
 
 def _wide(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, torch.device]:
