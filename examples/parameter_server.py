@@ -165,7 +165,7 @@ def arguments() -> argparse.Namespace:
     """The flags of this script; those of the run belong to `shardwise run`."""
     parser = argparse.ArgumentParser(description="Workers that are slow now and then, S behind.")
     parser.add_argument("--data", type=Path, metavar="PATH", help="text of your own")
-    parser.add_argument("--tokens", type=int, default=400_000, help="to learn: %(default)s")
+    parser.add_argument("--tokens", type=int, default=200_000, help="to learn: %(default)s")
     parser.add_argument("--batch-size", type=int, default=16, help="windows, of all: %(default)s")
     parser.add_argument("--context", type=int, default=64, help="%(default)s")
     parser.add_argument("--vocabulary", type=int, default=512, help="%(default)s")
