@@ -143,6 +143,7 @@ def mesh_after(world: World, axes: dict[str, int]) -> Mesh:
 def _configure(made: World, given: dict[str, Any]) -> None:
     """Settle the settings of `made` with all ranks, and what follows from them. Collective."""
     made.settings = settings = made.settle(**given)
+    config.check_islands(settings)
     made.cut(_mesh(settings, made.size, _island_count(settings, made.collectives)))
     folder = None if settings.record is None else Path(settings.record)
     made.step_log = StepLog(folder, made.rank, settings.stop_after, counts=made.counts)

@@ -152,7 +152,8 @@ class ScaledLR(LRScheduler):
 def _workers() -> int:
     """How many replicas make a step together."""
     world = current_world()
-    return world.data_size // world.island_count
+    apart = world.settings.behind is None
+    return world.data_size // (world.island_count if apart else 1)
 
 
 def _copied(rate: Any) -> Any:

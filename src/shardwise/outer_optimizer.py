@@ -10,6 +10,9 @@ value, the anchor, by the mean of what came:
                                  fragment, here a bucket, is sent in its turn, and is used T steps
                                  later, so that steps go on while it travels
 
+Or gradients are made equal, at every step, and used S steps later: bounded staleness, as of a
+parameter server (Ho et al., 2013), with delays that are the same in every run (`StalenessRule`).
+
 Pure arithmetic.
 """
 
@@ -104,3 +107,18 @@ class IslandRule:
         late = f", used {self.late} step{'s' * (self.late > 1)} after" if self.late else ""
         wire = "" if self.wire == LOSSLESS else f", sent as {self.wire}"
         return f"parameters equal every {self.every} steps ({self.outer}){wire}{late}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessRule:
+    """How gradients are made equal: at every step, sent as `wire`, one of FORMATS; the update of
+    step n is by the gradients of step n - `behind`."""
+
+    behind: int
+    wire: str = LOSSLESS
+
+    def in_words(self) -> str:
+        """What is made equal when, such as "gradients equal every step, used 3 steps behind"."""
+        late = f", used {self.behind} step{'s' * (self.behind > 1)} behind" if self.behind else ""
+        wire = "" if self.wire == LOSSLESS else f", sent as {self.wire}"
+        return f"gradients equal every step{wire}{late}"

@@ -233,6 +233,8 @@ def contradiction(rng: Random) -> Input:
         ("--outer", "nesterov:0.7,0.9"),
         ("--islands", "2"),
         ("--islands", "host", "--late", "30"),
+        ("--behind", "3"),
+        ("--islands", "2", "--behind", "3", "--late", "2"),
         ("--warn-after", "20", "--timeout", "10"),
         ("--zero", "1", "--shard", "gradients,optimizer"),
         ("--offload-params", "cpu"),

@@ -229,3 +229,22 @@ def test_ways_to_make_islands_equal_are_drawn(tmp_path: Path) -> None:
     parameters = next(iter(found.values()))["parameters"]
     assert sent[:2] == [90 * 4 * parameters, 3 * 4 * parameters]
     assert sent == sorted(sent, reverse=True)
+
+
+@pytest.mark.full
+def test_steps_behind_are_drawn(tmp_path: Path) -> None:
+    data = str(Path(json.__file__).parent)
+    small = ("--layers", "1", "--width", "32", "--context", "16", "--batch-size", "4")
+    some = ("--vocabulary", "300", "--tokens", "3840", "--held-out", "8", "--data", data)
+    screen = example("parameter_server.py", *small, *some, "--evaluations", "3", folder=tmp_path)
+    out = tmp_path / "runs" / "parameter_server"
+    found = json.loads((out / "curves.json").read_text())
+    assert (out / "loss_and_waiting.png").read_bytes().startswith(b"\x89PNG")
+    assert "largest staleness" in screen
+    assert {behind: result["staleness"] for behind, result in found.items()} == {
+        "0": 0, "1": 1, "3": 3
+    }  # fmt: skip
+    for result in found.values():
+        assert result["steps"] == 60
+        assert result["waiting"] >= 0
+        assert result["curve"][-1]["loss"] < math.log(300), "it has learned"

@@ -120,6 +120,7 @@ class TestWithoutEffect:
             ({"outer": "nesterov:0.7,0.9"}, "--islands N"),
             ({"wire": "int8", "islands": "1"}, "--islands N"),
             ({"late": "2"}, "--islands N"),
+            ({"behind": "0"}, "--islands N"),
             ({"schedule": "gpipe", "pipeline": "1"}, "--pipeline P"),
         ],
     )
@@ -141,7 +142,7 @@ class TestWithoutEffect:
         known = {need.name for need in config.OF_A_RUN}
         assert known == {
             *("sequence_parallel", "schedule", "stages"),
-            *("equal_every", "outer", "wire", "late"),
+            *("equal_every", "outer", "wire", "late", "behind"),
         }
         assert {need.name for need in config.OF_AN_ENGINE} == {"shard_within"}
         with pytest.raises(ConfigError, match="pipeline is no setting of the engine"):

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.config import Settings
+from shardwise.config import Settings, check_islands
 from shardwise.errors import ConfigError
 from shardwise.initialize import _island_count, _mesh
 from shardwise.mesh import Mesh
-from shardwise.outer_optimizer import IslandRule, Outer
+from shardwise.outer_optimizer import IslandRule, Outer, StalenessRule
 
 
 def test_islands_are_the_outermost_axis():
@@ -128,3 +128,27 @@ def test_the_exact_mode_has_one_island():
     with pytest.raises(ConfigError, match="--exact 4 and --islands 2 cannot be had together"):
         _mesh(Settings(exact=4, islands=2), 4, 2)
     assert _mesh(Settings(exact=4, islands=1), 4, 1).islands == 1
+
+
+def test_words_of_gradients():
+    assert StalenessRule(behind=0).in_words() == "gradients equal every step"
+    late = StalenessRule(behind=1, wire="int4")
+    assert late.in_words() == "gradients equal every step, sent as int4, used 1 step behind"
+    assert Settings(islands=2, behind=1, wire="int4").equal_in_words == late.in_words()
+    assert Settings(islands=2).equal_in_words == "parameters equal every 30 steps (mean)"
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ({"equal_every": 30}, "--equal-every 30"),
+        ({"late": 2}, "--late 2"),
+        ({"outer": Outer(0.7, 0.9)}, "--outer nesterov:0.7,0.9"),
+        ({"exact": 4}, "--exact 4"),
+    ],
+)
+def test_what_cannot_be_had_beside_gradients_that_are_behind(given, flag):
+    with pytest.raises(ConfigError, match=f"^--behind 3 and {flag} cannot be had together: "):
+        check_islands(Settings(islands=2, behind=3, **given))
+    check_islands(Settings(islands=2, behind=3, equal_every=1))
+    check_islands(Settings(islands=2, **given))

@@ -151,7 +151,16 @@ _ISLAND = _record(
     }
 )
 
-OPTIONAL: dict[str, Check] = {"draws": _map_of(plain_value), "islands": _list_of(_ISLAND)}
+_WAITING = _record(
+    {"step": _count, "reports": _list_of(_list_of(plain_value)), "used": _list_of(_text)}
+)
+_BEHIND = _record({"islands": _count, "updates": _count, "waiting": _list_of(_WAITING)})
+
+OPTIONAL: dict[str, Check] = {
+    "draws": _map_of(plain_value),
+    "islands": _list_of(_ISLAND),
+    "behind": _BEHIND,
+}
 """What it may hold more."""
 
 

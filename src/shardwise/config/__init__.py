@@ -8,9 +8,11 @@ keyword in the script.
 - settings.py: the settings
 - sources.py: where they come from
 - effect.py: those that would change nothing
+- contradictions.py: those that cannot be had together
 - deepspeed/: DeepSpeed's JSON as a source of them
 """
 
+from shardwise.config.contradictions import check_islands
 from shardwise.config.effect import OF_A_RUN, OF_AN_ENGINE, idle
 from shardwise.config.settings import FIELDS, PRECISIONS, SCHEDULES, Settings, flag
 from shardwise.config.sources import (
@@ -49,6 +51,7 @@ __all__ = [
     "Settings",
     "SettingsSource",
     "as_given",
+    "check_islands",
     "flag",
     "idle",
     "json_of_deepspeed",

@@ -50,6 +50,7 @@ _ALL = (
     Need("outer", _has_islands, ("islands",), *_ISLANDS),
     Need("wire", _has_islands, ("islands",), *_ISLANDS),
     Need("late", _has_islands, ("islands",), *_ISLANDS),
+    Need("behind", _has_islands, ("islands",), *_ISLANDS),
     Need(
         "shard_within",
         _is_sharded,

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.config import values
 from shardwise.errors import ConfigError
-from shardwise.outer_optimizer import FORMATS, IslandRule, Outer
+from shardwise.outer_optimizer import FORMATS, IslandRule, Outer, StalenessRule
 from shardwise.placement import DEVICE, Placement, Tier
 
 PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed", "fp64")
@@ -154,12 +154,11 @@ class Settings:
         default=1,
         rare=True,
     )
-    equal_every: int = _setting(
+    equal_every: int | None = _setting(
         "islands",
-        "islands make their parameters equal every H steps",
+        "islands make their parameters equal every H steps (default 30)",
         values.whole(1),
         "H",
-        default=30,
         rare=True,
     )
     outer: Outer = _setting(
@@ -171,7 +170,11 @@ class Settings:
         rare=True,
     )
     wire: str = _choice(
-        "islands", "how differences are sent: fp32, bf16, int8 or int4", FORMATS, "W", rare=True
+        "islands",
+        "how differences or gradients are sent: fp32, bf16, int8, int4",
+        FORMATS,
+        "W",
+        rare=True,
     )
     late: int = _setting(
         "islands",
@@ -179,6 +182,13 @@ class Settings:
         values.whole(0),
         "T",
         default=0,
+        rare=True,
+    )
+    behind: int | None = _setting(
+        "islands",
+        "make gradients equal instead, and use them S steps later",
+        values.whole(0),
+        "S",
         rare=True,
     )
     micro_batch_size: int | None = _setting(
@@ -316,7 +326,20 @@ class Settings:
     @property
     def island_rule(self) -> IslandRule:
         """How islands make their parameters equal. Raises ConfigError where that cannot be."""
-        return IslandRule(every=self.equal_every, outer=self.outer, wire=self.wire, late=self.late)
+        every = IslandRule.every if self.equal_every is None else self.equal_every
+        return IslandRule(every=every, outer=self.outer, wire=self.wire, late=self.late)
+
+    @property
+    def staleness_rule(self) -> StalenessRule | None:
+        """How islands make their gradients equal; None where they do not."""
+        if self.behind is None:
+            return None
+        return StalenessRule(behind=self.behind, wire=self.wire)
+
+    @property
+    def equal_in_words(self) -> str:
+        """What islands make equal when."""
+        return (self.staleness_rule or self.island_rule).in_words()
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}

@@ -90,6 +90,7 @@ _ELSEWHERE = {
     "tensor": "sw.init",
     "pipeline": "sw.init",
     "islands": "sw.init",
+    "behind": "sw.init",
     "rendezvous": "sw.init",
     "timeline": "sw.init",
     "micro_batch_size": "sw.Loader",

@@ -169,7 +169,7 @@ class BackwardRunner:
         return batch
 
     def _divisor(self, reduction: str, *, weighted: bool) -> float:
-        return divisor_of(reduction, weighted=weighted, replicas=self._spec.data_group.size)
+        return divisor_of(reduction, weighted=weighted, replicas=self._spec.replicas)
 
     def _announce(
         self,

@@ -21,6 +21,7 @@ from shardwise.model import sync_batch_norm
 from shardwise.model.module_hooks import Hooked
 from shardwise.placement import STATES
 from shardwise.states.anchor import Kept
+from shardwise.states.delayed_sums import DelayedSums
 from shardwise.states.ema import Averages
 from shardwise.states.gradients import Gradients
 from shardwise.states.interval_gather import IntervalGather
@@ -59,7 +60,7 @@ class States:
     """Parameters, gradients and optimizer state, laid out and connected.
 
     `shown` gathers parameters where they are sharded; `averages` where `ema_decay` is given,
-    `islands` where there are several.
+    `islands` where those have weights of their own, `delayed` where several have the same.
     """
 
     parameters: Parameters
@@ -70,6 +71,7 @@ class States:
     storage_factories: dict[str, StorageFactory]
     averages: Averages | None
     islands: IslandExchange | None
+    delayed: DelayedSums | None
 
     @property
     def state_bytes(self) -> int:
@@ -80,9 +82,7 @@ class States:
     @property
     def _beside(self) -> int:
         """Bytes of what is kept beside the three states."""
-        averages = self.averages.state_bytes if self.averages is not None else 0
-        anchor = self.islands.anchor.state_bytes if self.islands is not None else 0
-        return averages + anchor
+        return sum(x.state_bytes for x in (self.averages, self.islands, self.delayed) if x)
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
         """The numbers of the buckets by `key` of the parameters in them."""
@@ -168,6 +168,7 @@ def build(
         storage_factories,
         _averages(spec, parameters, optimizer, storage_factories["optimizer"], averages),
         island_states.build(spec, parameters, optimizer, storage_factories["optimizer"], anchor),
+        island_states.delay(spec, parameters, gradients, storage_factories["optimizer"]),
     )
 
 
@@ -239,6 +240,7 @@ def take_apart(
     anchor, by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
+    island_states.drop(states.delayed)
     anchor = island_states.take_apart(states.islands, states.parameters, states.gathering)
     for parameter, state in states.gathering.optimizer_state().items():
         for optimizer in spec.optimizers:

@@ -24,6 +24,7 @@ from shardwise.engine import (
 )
 from shardwise.engine.checkpoint_source import CheckpointSource
 from shardwise.engine.checkpoint_tensors import EngineTensors
+from shardwise.engine.delayed_tensors import FIELD
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
@@ -101,6 +102,7 @@ class CheckpointLoader:
                 self._begin_islands()
                 return None
             load_tensors.fill_islands(engine_tensors, source, beside.step)
+            load_tensors.fill_delayed(engine_tensors, source)
             load_tensors.fill_optimizers(engine_tensors, source, beside.optimizers)
             self._say_islands(source)
         self._state.scale.restore(beside.scaling)
@@ -173,10 +175,17 @@ class CheckpointLoader:
         if (islands := self._objects.states.islands) is not None:
             islands.forget()
             islands.begun = False
+        if (delayed := self._objects.states.delayed) is not None:
+            delayed.restart()
 
     def _say_islands(self, source: CheckpointSource) -> None:
         """Say once what becomes of other islands than those that there are now."""
-        saved, here = island_sets.count(source.fields), self._spec.peers.size
+        if source.fields.get(FIELD, {}).get("waiting") and self._spec.staleness is None:
+            self._world.say_once(
+                "the checkpoint has gradients that islands were to use yet (--behind): this run "
+                "leaves them out."
+            )
+        saved, here = island_sets.count(source.fields), self._spec.apart.size
         if saved not in (1, here):
             self._world.say_once(
                 f"the checkpoint is of {saved} islands, and here {'is' if here == 1 else 'are'} "

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.format import TensorSpec, dtype_name
 from shardwise.engine.build import States
+from shardwise.engine.delayed_tensors import DelayedTensors
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.frozen_state import idle
-from shardwise.engine.island_tensors import OWN, IslandTensors, set_name
+from shardwise.engine.island_tensors import OWN, BesideTensors, IslandTensors, set_name
 from shardwise.shards import Shard
 from shardwise.states import tensor_spans
 from shardwise.states.existing_optimizer_state import Blank
@@ -159,8 +160,9 @@ class EngineTensors:
         self.inventory = take(spec, states)
         self.idle = list(idle(spec, states))
         run = spec.world_group
-        mine = spec.shard_group.rank, spec.tensor_rank, spec.pipeline_rank, spec.peers.rank
-        shared, parts, near, home = (
+        places_of = spec.shard_group, spec.apart, spec.peers
+        mine = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
+        parts, near, shared, home, island = (
             [there == here for there in column]
             for here, column in zip(mine, zip(*run.gather_objects(mine), strict=True), strict=True)
         )
@@ -183,9 +185,15 @@ class EngineTensors:
             among=self._among if scattered else self._everywhere,
             among_own=among_own if scattered else self._everywhere_own,
         )
-        self._of_islands = {OUTER: self._among, ISLAND: among_own}
+        self._everywhere_island = places(island)
+        self._of_islands = {OUTER: self._among, ISLAND: places(shared, island)}
+        self.delayed: DelayedTensors | None = None
+        """The gradients that islands have not used yet, where they make those equal."""
+        if states.delayed is not None:
+            self.delayed = DelayedTensors(states.parameters, states.delayed, self._of_islands)
         self.islands: IslandTensors | None = None
-        """What islands have beside; None where there is one, or they have not begun."""
+        """What islands have beside; None where they have no weights of their own, or have not
+        begun."""
         if states.islands is not None and states.islands.begun:
             moved = run.gather_plain(not states.islands.anchor.is_reached)
             self.islands = self.all_of_islands(states.islands, moved=any(moved))
@@ -194,9 +202,17 @@ class EngineTensors:
         """All that they may have beside, weights of their own where they have `moved`."""
         return IslandTensors(self.states.parameters, islands, self._of_islands, moved=moved)
 
-    def set_of(self, kind: str) -> str:
-        """The name of the set in which this rank's tensors of a kind are."""
-        return set_name(kind, self.spec.peers.rank)
+    def set_of(self, kind: str, island: int | None = None) -> str:
+        """The name of the set in which tensors of a kind are: this rank's, or those of an
+        `island`."""
+        if kind == tensor_spans.OPTIMIZER and self.spec.apart.size == 1:
+            return kind
+        return set_name(kind, self.spec.peers.rank if island is None else island)
+
+    @property
+    def of_islands(self) -> BesideTensors | None:
+        """What islands have beside the states of a run without islands."""
+        return self.islands or self.delayed
 
     @property
     def optimized(self) -> dict[nn.Parameter, str]:
@@ -238,8 +254,8 @@ class EngineTensors:
     def beside(self) -> Iterator[TensorSpan]:
         """What is not trained: frozen parameters and the state they have, and on rank 0 buffers."""
         yield from self.frozen()
-        if self.islands is not None:
-            yield from self.islands
+        if self.of_islands is not None:
+            yield from self.of_islands
         for each in self.idle:
             for key, value in each.tensors.items():
                 name = tensor_spans.state_name(each.name, key)
@@ -260,20 +276,20 @@ class EngineTensors:
 
     def _copies(self, kind: str, shard: Shard | None = None) -> tuple[int, int]:
         """The number of this rank among those that have the whole of a tensor, and how many."""
-        own = kind in (tensor_spans.OPTIMIZER, ISLAND)
-        return (self._everywhere_own if own else self._everywhere)[shard is not None]
+        own = {tensor_spans.OPTIMIZER: self._everywhere_own, ISLAND: self._everywhere_island}
+        return own.get(kind, self._everywhere)[shard is not None]
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
         """Set and name of what lies in memory in another order than that of its elements."""
         frozen = [t for slab in self.states.parameters.frozen for t in slab.named]
         odd = {(tensor_spans.MODEL, named.name) for named in frozen if not named.in_order}
-        apart = set() if self.islands is None else self.islands.out_of_order()
+        apart = set() if self.of_islands is None else self.of_islands.out_of_order()
         return self.trained.out_of_order(reported) | odd | apart
 
     def reordered(self, reported: ReportedState) -> Iterator[TensorSpan]:
         """The same, in the order of its elements. Collective."""
         # A part of a tensor always lies in order.
-        beside = () if self.islands is None else self.islands.reordered()
+        beside = () if self.of_islands is None else self.of_islands.reordered()
         for kind, name, value in chain(self.trained.reordered(reported), beside):
             yield tensor_spans.of_tensor(name, value, *self._copies(kind), kind)
         for slab in self.states.parameters.frozen:

@@ -22,6 +22,12 @@ def check(
         _check_known(states)
         return
     names = " and ".join(type(optimizer).__name__ for optimizer in spec.optimizers)
+    if spec.staleness is not None:
+        raise UsageError(
+            f"{names} calls the closure to know the gradient where it stands, and with --behind "
+            f"{spec.settings.behind} it would be of weights from before. Leave --behind out, or "
+            "take another optimizer, such as AdamW."
+        )
     if len(states.optimizer.inners) != 1:
         raise UsageError(
             f"engine.step(closure=...) with {names}, which calls the closure as often as it wants: "

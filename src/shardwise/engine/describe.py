@@ -80,7 +80,7 @@ def _title(spec: EngineSpec, transport: str) -> str:
     )
     layers = "" if spec.pipeline is None else f", of the layers of rank {spec.world_group.rank}"
     islands = f", {spec.peers.size} islands" if spec.has_islands else ""
-    equal = f"; {spec.settings.island_rule.in_words()}" if spec.has_islands else ""
+    equal = f"; {spec.settings.equal_in_words}" if spec.has_islands else ""
     return f"{spec.placement.name} on {ranks}{islands}; bytes per rank{layers}{equal}"
 
 

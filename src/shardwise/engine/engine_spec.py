@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.model import units
 from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.unit_hooks import UnitHooks
+from shardwise.outer_optimizer import StalenessRule
 from shardwise.parallel.pipeline import PipelineGroup, partition
 from shardwise.parallel.tensor.parameter_uses import ParameterUses
 from shardwise.parallel.tensor.split_model import TensorParallelModels
@@ -62,8 +63,25 @@ class EngineSpec:
 
     @property
     def has_islands(self) -> bool:
-        """Whether several islands make steps of their own."""
+        """Whether there are several islands, or may be."""
         return self.peers.size > 1 or self.peers.comes_and_goes
+
+    @property
+    def staleness(self) -> StalenessRule | None:
+        """How several islands make gradients equal; None where they make parameters so, by steps
+        of their own, and where there is one."""
+        return self.settings.staleness_rule if self.has_islands else None
+
+    @property
+    def apart(self) -> Collectives:
+        """The ranks of equal place in those islands that have weights of their own; this rank alone
+        where all have the same."""
+        return self.peers if self.staleness is None else Solo()
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the model make a step together."""
+        return self.data_group.size * (1 if self.staleness is None else self.peers.size)
 
     @property
     def tensor_rank(self) -> int:

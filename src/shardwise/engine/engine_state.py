@@ -151,7 +151,9 @@ def build_state(
         if spec.micro_shards is None
         else exact_mode.ExactAggregation(spec.micro_shards)
     )
-    weighting = GradientWeighting(scale, spec.data_group, aggregation)
+    # Where islands add their gradients up, seeds are alike on all of them.
+    estimated_by = spec.data_group if spec.staleness is None else spec.world_group
+    weighting = GradientWeighting(scale, estimated_by, aggregation)
     return EngineState(world, number, spec, objects, scale, aggregation, weighting, accumulation)
 
 

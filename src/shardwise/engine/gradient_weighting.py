@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.current_batch import Batch
-from shardwise.engine.step_statistics import Aggregation
+from shardwise.engine.step_statistics import Aggregation, StepTotals
 from shardwise.errors import UsageError
 from shardwise.model.loss_scale import LossScale
 from shardwise.model.precision import NARROW
@@ -133,6 +133,11 @@ class GradientWeighting:
             self._unit = 1.0
         else:
             self._unit = math.ldexp(total_weight / count, round(math.log2(count)))
+
+    def follow_step(self, totals: StepTotals) -> None:
+        """The same of what all ranks know of a step that weighs something."""
+        factors = totals.backwards if totals.divisor else totals.weight
+        self.follow(factors, totals.backwards)
 
     @property
     def unit(self) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.config import Settings
+from shardwise.config import Settings, check_islands
 from shardwise.errors import ConfigError
 
 _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
@@ -13,7 +13,7 @@ _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
         "its statistics would stay those of each island",
     ),
     "--ema-decay": (
-        lambda settings: settings.ema_decay is not None,
+        lambda settings: settings.ema_decay is not None and settings.behind is None,
         "the anchor is the average that islands have, and another one of each would be its own",
     ),
     "--shard-within host": (
@@ -26,6 +26,7 @@ _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
 def check(settings: Settings, *, elastic: bool) -> None:
     """Raise ConfigError for a setting that cannot be had beside several islands, or `elastic`
     ones."""
+    check_islands(settings)
     settings.island_rule  # noqa: B018 (raises for numbers that do not fit each other)
     for given, (is_on, why) in _WITHOUT.items():
         if is_on(settings):
@@ -33,8 +34,14 @@ def check(settings: Settings, *, elastic: bool) -> None:
                 f"--islands {settings.islands} and {given} cannot be had together: {why}. Leave "
                 "one of them out."
             )
-    if elastic and settings.late:
-        raise ConfigError(
-            f"--late {settings.late} and --elastic-islands cannot be had together: an island that "
-            "ends may have sent what the others have yet to use. Leave one of them out."
-        )
+    if elastic:
+        _check_elastic(settings)
+
+
+def _check_elastic(settings: Settings) -> None:
+    for given, value in (("--late", settings.late or None), ("--behind", settings.behind)):
+        if value is not None:
+            raise ConfigError(
+                f"{given} {value} and --elastic-islands cannot be had together: an island that "
+                "ends may have sent what the others have yet to use. Leave one of them out."
+            )

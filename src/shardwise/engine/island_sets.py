@@ -71,6 +71,14 @@ def seen(
     return view, found
 
 
+def residual_of(sets: Sets, fields: Mapping[str, Any], peers: Collectives) -> Sets:
+    """What this island has lost on the wire of its gradients, in a checkpoint of as many; none in
+    one of another number, whose islands had other ones."""
+    name = set_name(ISLAND, peers.rank)
+    saved = fields.get("behind", {}).get("islands")
+    return {ISLAND: sets[name]} if saved == peers.size and name in sets else {}
+
+
 def _most(several: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
     """By parameter what is one value, such as the number of its steps: the largest of those that
     islands have, since some may never have used a parameter that others have."""

@@ -1,4 +1,7 @@
-"""Builds the anchor that islands have in common over the states, and takes it apart again."""
+"""Builds what islands have beside the states, and takes it apart again.
+
+That is the anchor that they have in common, or what delays gradients where they make those equal.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from torch import Tensor, nn
 
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.states.anchor import VALUE, Anchor, Kept
+from shardwise.states.delayed_sums import DelayedSums
+from shardwise.states.gradients import Gradients
 from shardwise.states.interval_gather import IntervalGather
 from shardwise.states.island_exchange import IslandExchange
 from shardwise.states.optimizer_state import OptimizerState
 from shardwise.states.parameters import Parameters
 from shardwise.states.storage_factory import StorageFactory
+from shardwise.wire import Wire
 
 WEIGHT = "weight"
 """The key of what is kept beside the anchor: by parameter what steps have weighed since its
@@ -27,8 +33,9 @@ def build(
     factory: StorageFactory,
     start: Kept | None,
 ) -> IslandExchange | None:
-    """What keeps islands equal, their anchor from `start` on; None where there is one island."""
-    if not spec.has_islands:
+    """What keeps islands equal, their anchor from `start` on; None where they have no weights of
+    their own."""
+    if spec.apart.size == 1:
         return None
     anchor = Anchor(
         parameters,
@@ -42,6 +49,24 @@ def build(
     islands = IslandExchange(anchor, spec.peers, begun=start is not None)
     _go_on(islands, parameters, (start or {}).get(WEIGHT, {}))
     return islands
+
+
+def delay(
+    spec: EngineSpec, parameters: Parameters, gradients: Gradients, factory: StorageFactory
+) -> DelayedSums | None:
+    """What delays `gradients` where islands make them equal; None where they do not. What was on
+    its way in an earlier layout is dropped."""
+    if spec.staleness is None:
+        return None
+    return DelayedSums(
+        parameters,
+        gradients,
+        Wire(spec.staleness.wire),
+        factory,
+        spec.shard_group,
+        spec.peers,
+        scattered=spec.placement.is_sharded("optimizer"),
+    )
 
 
 def _go_on(
@@ -75,6 +100,12 @@ def take_apart(
         for slot in bucket.slots
     }
     return {WEIGHT: weights} | {k: gathering.tensors(anchor.loaded(k)) for k in anchor.keys}
+
+
+def drop(delayed: DelayedSums | None) -> None:
+    """Let gradients that are on their way be used by nobody, since they are laid out as before."""
+    if delayed is not None:
+        delayed.forget()
 
 
 def leave_equal(kept: Kept | None, optimized: Set[nn.Parameter]) -> None:

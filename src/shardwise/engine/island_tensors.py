@@ -13,6 +13,7 @@ anchor: what is in the anchor's place then are the weights of this island.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardwise.checkpoint.format import TensorSpec, dtype_name
 from shardwise.states.anchor import RESIDUAL, SENT, VALUE, VELOCITY
 from shardwise.states.island_exchange import IslandExchange
 from shardwise.states.parameters import Parameters
-from shardwise.states.storage import MemoryStorage, Storage
+from shardwise.states.storage import MemoryStorage, Span, Storage
 from shardwise.states.tensor_spans import ISLAND, OPTIMIZER, OUTER, TensorSpan, state_name
 
 OWN, MEAN = "own", "mean"
@@ -42,38 +43,28 @@ def set_name(kind: str, island: int) -> str:
     return f"island-{island}-optimizer" if kind == OPTIMIZER and island else kind
 
 
-class IslandTensors:
-    """The tensors of `islands` that this rank has, with anchor and weights in each other's place.
+class BesideTensors(ABC):
+    """Tensors that lie over the buckets beside the states, of which this rank has parts; `places`
+    are by kind."""
 
-    `places` are by kind. With `moved` weights are not the anchor everywhere.
-    """
+    moved = False
+    """Whether islands have weights of their own now."""
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        islands: IslandExchange,
-        places: Mapping[str, Places],
-        *,
-        moved: bool,
-    ) -> None:
+    def __init__(self, parameters: Parameters, places: Mapping[str, Places]) -> None:
         self._parameters = parameters
-        self._islands = islands
         self._places = places
-        self.moved = moved
 
+    @abstractmethod
     def _each(self) -> Iterator[tuple[str, str, int, Storage]]:
         """Kind, key, bucket and storage of all that is to be saved, or was."""
-        anchor, flying = self._islands.anchor, self._islands.flying
-        for index in range(self._islands.buckets):
-            if self.moved:
-                yield ISLAND, OWN, index, anchor.storages[VALUE][index]
-            if RESIDUAL in anchor.keys:
-                yield ISLAND, RESIDUAL, index, anchor.storages[RESIDUAL][index]
-            if VELOCITY in anchor.keys:
-                yield OUTER, VELOCITY, index, anchor.storages[VELOCITY][index]
-            if index in flying:
-                yield ISLAND, SENT, index, anchor.storages[SENT][index]
-                yield OUTER, MEAN, index, MemoryStorage(self._islands.landed(index))
+
+    @abstractmethod
+    def _part(self, index: int) -> Span:
+        """The elements of a bucket that this rank has."""
+
+    @abstractmethod
+    def _whole(self, index: int, part: Tensor) -> Tensor:
+        """All of a bucket, from the parts of this island's ranks. Collective over it."""
 
     def _bucket(self, index: int) -> Bucket:
         return self._parameters.buckets[index]
@@ -105,7 +96,7 @@ class IslandTensors:
             if named.shard is not None
         }
         for kind, key, index, storage in self._each():
-            first, end = self._islands.anchor.parts[index]
+            first, end = self._part(index)
             pieces = self._bucket(index).pieces(first, end)
             found = extents(pieces, first, self._names(index, key), shards)
             yield TensorSpan(kind, storage, found, *self._places[kind][self._is_part(index)])
@@ -128,11 +119,54 @@ class IslandTensors:
             odd = [s for s in slots if not self._parameters.named[s.parameter].in_order]
             if not odd:
                 continue
-            flat = self._islands.anchor.whole(index, storage.loaded())
+            flat = self._whole(index, storage.loaded())
             for slot in odd:
                 named = self._parameters.named[slot.parameter]
                 name = state_name(named.name, key)
                 yield kind, name, named.view(flat, slot.start).contiguous().view(-1)
+
+    def _parameters_of(self, index: int) -> list[str]:
+        """The names of the parameters of a bucket."""
+        slots = self._bucket(index).slots
+        return [self._parameters.named[slot.parameter].name for slot in slots]
+
+
+class IslandTensors(BesideTensors):
+    """The tensors of `islands` that this rank has, with anchor and weights in each other's place.
+
+    `places` are by kind. With `moved` weights are not the anchor everywhere.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        islands: IslandExchange,
+        places: Mapping[str, Places],
+        *,
+        moved: bool,
+    ) -> None:
+        super().__init__(parameters, places)
+        self._islands = islands
+        self.moved = moved
+
+    def _each(self) -> Iterator[tuple[str, str, int, Storage]]:
+        anchor, flying = self._islands.anchor, self._islands.flying
+        for index in range(self._islands.buckets):
+            if self.moved:
+                yield ISLAND, OWN, index, anchor.storages[VALUE][index]
+            if RESIDUAL in anchor.keys:
+                yield ISLAND, RESIDUAL, index, anchor.storages[RESIDUAL][index]
+            if VELOCITY in anchor.keys:
+                yield OUTER, VELOCITY, index, anchor.storages[VELOCITY][index]
+            if index in flying:
+                yield ISLAND, SENT, index, anchor.storages[SENT][index]
+                yield OUTER, MEAN, index, MemoryStorage(self._islands.landed(index))
+
+    def _part(self, index: int) -> Span:
+        return self._islands.anchor.parts[index]
+
+    def _whole(self, index: int, part: Tensor) -> Tensor:
+        return self._islands.anchor.whole(index, part)
 
     # -- the numbers beside ------------------------------------------------------------------
 
@@ -145,11 +179,6 @@ class IslandTensors:
             "weights": {n: islands.weights[i] for i in buckets for n in self._parameters_of(i)},
             "due": {n: islands.due[i] for i in islands.flying for n in self._parameters_of(i)},
         }
-
-    def _parameters_of(self, index: int) -> list[str]:
-        """The names of the parameters of a bucket."""
-        slots = self._bucket(index).slots
-        return [self._parameters.named[slot.parameter].name for slot in slots]
 
     def take_numbers(self, saved: Mapping[str, Any], step: int) -> None:
         """Go on with `saved` numbers at `step`; a difference that is due for a whole bucket, at a

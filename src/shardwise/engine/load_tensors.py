@@ -27,6 +27,7 @@ from shardwise.engine import island_sets
 from shardwise.engine.build import States
 from shardwise.engine.checkpoint_source import CheckpointSource
 from shardwise.engine.checkpoint_tensors import EngineTensors
+from shardwise.engine.delayed_tensors import FIELD
 from shardwise.engine.optimizer_fields import OptimizerFields
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 from shardwise.model.buffers import write
@@ -75,8 +76,9 @@ def open_source(
         sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
     found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
     _check(path, engine_tensors, sets[MODEL], found, strict=strict)
-    peers = engine_tensors.spec.peers
-    mine, seen = island_sets.seen(sets, fields, peers) if fields else (sets, fields)
+    spec = engine_tensors.spec
+    mine, seen = island_sets.seen(sets, fields, spec.apart) if fields else (sets, fields)
+    mine = {**mine, **island_sets.residual_of(sets, fields, spec.peers)}
     return CheckpointSource(
         mine,
         found.found,
@@ -84,7 +86,7 @@ def open_source(
         save,
         written=sets,
         goes_on=not alone,
-        takes_own=not alone and peers.size == 1,
+        takes_own=not alone and spec.apart.size == 1,
     )
 
 
@@ -205,6 +207,19 @@ def fill_islands(engine_tensors: EngineTensors, source: CheckpointSource, step: 
         for holding in tensors:
             _fill(holding, source, apart, window)
         islands.anchor.swap()
+
+
+def fill_delayed(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
+    """Read the gradients that islands are to use yet; without any they begin anew. Collective."""
+    tensors, delayed = engine_tensors.delayed, engine_tensors.states.delayed
+    if tensors is None or delayed is None:
+        return
+    delayed.restart()
+    tensors.take_numbers(source.fields.get(FIELD, {"updates": 0, "waiting": []}))
+    apart, window = _apart(engine_tensors), HostWindow()
+    with torch.no_grad():
+        for holding in tensors:
+            _fill(holding, source, apart, window)
 
 
 def _is_of_model(holding: TensorSpan) -> bool:

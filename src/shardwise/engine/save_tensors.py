@@ -19,14 +19,13 @@ from shardwise.checkpoint.checksum import ChecksumPart, joined
 from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
 from shardwise.checkpoint.writer import CHUNK, TensorSink, Writer, create
 from shardwise.collectives import Collectives
-from shardwise.engine import consistency
+from shardwise.engine import consistency, delayed_tensors
 from shardwise.engine.checkpoint_tensors import (
     EngineTensors,
     average_specs,
     optimizer_specs,
     spec_of,
 )
-from shardwise.engine.island_tensors import set_name
 from shardwise.errors import CheckpointError, CheckpointNotWritten
 from shardwise.states.existing_optimizer_state import Blank
 from shardwise.states.tensor_spans import (
@@ -56,7 +55,10 @@ class SavePlan:
     borders: list[str]
     """The parameters at which segments were cut."""
     islands: list[dict[str, Any]]
-    """Of each island the same two, and what it has beside; none where there is one."""
+    """Of each island the same two, and what it has beside; none where they have no weights of their
+    own."""
+    behind: dict[str, Any] | None
+    """What is known of gradients that are not used yet, where islands make those equal."""
 
     @property
     def files(self) -> list[TensorFile]:
@@ -98,7 +100,8 @@ def plan(engine_tensors: EngineTensors, limit: int) -> SavePlan:
         if each
     }
     islands = _islands(engine_tensors, numbers, _joined(borders))
-    return SavePlan(sets, reported, numbers, _joined(borders), islands)
+    behind = _behind(engine_tensors)
+    return SavePlan(sets, reported, numbers, _joined(borders), islands, behind)
 
 
 def _own_specs(
@@ -106,15 +109,15 @@ def _own_specs(
 ) -> dict[str, list[TensorSpec]]:
     """By set, the tensors that each island may have for itself. Collective over the islands."""
     mine = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
-    if engine_tensors.islands is not None:
-        mine |= engine_tensors.islands.specs()
+    if engine_tensors.of_islands is not None:
+        mine |= engine_tensors.of_islands.specs()
     several = engine_tensors.of_all_layers(mine)
     joined = {kind: _joined(each[kind] for each in several) for kind in mine}
     if engine_tensors.islands is not None:
         buffers = [spec_of(name, value) for name, value in engine_tensors.island_buffers.items()]
         joined[ISLAND] += _joined(engine_tensors.spec.island_group.gather_objects(buffers))
     return {
-        set_name(kind, island): specs
+        engine_tensors.set_of(kind, island): specs
         for island, theirs in enumerate(engine_tensors.spec.peers.gather_objects(joined))
         for kind, specs in theirs.items()
     }
@@ -132,6 +135,14 @@ def _islands(
             beside[key] |= values
     mine = {"state": numbers, "borders": borders} | beside
     return engine_tensors.spec.peers.gather_objects(mine)
+
+
+def _behind(engine_tensors: EngineTensors) -> dict[str, Any] | None:
+    """What is known of gradients that are not used yet. Collective over the layers."""
+    if engine_tensors.delayed is None:
+        return None
+    mine = engine_tensors.delayed.numbers(engine_tensors.spec.peers.size)
+    return delayed_tensors.joined(engine_tensors.of_all_layers(mine))
 
 
 def _joined(several: Iterable[Iterable[T]]) -> list[T]:
@@ -324,6 +335,8 @@ def state_fields(engine_tensors: EngineTensors, made: SavePlan) -> dict[str, Any
     if made.islands:
         islands = [each | {"state": _state(each["state"])} for each in made.islands]
         fields["islands"] = islands
+    if made.behind is not None:
+        fields[delayed_tensors.FIELD] = made.behind
     return fields
 
 

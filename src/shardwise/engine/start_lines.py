@@ -17,6 +17,7 @@ from shardwise.model.precision import NARROW
 from shardwise.model.sync_batch_norm import is_out_of_reach
 from shardwise.placement import DEVICE, Placement, Tier
 from shardwise.printable import in_bytes, in_short, many
+from shardwise.states.delayed_sums import DelayedSums
 from shardwise.states.island_exchange import IslandExchange
 from shardwise.sum_tree import MicroShards, node_sizes
 from shardwise.world import World
@@ -46,6 +47,8 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         world.print(_exact_line(spec.micro_shards))
     if states.islands is not None:
         world.print(_islands_line(spec, states.islands))
+    if states.delayed is not None:
+        world.print(_delayed_line(spec, states.delayed))
     for name, others in sorted(_tried(states).items()):
         world.print(
             f"  {name}: its state is cut within tensors, since a trial found each element updated "
@@ -170,6 +173,14 @@ def _islands_line(spec: EngineSpec, islands: IslandExchange) -> str:
     )
 
 
+def _delayed_line(spec: EngineSpec, delayed: DelayedSums) -> str:
+    sent = in_bytes(delayed.nbytes * (spec.peers.size - 1))
+    return (
+        f"  {spec.peers.size} islands of {many(spec.island_group.size, 'worker')}: "
+        f"{spec.settings.equal_in_words}: {sent} sent per worker and step"
+    )
+
+
 def sharded_states(placement: Placement) -> str:
     """What a placement shards, in words."""
     sharded = [name for state, name in _NAMES.items() if placement.is_sharded(state)]
@@ -253,7 +264,7 @@ def _batch_line(world: World, *, averaged: bool) -> str:
     line = f"  batch: {plan.batch_size} = {' x '.join(parts)} x {up_to}{each}"
     if plan.steps_per_epoch is not None:
         line += f", {plan.steps_per_epoch:,} steps per epoch"
-    if (islands := world.island_count) > 1:
+    if (islands := world.island_count) > 1 and world.settings.behind is None:
         up_to = "up to " if plan.batch_size % islands else ""
         line += f"; a step of an island has {up_to}{math.ceil(plan.batch_size / islands)} of them"
     return line

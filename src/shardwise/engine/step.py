@@ -2,6 +2,7 @@
 
 reduce      wait for the sums that are still being made
 exchange    one small collective: weights, losses, norm, what was used
+(delay)     where islands are behind: another step's sums in their place (bounded_staleness.py)
 (between)   whole gradients for the user: read, changed
 decide      skip the step, stop the run, or compute the factor that clips and averages
 update      each bucket (states/optimizer_state), then its all-gather where one is needed
@@ -22,6 +23,7 @@ import torch
 from shardwise.collectives import Handle
 from shardwise.engine import closures, consistency, diagnosis, usage_checks
 from shardwise.engine.backward import BackwardRunner
+from shardwise.engine.bounded_staleness import BoundedStaleness
 from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import exchange, over_stages, squared_norm
@@ -60,6 +62,7 @@ class StepRunner:
         self._timing = timing
         self._recording = recording
         self._islands = Islands(state)
+        self._staleness = BoundedStaleness(state)
         self._options = consistency.OptionChecksum(state.spec.optimizers)
         self._skips = diagnosis.Skips(scaled=state.scale.active)
 
@@ -192,8 +195,14 @@ class StepRunner:
             with span("exchange"):
                 totals = self._exchange()
             self._check_consistent(totals)
-            state.totals = totals
+            state.totals = totals if self._spec.staleness is None else self._delayed(totals)
         return state.totals
+
+    def _delayed(self, totals: StepTotals) -> StepTotals:
+        """The totals of the step whose sums are used, those of this one being on their way."""
+        self._check_finite(totals)  # while it is known which samples they are of
+        with self._backward.abandoning():
+            return self._staleness.delayed(totals)
 
     def _exchange(self) -> StepTotals:
         """Report this rank's part of the step, and return the totals, which all ranks have."""
@@ -234,14 +243,9 @@ class StepRunner:
         state = self._state
         if totals.weight == 0:
             return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
+        self._check_finite(totals)
         norm = math.sqrt(totals.squared_norm) / state.weighting.divisor(totals.denominator)
         finite = math.isfinite(norm)
-        if not finite and not state.scale.active and self._spec.settings.nonfinite == "stop":
-            error = diagnosis.nonfinite_error(
-                state.steps, state.states, self._accumulation, self._spec.island_group
-            )
-            self._backward.abandon()
-            raise error
         if words := self._skips.words(finite=finite):
             self._world.print(f"shardwise: {words}")
         return StepStats(
@@ -250,6 +254,19 @@ class StepRunner:
             weight=totals.weight,
             skipped=not finite,
         )
+
+    def _check_finite(self, totals: StepTotals) -> None:
+        """Raise NonFiniteError, on all ranks, for a gradient that is not finite where the run is to
+        stop then. Collective then."""
+        state, settings = self._state, self._spec.settings
+        goes_on = state.scale.active or settings.nonfinite != "stop"
+        if goes_on or not totals.weight or math.isfinite(totals.squared_norm):
+            return
+        error = diagnosis.nonfinite_error(
+            state.steps, state.states, self._accumulation, self._spec.island_group
+        )
+        self._backward.abandon()
+        raise error
 
     # -- update -----------------------------------------------------------------------------
 
@@ -320,6 +337,7 @@ class StepRunner:
         """Leave the step behind; returns its figures."""
         self._clear(totals)
         self._count()
+        stats = self._staleness.stepped(stats)
         totals, stats = self._islands.stepped(totals, stats)
         if totals.asked:
             self._agree_to_end(totals.asked)
@@ -338,9 +356,9 @@ class StepRunner:
         """Leave this step behind: what is accumulated from here on is of the next."""
         state, gradients = self._state, self._objects.states.gradients
         if totals.weight:
-            state.scale.update(overflow=not math.isfinite(totals.squared_norm))
-            factors = totals.backwards if totals.divisor else totals.weight
-            state.weighting.follow(factors, totals.backwards)
+            overflow = not math.isfinite(totals.squared_norm)
+            state.scale.update(overflow=overflow, scale=totals.scale)
+            state.weighting.follow_step(totals)
         gradients.clear()
         if totals.several and self._spec.settings.reduce_dtype == "fp32":
             gradients.widen()

@@ -28,12 +28,19 @@ class StepStats:
 
     With `--islands` they are those of this island, alike on its ranks; after a step that makes all
     parameters equal (`--late 0`), `loss` and `weight` are those of all islands.
+
+    With `--behind S` they are those of all workers, and of the gradients that were used: of S steps
+    before. `staleness` says how many updates had changed the weights since these were computed, at
+    most S; `waited` how many seconds this rank has waited for those of the other islands. The first
+    S steps have none to use: NaN, and `skipped`.
     """
 
     loss: float
     grad_norm: float
     weight: float
     skipped: bool
+    staleness: int = 0
+    waited: float = 0.0
 
 
 class Aggregation:
@@ -114,7 +121,7 @@ class StepReport:
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
         flags = self.news, self.several, self.unsaved, self.asked, self.written, self.divisor
-        numbers = [*_packed(self.used), *_packed(self.late), *map(float, flags)]
+        numbers = [*packed_flags(self.used), *packed_flags(self.late), *map(float, flags)]
         known = [float(self.backwards), self.options, self.calls, self.rows, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
@@ -142,8 +149,8 @@ class StepReport:
             options=_common([row[1] for row in known]),
             calls=_common([row[2] for row in known]),
             rows_differ=not nearly_alike([row[3] for row in known]),
-            used=_any_of(used, len(self.used)),
-            late=_any_of(late, len(self.late)),
+            used=any_of(used, len(self.used)),
+            late=any_of(late, len(self.late)),
             news=any(row[0] for row in flags),
             several=any(row[1] for row in flags),
             unsaved=any(row[2] for row in flags),
@@ -166,6 +173,7 @@ class StepTotals:
     backward, `unsaved` whether a save in the background has failed. `asked` is the signal that
     asked any to end, or 0. `written` says whether user code has written into parameters of any
     rank, `divisor` what the added losses are divided by, 0 for means: NaN where ranks differ.
+    `scale` is the loss scale that gradients of an earlier step had.
     """
 
     weight: float
@@ -183,6 +191,7 @@ class StepTotals:
     asked: int
     written: bool
     divisor: float
+    scale: float | None = None
 
     @property
     def denominator(self) -> float:
@@ -229,7 +238,7 @@ def _words(flags: list[bool]) -> int:
     return -(-len(flags) // _BITS)
 
 
-def _packed(flags: list[bool]) -> list[float]:
+def packed_flags(flags: list[bool]) -> list[float]:
     """Flags as few numbers."""
     return [
         float(sum(1 << bit for bit, flag in enumerate(flags[start : start + _BITS]) if flag))
@@ -237,8 +246,8 @@ def _packed(flags: list[bool]) -> list[float]:
     ]
 
 
-def _any_of(rows: list[list[float]], count: int) -> list[bool]:
-    """The `count` flags that are set in any of `rows`, each made by `_packed`."""
+def any_of(rows: list[list[float]], count: int) -> list[bool]:
+    """The `count` flags that are set in any of `rows`, each made by `packed_flags`."""
     words = [0] * -(-count // _BITS)
     for row in rows:
         for index, number in enumerate(row):

@@ -68,7 +68,8 @@ def check_loss(loss: Any) -> None:
 
 def _known(world: World) -> str:
     """What all workers know: the loss of a step is its island's."""
-    ours = "" if world.island_count > 1 else "engine.step().loss, "
+    apart = world.island_count > 1 and world.settings.behind is None
+    ours = "" if apart else "engine.step().loss, "
     return f"{ours}sw.Metrics, world.any(flag)"
 
 

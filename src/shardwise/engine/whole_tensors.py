@@ -65,10 +65,10 @@ def full_parameters(
 
 
 def _writers(spec: EngineSpec, states: States) -> Collectives:
-    """The ranks that what the first of them writes is for: those of this island, and before its
-    first step all, since islands begin at the same weights."""
-    has_begun = states.islands is None or states.islands.begun
-    return spec.island_group if has_begun else spec.world_group
+    """The ranks that what the first of them writes is for: all, but where islands make steps of
+    their own those of this island, from its first step on."""
+    has_own = states.islands is not None and states.islands.begun
+    return spec.island_group if has_own else spec.world_group
 
 
 def _made_alike(spec: EngineSpec, states: States, group: Collectives) -> set[int]:

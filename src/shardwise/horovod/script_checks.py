@@ -65,6 +65,7 @@ _ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
     "pipeline",
     "exact",
     "islands",
+    "behind",
 }
 
 

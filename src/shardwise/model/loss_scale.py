@@ -30,9 +30,10 @@ class LossScale:
             self._interval = self._scaler.get_growth_interval()
             self.value = self._scaler.get_scale()
 
-    def update(self, *, overflow: bool) -> None:
-        """Move the scale after a step; `overflow` is alike on all ranks."""
-        if not self.active:
+    def update(self, *, overflow: bool, scale: float | None = None) -> None:
+        """Move the scale after a step; `overflow` is alike on all ranks. `scale` is that of the
+        step's gradients where they are older: one that was too high is halved once."""
+        if not self.active or (overflow and scale is not None and scale > self.value):
             return
         if overflow:
             self.value *= self._backoff

@@ -82,6 +82,11 @@ class IslandExchange:
         return sum(_HEADER + self.anchor.nbytes(index) for index in range(self.buckets))
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the anchor that this rank keeps, wherever they rest."""
+        return self.anchor.state_bytes
+
+    @property
     def flying(self) -> frozenset[int]:
         """The buckets that were sent, and have moved nothing yet."""
         return frozenset(self._flying)

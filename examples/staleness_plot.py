@@ -1,0 +1,68 @@
+"""Draws how the loss falls with gradients of some steps before, and what workers wait for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from shardwise.plot_look import GREY, GRID, STYLE, TITLES
+
+COLORS = ("#6b7480", "#2563a8", "#d9622b", "#2a8a57")
+
+Found = dict[int, dict[str, Any]]
+"""By steps behind: the `curve`, points with `step` and `loss`; `steps`, and the seconds
+`computing` and `waiting` of all."""
+
+
+def draw(found: Found, path: Path, batch_size: int) -> None:
+    """A PNG at `path`: held-out loss by samples on the left, the time of a step on the right."""
+    with plt.rc_context(STYLE | GRID | TITLES | {"font.size": 10}):
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(9.5, 3.8), width_ratios=(3, 2), layout="constrained"
+        )
+        _losses(left, found, batch_size)
+        _times(right, found)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def _losses(axes: Axes, found: Found, batch_size: int) -> None:
+    """One curve for each number of steps behind."""
+    for color, (behind, result) in zip(COLORS, found.items(), strict=False):
+        points = result["curve"]
+        axes.plot(
+            [point["step"] * batch_size for point in points],
+            [point["loss"] for point in points],
+            color=color,
+            marker="o",
+            markersize=3.5,
+            linewidth=1.8,
+            label=f"{behind} behind",
+        )
+    axes.set_title("loss by samples")
+    axes.set_xlabel("samples, of all workers")
+    axes.set_ylabel("held-out loss (nats per token)")
+    axes.legend(frameon=False, labelcolor=GREY)
+
+
+def _times(axes: Axes, found: Found) -> None:
+    """The milliseconds of a step, as a bar for each."""
+    names = [f"{behind} behind" for behind in found]
+    computing, waiting = (
+        [1e3 * result[key] / result["steps"] for result in found.values()]
+        for key in ("computing", "waiting")
+    )
+    axes.barh(names, computing, color=COLORS[0], label="computing, slow steps included")
+    axes.barh(names, waiting, left=computing, color=COLORS[2], label="waiting for the other")
+    axes.invert_yaxis()
+    axes.set_title("a step of a worker")
+    axes.set_xlabel("ms, mean over steps and workers")
+    axes.set_xlim(0, 1.05 * max(map(sum, zip(computing, waiting, strict=True))))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, labelcolor=GREY)

@@ -1,0 +1,36 @@
+"""Refuses settings of islands that contradict each other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwise.config.settings import Settings, flag
+from shardwise.errors import ConfigError
+from shardwise.outer_optimizer import Outer
+
+_OF_PARAMETERS = "that is of parameters that are made equal, and --behind makes gradients so"
+
+_BESIDE_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
+    "equal_every": (
+        lambda settings: settings.equal_every not in (None, 1),
+        f"{_OF_PARAMETERS}, at every step",
+    ),
+    "outer": (lambda settings: settings.outer != Outer(), _OF_PARAMETERS),
+    "late": (lambda settings: settings.late > 0, _OF_PARAMETERS),
+    "exact": (
+        lambda settings: settings.exact is not None,
+        "what islands compute depends on how many there are",
+    ),
+}
+
+
+def check_islands(settings: Settings) -> None:
+    """Raise ConfigError for a setting that cannot be had beside --behind."""
+    if settings.behind is None:
+        return
+    for name, (is_on, why) in _BESIDE_BEHIND.items():
+        if is_on(settings):
+            raise ConfigError(
+                f"--behind {settings.behind} and {flag(name)} {getattr(settings, name)} cannot be "
+                f"had together: {why}. Leave one of them out."
+            )

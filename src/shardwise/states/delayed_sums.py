@@ -1,0 +1,233 @@
+"""Sends the gradient sums of a step to the other islands; has the sum of all some steps later.
+
+    send    pack the sums of this island    | packed sum |    all-gather over peers of equal place
+    land    unpack, add in the order of the islands, so that all have the same bits
+    use     in the place of this island's own sums
+
+Each rank has a part of every bucket: its interval, which in the rows that replicate optimizer state
+is gathered over the island when it is used. So an island of n ranks sends each element once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.collectives import Collectives
+from shardwise.errors import NonFiniteError
+from shardwise.model.precision import NARROW
+from shardwise.states.gradients import Gradients
+from shardwise.states.island_exchange import Message, send
+from shardwise.states.parameters import Parameters
+from shardwise.states.storage import Storage
+from shardwise.states.storage_factory import StorageFactory
+from shardwise.wire import Wire
+
+Rows = list[list[float]]
+"""What each island reported."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """The sums of one step, from when they were sent until they are used.
+
+    By bucket the messages of all islands, or once they have landed their sum; so with the report
+    that goes beside.
+    """
+
+    step: int
+    report: Message | Rows
+    sums: list[Message | Tensor]
+
+
+class DelayedSums:
+    """What is on its way of the gradient sums of `gradients`.
+
+    `group` shards the states, where `scattered`; `peers` are the ranks of equal place in all
+    islands. What the wire loses rests where `factory` says, and is sent with the next sums.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        wire: Wire,
+        factory: StorageFactory,
+        group: Collectives,
+        peers: Collectives,
+        *,
+        scattered: bool,
+    ) -> None:
+        self._parameters = parameters
+        self._gradients = gradients
+        self._buckets = gradients.reducer.buckets
+        self._wire = wire
+        self._group = group
+        self._peers = peers
+        self._scattered = scattered
+        self.parts = [bucket.layout.interval(group.rank) for bucket in self._buckets]
+        """By bucket, the elements [first, end) that this rank sends."""
+        self._kinds = [_wide(*bucket.kind) for bucket in self._buckets]
+        self.residuals = self._room(factory) if wire.loses else []
+        """By bucket, what the wire has lost so far of this island's sums."""
+        self.flights: deque[Flight] = deque()
+        """What was sent and is not used yet, the oldest first."""
+        # An island that is early must not close its connections while others wait for its last.
+        atexit.register(_await, self.flights)
+        self.updates = 0
+        """How many updates have been made since there are these states."""
+
+    def _room(self, factory: StorageFactory) -> list[Storage]:
+        lengths = [end - first for first, end in self.parts]
+        made = factory.make("residual", lengths, self._kinds)
+        for held in made:
+            held.store(torch.zeros(held.numel, dtype=held.dtype, device=held.device))
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank sends to each other island in a step, the report left out."""
+        kinds = zip(self.parts, self._kinds, strict=True)
+        return sum(self._wire.nbytes(end - first, kind[0]) for (first, end), kind in kinds)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that this rank keeps of what the wire has lost."""
+        return sum(held.nbytes for held in self.residuals)
+
+    # -- out ----------------------------------------------------------------------------------
+
+    def send(self, step: int, report: Tensor, factor: float, *, counts: bool) -> None:
+        """Let the sums of `step`, times `factor`, go on their way, with a flat fp64 `report`; zeros
+        where they do not count, since they are not finite. Collective over the peers.
+
+        Raises NonFiniteError for what the wire cannot tell.
+        """
+        sums: list[Message | Tensor] = [
+            send(self._peers, self._packed(index, factor, counts=counts))
+            for index in range(len(self.parts))
+        ]
+        packed = report.view(torch.uint8).to(self._peers.small_device)
+        self.flights.append(Flight(step, send(self._peers, packed), sums))
+
+    def _packed(self, index: int, factor: float, *, counts: bool) -> Tensor:
+        """This rank's part of a bucket's sum, packed; what the wire loses goes with the next."""
+        (first, end), (dtype, device) = self.parts[index], self._kinds[index]
+        if not counts:
+            return self._wire.pack(torch.zeros(end - first, dtype=dtype, device=device))
+        own = self._buckets[index].own[0]
+        held = self._buckets[index].reduced.loaded(device)[first - own : end - own]
+        value = held.to(dtype) * factor
+        if self._wire.loses:
+            value.add_(self.residuals[index].loaded(device))
+        try:
+            packed = self._wire.pack(value)
+        except ValueError as error:
+            raise NonFiniteError(self._refusal(index, error)) from None
+        if self._wire.loses:
+            self.residuals[index].store(value.sub_(self._unpacked(index, packed)))
+        return packed
+
+    def _refusal(self, index: int, error: ValueError) -> str:
+        names = [
+            self._parameters.named[piece.parameter].name
+            for piece in self._buckets[index].layout.pieces(*self.parts[index])
+        ]
+        return (
+            f"The weighted sum of the gradient of {names[0]} or of what lies beside it has {error} "
+            "in it, which no other island is to get. Lower the learning rate, clip with "
+            "engine.step(max_norm=1.0), or send as --wire fp32."
+        )
+
+    def _unpacked(self, index: int, packed: Tensor) -> Tensor:
+        (first, end), (dtype, _) = self.parts[index], self._kinds[index]
+        return self._wire.unpack(packed, end - first, dtype)
+
+    # -- and in -------------------------------------------------------------------------------
+
+    def land(self, flight: Flight) -> Rows:
+        """Wait for the sums of all islands; returns what these reported."""
+        for index, sent in enumerate(flight.sums):
+            if isinstance(sent, Message):
+                flight.sums[index] = self._sum(index, sent.wait())
+        if isinstance(flight.report, Message):
+            rows = flight.report.wait().cpu().contiguous()
+            flight.report = rows.view(torch.float64).tolist()
+        assert not isinstance(flight.report, Message)
+        return flight.report
+
+    def _sum(self, index: int, rows: Tensor) -> Tensor:
+        total = self._unpacked(index, rows[0])
+        for row in rows[1:]:
+            total.add_(self._unpacked(index, row))
+        return total
+
+    def taken(self, step: int) -> Flight | None:
+        """The sums of `step`, and forget those before it; None where there are none."""
+        while self.flights and self.flights[0].step < step:
+            self.land(self.flights.popleft())
+        if self.flights and self.flights[0].step == step:
+            return self.flights.popleft()
+        return None
+
+    def use(self, flight: Flight, factor: float) -> None:
+        """Let the gradients be the landed sums of `flight`, times `factor`. Collective over the
+        island."""
+        for index, total in enumerate(flight.sums):
+            assert isinstance(total, Tensor)
+            value = total * factor
+            self._buckets[index].reduced.store(
+                value if self._scattered else self.whole(index, value)
+            )
+        self._gradients.norm.renew(range(len(self._buckets)))
+
+    def whole(self, index: int, part: Tensor) -> Tensor:
+        """All of bucket `index`, from the parts of this island's ranks. Collective over it."""
+        if self._group.size == 1:
+            return part
+        layout, (first, end) = self._buckets[index].layout, self.parts[index]
+        flat = part.new_zeros(layout.numel)
+        flat[first:end] = part
+        self._group.all_gather(flat, layout.cuts).wait()
+        return flat
+
+    def forget(self) -> None:
+        """Let what is on its way be used by nobody, once it is there. Called by all islands
+        alike."""
+        while self.flights:
+            self.land(self.flights.popleft())
+
+    def restart(self) -> None:
+        """Begin anew: nothing was sent, nothing was lost. Called by all islands alike."""
+        self.forget()
+        self.updates = 0
+        for held in self.residuals:
+            held.store(torch.zeros(held.numel, dtype=held.dtype, device=held.device))
+
+    def expect(self, step: int, report: Rows) -> None:
+        """Go on where the sums of `step` were sent before; they are to be filled with those of all
+        islands."""
+        sums: list[Message | Tensor] = [
+            torch.zeros(end - first, dtype=dtype, device=device)
+            for (first, end), (dtype, device) in zip(self.parts, self._kinds, strict=True)
+        ]
+        self.flights.append(Flight(step, report, sums))
+
+
+def _await(flights: deque[Flight]) -> None:
+    """Return when what was sent has come to all, unless this process ends by an error."""
+    while flights and not hasattr(sys, "last_value"):
+        flight = flights.popleft()
+        for sent in [*flight.sums, flight.report]:
+            if isinstance(sent, Message):
+                sent.wait()
+
+
+def _wide(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, torch.device]:
+    """In which dtype the sums of a bucket are added over the islands."""
+    return (torch.float32 if dtype in NARROW else dtype), device

@@ -1,0 +1,454 @@
+"""Gradients that islands make equal at every step and use some steps later (--behind), against a
+plain loop of few lines."""
+
+import json
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from tests.distributed.test_islands import (
+    ROWS,
+    STEPS,
+    batches,
+    flat,
+    loss_of,
+    mlp,
+    optimizer_of,
+    put,
+    rounded,
+)
+
+BEHIND = 2
+CLIP = 0.05
+
+# -- the plain loop ------------------------------------------------------------------------------
+
+
+def gradient_of(model, rows):
+    """Of the sum over `rows`, flat, and the loss."""
+    model.zero_grad()
+    loss = loss_of(model, rows)
+    loss.backward()
+    held = nn.ParameterList([nn.Parameter(p.grad * len(rows)) for p in model.parameters()])
+    return flat(held), loss.item() * len(rows)
+
+
+def step(model, optimizer, mean, max_norm):
+    """Update by the flat `mean`; the norm of it."""
+    held = mlp()
+    put(held, mean)
+    for parameter, other in zip(model.parameters(), held.parameters(), strict=True):
+        parameter.grad = other.detach().clone()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    return norm.item()
+
+
+def plain(behind, sizes, *, optimizer="adamw", wire="fp32", max_norm=CLIP, steps=STEPS):
+    """Steps by the gradients of `behind` steps before, of islands with so many rows each: by step
+    loss and norm, and the weights."""
+    model, flying, found = mlp(), deque(), []
+    optimizer, residuals = optimizer_of(optimizer, model), [0.0] * len(sizes)
+    for batch in batches(steps):
+        total, loss = 0.0, 0.0
+        for k, rows in enumerate(batch.split(sizes)):
+            mine, its_loss = gradient_of(model, rows)
+            sent = rounded(mine + residuals[k], wire)
+            residuals[k] = mine + residuals[k] - sent
+            total, loss = total + sent, loss + its_loss
+        flying.append((total, loss))
+        if len(flying) > behind:
+            total, loss = flying.popleft()
+            norm = step(model, optimizer, total / sum(sizes), max_norm)
+            found.append((loss / sum(sizes), norm))
+    return found, flat(model)
+
+
+# -- the engine ----------------------------------------------------------------------------------
+
+
+def trained(world, settings, sizes=None, optimizer="adamw"):
+    """By step the figures that the engine returned, and the weights."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of(optimizer, model), **settings)
+    found = []
+    for batch in batches():
+        rows = world.share(batch) if sizes is None else batch.split(sizes)[world.rank]
+        engine.backward(loss_of(model, rows), weight=len(rows))
+        found.append(engine.step(max_norm=CLIP))
+    with engine.full_parameters():
+        weights = flat(model)
+    engine.close()
+    assert torch.equal(flat(model), weights)
+    return found, weights
+
+
+def check(found, expected, behind):
+    """All ranks have the weights and figures of the plain loop, and the same bits."""
+    figures, weights = expected
+    for stats, mine in found:
+        assert torch.equal(mine, found[0][1])
+        assert torch.allclose(mine, weights, rtol=1e-8, atol=1e-10)
+        assert [each.skipped for each in stats] == [n < behind for n in range(STEPS)]
+        assert [each.staleness for each in stats] == [
+            min(behind, max(n - behind, 0)) for n in range(STEPS)
+        ]
+        assert all(each.waited >= 0 for each in stats)
+        used = [(each.loss, each.grad_norm) for each in stats[behind:]]
+        assert used == [pytest.approx(each, rel=1e-8) for each in figures]
+        assert {each.weight for each in stats[behind:]} == {ROWS}
+
+
+@pytest.mark.parametrize("behind", [0, BEHIND])
+@pytest.mark.parametrize("wire", ["fp32", "int8", "int4"])
+def test_the_same_as_a_plain_loop(group, behind, wire):
+    """Of islands with other numbers of rows: clipped, and what the wire loses is sent later."""
+    found = group(2, islands=2, behind=behind)(trained, {"wire": wire}, [12, 4])
+    check(found, plain(behind, [12, 4], wire=wire), behind)
+
+
+def test_nothing_behind_is_zero_1(group):
+    settings = {"zero": 1}
+    found = group(2, islands=2, behind=0)(trained, settings)
+    (expected, weights), _ = group(2)(trained, settings)
+    for stats, mine in found:
+        assert torch.allclose(mine, weights, rtol=1e-8, atol=1e-10)
+        for each, other in zip(stats, expected, strict=True):
+            assert (each.loss, each.grad_norm, each.weight) == pytest.approx(
+                (other.loss, other.grad_norm, other.weight), rel=1e-8
+            )
+
+
+LAYOUTS = [
+    {"zero": 0},
+    {"zero": 1},
+    {"zero": 2, "offload_optimizer": "nvme"},
+    {"zero": 3},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_row_of_an_island_changes_nothing(group, layout, tmp_path):
+    if "offload_optimizer" in layout:
+        layout = layout | {"offload_optimizer": f"nvme:{tmp_path}"}
+    found = group(4, islands=2, behind=BEHIND)(trained, {"wire": "bf16"} | layout)
+    check(found, plain(BEHIND, [8, 8], wire="bf16"), BEHIND)
+
+
+@pytest.mark.parametrize("split", ["tensor", pytest.param("pipeline", marks=pytest.mark.full)])
+def test_replicas_that_are_split(group, split):
+    found = group(4, islands=2, behind=BEHIND, **{split: 2})(split_case, 1)
+    check(found, plain(BEHIND, [8, 8]), BEHIND)
+
+
+def split_case(world, zero):
+    model = mlp()
+    plan = {"0": "colwise", "2": "rowwise"} if world.tensor_size > 1 else None
+    engine = sw.Engine(model, optimizer_of("adamw", model), tensor_plan=plan, zero=zero)
+    found = []
+    for batch in batches():
+        engine.forward_backward(lambda rows: loss_of(model, rows), world.share(batch))
+        found.append(engine.step(max_norm=CLIP))
+    with engine.full_parameters():
+        weights = flat(model)
+    engine.close()
+    return found, weights
+
+
+# -- saved in mid-flight -------------------------------------------------------------------------
+
+
+def part_case(world, folder, first, last, settings, saves=()):
+    """Steps from `first` on, and the weights after them."""
+    model = mlp()
+    if settings.get("channels"):
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    settings = {key: value for key, value in settings.items() if key != "channels"}
+    engine = sw.Engine(model, optimizer_of("adamw", model), **settings)
+    assert engine.resume(folder) == first
+    found = []
+    for number, batch in enumerate(batches(9)[first:last], first + 1):
+        engine.backward(loss_of(model, world.share(batch)))
+        stats = engine.step(max_norm=CLIP)
+        found.append((stats.loss, stats.grad_norm, stats.staleness))
+        if number in saves:
+            engine.save(folder, background=number % 2 == 0)
+    with engine.full_parameters():
+        weights = flat(model)
+    engine.close()
+    return found, weights
+
+
+@pytest.mark.parametrize(
+    ("saved", "settings"),
+    [
+        (1, {"zero": 0, "wire": "int8"}),
+        (4, {"zero": 2, "wire": "int4", "channels": True}),
+        (5, {"zero": 3, "precision": "bf16", "ema_decay": 0.5}),
+    ],
+    ids=str,
+)
+def test_a_resume_in_mid_flight_has_the_bits_of_a_run_that_went_on(
+    group, tmp_path, saved, settings
+):
+    ranks = group(4, islands=2, behind=BEHIND)
+    whole = ranks(part_case, tmp_path / "none", 0, 8, settings)
+    first = ranks(part_case, tmp_path / "a", 0, 6, settings, (saved,))
+    again = ranks(part_case, tmp_path / "a", saved, 8, settings)
+    for (steps, weights), (begun, _), (rest, others) in zip(whole, first, again, strict=True):
+        assert repr(begun) == repr(steps[:6])
+        assert repr(rest) == repr(steps[saved:])
+        assert torch.equal(weights, others)
+    document = json.loads((tmp_path / f"a/step-{saved}/checkpoint.json").read_text())
+    kept = {"model", "optimizer", "outer"} | ({"average"} if "ema_decay" in settings else set())
+    residuals = {"island-0", "island-1"} if "wire" in settings else set()
+    assert set(document["sets"]) - ({"optimizer"} if saved == 1 else set()) == (
+        kept - ({"optimizer"} if saved == 1 else set()) | residuals
+    )
+    assert [each["step"] for each in document["behind"]["waiting"]] == [
+        step for step in (saved - 1, saved) if step
+    ]
+
+
+def test_any_number_of_islands_goes_on_from_there(group, tmp_path):
+    """Without any, what waits is left out; with more, and fewer steps behind, it is used."""
+    settings = {"wire": "int8"}
+    found = group(4, islands=2, behind=BEHIND)(part_case, tmp_path, 0, 5, settings, (5,))
+    weights = found[0][1]
+    for _, mine in group(2)(part_case, tmp_path, 5, 5, {"zero": 1}):
+        assert torch.equal(mine, weights)
+    for steps, mine in group(2, islands=2, behind=1)(part_case, tmp_path, 5, 6, settings):
+        assert [staleness for *_, staleness in steps] == [1]
+        assert not torch.equal(mine, weights)
+    for steps, mine in group(2, islands=2)(part_case, tmp_path, 5, 6, {"equal_every": 1}):
+        assert len(steps) == 1
+        assert not torch.equal(mine, weights)
+
+
+def test_islands_that_had_weights_of_their_own_go_on_with_their_mean(group, tmp_path):
+    found = group(2, islands=2)(part_case, tmp_path, 0, 4, {"equal_every": 3}, (4,))
+    first, second = group(2, islands=2, behind=1)(part_case, tmp_path, 4, 4, {})
+    assert torch.equal(first[1], second[1])
+    assert not torch.equal(first[1], found[0][1])
+
+
+# -- what cannot be had, and what is found out ---------------------------------------------------
+
+
+def refused_case(world, settings, words):
+    model = mlp()
+    with pytest.raises(sw.errors.ConfigError, match=words):
+        sw.Engine(model, optimizer_of("sgd", model), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"equal_every": 30}, "--behind 2 and --equal-every 30 cannot be had together: that is of"),
+        ({"late": 1}, "--behind 2 and --late 1 cannot be had together"),
+        ({"outer": "nesterov:0.7,0.9"}, "--behind 2 and --outer nesterov:0.7,0.9 cannot be had"),
+        ({"sync_batch_norm": True}, "--islands 2 and --sync-batch-norm cannot be had together"),
+    ],
+)
+def test_what_cannot_be_had_beside(group, settings, words):
+    group(2, islands=2, behind=BEHIND)(refused_case, settings, words)
+
+
+def apart(world, engine, model, optimizer, what):
+    """Four steps, in which island 1 does something by itself."""
+    for number, batch in enumerate(batches(4)):
+        if what == "weights" and number == 0 and world.rank == 1:
+            with torch.no_grad():
+                model[0].weight[0, 0] += 1
+        if what == "rate" and number == 1:
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 + world.rank)
+        if what == "steps" and number == 1:
+            engine._state.steps += world.rank
+        engine.backward(loss_of(model, world.share(batch)))
+        engine.step()
+
+
+def stops_case(world, what, words):
+    """A model or a loop that cannot go on, on all ranks alike."""
+    model = mlp()
+    if what == "buffers":
+        model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    optimizer = optimizer_of("sgd", model)
+    engine = sw.Engine(model, optimizer)
+    with pytest.raises(sw.errors.ShardwiseError, match=words):
+        apart(world, engine, model, optimizer, what)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("buffers", "--behind 2 with a model whose forward changes its buffers"),
+        ("weights", "Weights before step 1 are others on island 1 than on island 0"),
+        ("rate", "Options of the optimizers.*others on island 1 than on island 0 at step 2"),
+        ("steps", "Island 1 has made 2 steps, and island 0 1"),
+    ],
+)
+def test_islands_that_have_come_apart(group, what, words):
+    group(2, islands=2, behind=BEHIND)(stops_case, what, words)
+
+
+def closure_case(world):
+    model = mlp()
+    engine = sw.Engine(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(sw.errors.UsageError, match=r"LBFGS calls the closure .* --behind 2"):
+        engine.step(closure=lambda: None)
+    engine.close()
+
+
+def test_an_optimizer_that_asks_for_gradients_of_now(group):
+    group(2, islands=2, behind=BEHIND)(closure_case)
+
+
+# -- what is not finite ---------------------------------------------------------------------------
+
+
+def not_finite_case(world, settings, stops):
+    """Island 1 has a NaN in step 2; by step what was skipped, and the loss scale."""
+    model = mlp().float()
+    engine = sw.Engine(model, optimizer_of("sgd", model), quiet=True, **settings)
+    seen = []
+    for number, batch in enumerate(batches(6), 1):
+        loss = loss_of(model, world.share(batch.float()))
+        engine.backward(loss * torch.nan if (world.rank, number) == (1, 2) else loss)
+        if stops and number == 2 and world.rank == 1:
+            with pytest.raises(sw.errors.NonFiniteError, match="Step 1: the gradient is not fin"):
+                engine.step()
+        if stops and number == 2:
+            break
+        seen.append((engine.step().skipped, engine.loss_scale))
+    weights = flat(model)
+    engine.close()
+    return seen, weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "scales"),
+    [
+        ({"nonfinite": "skip", "wire": "int8"}, [1.0] * 6),
+        ({"precision": "fp16-mixed"}, [65536.0] * 3 + [32768.0] * 3),
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_is_skipped_by_all(group, settings, scales):
+    (seen, mine), (theirs, others) = group(2, islands=2, behind=BEHIND)(
+        not_finite_case, settings, False
+    )
+    assert seen == theirs
+    assert seen == list(zip([True, True, False, True, False, False], scales, strict=True))
+    assert torch.equal(mine, others)
+    assert not torch.equal(mine, flat(mlp().float()))
+
+
+def test_an_island_stops_before_it_sends(group):
+    group(2, islands=2, behind=BEHIND)(not_finite_case, {}, True)
+
+
+# -- what goes on as it does anywhere -------------------------------------------------------------
+
+
+def used_case(world):
+    """A parameter without a gradient on any island keeps its value, and its step count."""
+    model = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]).double()
+    engine = sw.Engine(model, optimizer_of("adamw", model), zero=1)
+    norms = []
+    for number, batch in enumerate(batches(4)):
+        use = 1 if number == 1 else 0
+        rows = world.share(batch)
+        loss = loss_of(model[0], rows) * 0.5 + loss_of(model[use], rows) * 0.5
+        engine.backward(loss)
+        norms.append(engine.reduce())
+        with engine.full_gradients():
+            grads = [p.grad is not None for p in model.parameters()]
+        engine.step()
+    state = engine.optimizer_state_dict()["state"]
+    counts = [float(state[index]["step"]) if index in state else 0.0 for index in range(4)]
+    engine.close()
+    return grads, norms, counts
+
+
+def test_parameters_that_one_step_uses(group):
+    for grads, norms, counts in group(2, islands=2, behind=BEHIND)(used_case):
+        assert grads == [True, True, True, True]  # of step 2, in step 4
+        assert norms[:2] == [0.0, 0.0]
+        assert min(norms[2:]) > 0
+        assert counts == [2.0, 2.0, 1.0, 1.0]
+
+
+def rate_case(world):
+    optimizer = optimizer_of("sgd", mlp())
+    return sw.lr.ScaledLR(optimizer, steps_per_epoch=4, warmup_epochs=0).multiplier
+
+
+def test_a_rate_scales_with_all_workers(group):
+    assert group(4, islands=2, behind=BEHIND)(rate_case) == [4.0] * 4
+
+
+def written_case(world):
+    """Rank 0 alone knows the values, at any time."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("sgd", model), zero=3)
+    for batch in batches(4):
+        engine.backward(loss_of(model, world.share(batch)))
+        engine.step()
+    with engine.full_parameters(write=True):
+        if world.rank == 0:
+            for parameter in model.parameters():
+                parameter.fill_(2.0)
+    with engine.full_parameters():
+        found = flat(model)
+    engine.close()
+    return found
+
+
+def test_what_rank_0_writes_is_of_all_islands(group):
+    for found in group(4, islands=2, behind=BEHIND)(written_case):
+        assert set(found.unique().tolist()) == {0.0, 2.0}
+
+
+def grows_case(world):
+    """What is on its way when states are laid out anew is dropped alike."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.2)
+    model[0].requires_grad_(False)
+    engine = sw.Engine(model, optimizer)
+    skipped = []
+    for number, batch in enumerate(batches(7)):
+        engine.backward(loss_of(model, world.share(batch)))
+        skipped.append(engine.step().skipped)
+        if number == 2:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+    engine.close()
+    return skipped, flat(model)
+
+
+def test_a_group_that_is_added(group):
+    (skipped, mine), (_, theirs) = group(2, islands=2, behind=BEHIND)(grows_case)
+    assert skipped == [True, True, False, True, True, False, False]
+    assert torch.equal(mine, theirs)
+
+
+def said_case(world):
+    model, lines = mlp(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "print", lambda line: lines.append(line))
+        engine = sw.Engine(model, optimizer_of("sgd", model), wire="int8", quiet=False)
+    title = sw.engine.describe.table_of(engine._spec, engine._states, "memory").title
+    engine.close()
+    return lines, title
+
+
+def test_what_is_made_equal_when_is_said(group):
+    lines, title = group(4, islands=2, behind=BEHIND)(said_case)[0]
+    rule = "gradients equal every step, sent as int8, used 2 steps behind"
+    assert lines[2] == f"  2 islands of 2 workers: {rule}: 232 B sent per worker and step"
+    assert title == f"ZERO_0 on 4 ranks over memory, 2 islands; bytes per rank; {rule}"
