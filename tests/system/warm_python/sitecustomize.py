@@ -8,10 +8,7 @@ stands for it, passes signals on, and ends as it ends. All else starts as ever.
 import os
 import sys
 
-_MODULES = (
-    *("shardwise.adopt", "shardwise.doctor"),
-    *("shardwise.planning.observer", "shardwise.verify.fork_server"),
-)
+_MODULES = ("shardwise.adopt", "shardwise.planning.observer", "shardwise.verify.fork_server")
 """Modules of ours that run scripts."""
 
 _LIGHT = "rank_client.py"
