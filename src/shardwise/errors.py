@@ -2,7 +2,8 @@
 
     ShardwiseError
     ├── ConfigError          a flag, variable, TOML key or keyword that cannot be
-    │   └── PlacementError   an illegal row of the placement table
+    │   ├── PlacementError   an illegal row of the placement table
+    │   └── BadSchedule      keywords that a schedule does not take (shardwise.deepspeed)
     ├── LaunchError          a run that cannot start: no such script, a port in use
     ├── ModelError           a model or optimizer that cannot be trained as asked
     │   ├── ModelMismatch    ranks built different models
@@ -54,6 +55,10 @@ class ConfigError(ShardwiseError):
 
 class PlacementError(ConfigError):
     """An illegal row of the placement table; names the cell and the nearest legal row."""
+
+
+class BadSchedule(ConfigError, ValueError):
+    """Keywords that a schedule of DeepSpeed's JSON does not take; a ValueError, as there."""
 
 
 class LaunchError(ShardwiseError):

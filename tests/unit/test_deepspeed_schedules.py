@@ -62,5 +62,6 @@ def test_every_schedule_of_the_json_has_figures():
     ],
 )
 def test_what_a_schedule_does_not_take(name, params, words):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ValueError, match=words) as caught:
         schedules.BY_NAME[name](optimizer(), **params)
+    assert isinstance(caught.value, ConfigError)

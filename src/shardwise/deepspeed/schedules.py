@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from shardwise.errors import ConfigError
+from shardwise.errors import BadSchedule
 
 Values = float | Sequence[float]
 """One number for all parameter groups, or one for each."""
@@ -63,12 +63,12 @@ class Schedule:
                 group["lr"] = rate
 
     def _each(self, value: Values, name: str) -> list[float]:
-        """`value` for each group. Raises ConfigError for a list of another length."""
+        """`value` for each group. Raises BadSchedule for a list of another length."""
         count = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
             return [value] * count  # type: ignore[list-item]
         if len(value) != count:
-            raise ConfigError(f"{name} has {len(value)} values, and the optimizer {count} groups.")
+            raise BadSchedule(f"{name} has {len(value)} values, and the optimizer {count} groups.")
         return list(value)
 
 
@@ -200,7 +200,7 @@ class LRRangeTest(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size <= 0:
-            raise ConfigError(
+            raise BadSchedule(
                 "lr_range_test_step_size takes a whole number of 1 or more, not "
                 f"{lr_range_test_step_size!r}."
             )
@@ -245,7 +245,7 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
-            raise ConfigError(
+            raise BadSchedule(
                 "OneCycle takes a cycle_first_step_size above 0 and a cycle_second_step_size of 0 "
                 f"or more, not {cycle_first_step_size} and {second}."
             )
@@ -335,13 +335,13 @@ def _warmed_up(done: int, steps: int, kind: str) -> float:
 
 def _warmup_steps(count: Any) -> int:
     if not isinstance(count, int) or count <= 0:
-        raise ConfigError(f"warmup_num_steps takes a whole number of 1 or more, not {count!r}.")
+        raise BadSchedule(f"warmup_num_steps takes a whole number of 1 or more, not {count!r}.")
     return max(2, count)  # a logarithm to the base 1 is none
 
 
 def _warmup_type(kind: str) -> str:
     if kind not in ("log", "linear"):
-        raise ConfigError(f"warmup_type is log or linear, not {kind!r}.")
+        raise BadSchedule(f"warmup_type is log or linear, not {kind!r}.")
     return kind
 
 
