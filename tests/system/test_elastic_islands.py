@@ -13,9 +13,9 @@ from threading import Thread
 
 import pytest
 import torch
-from shardwise.checkpoint.folders import complete
 from torch import nn
 
+from shardwise.checkpoint.atomic_folders import complete
 from shardwise.launch.restarts import SAVED
 from tests.system.launcher import LIMIT, Launcher, Ran, script
 from tests.system.test_restarts import rank_of

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.atomic_folders import complete
 from shardwise.checkpoint.deepspeed import as_checkpoint
 from shardwise.checkpoint.export import write_tensors
-from shardwise.checkpoint.folders import complete
 from shardwise.checkpoint.tools import OpenedCheckpoint
 from shardwise.errors import CheckpointError
 

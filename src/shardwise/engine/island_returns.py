@@ -52,7 +52,7 @@ class IslandReturns:
     def before_batch(self, stand_in: bool) -> None:
         """A batch is about to be handed out: after a boundary let those in that wait. Collective
         then."""
-        run, every = self._run, self._state.spec.settings.equal_every
+        run, every = self._run, self._state.spec.settings.island_rule.every
         if run is None or not run.link.waiting or not torch.is_grad_enabled():
             return
         ending = self._state.world.preemption.agreed
