@@ -13,7 +13,7 @@ from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
 from shardwise.engine.checkpoint_loader import CheckpointLoader
 from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
-from shardwise.engine.island_returns import IslandReturns
+from shardwise.engine.island_returns import island_returns
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
@@ -45,7 +45,7 @@ class Checkpoints:
         self._resumes = False
         self._saved: tuple[int, int] | None = None  # the moment that is saved at home
         self._trial_paths: frozenset[Path] = frozenset()  # where a trial would have saved
-        self._returns = IslandReturns(state, self)
+        self._returns = island_returns(state, self)
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """See Engine.track."""
@@ -92,7 +92,7 @@ class Checkpoints:
         """See Engine.resume."""
         if self._world.settings.trial:
             return self._state.steps
-        if self._returns.is_due:
+        if self._returns is not None and self._returns.is_due:
             self._returns.come_back()
             return self._state.steps
         self.saver.claim(home)

@@ -34,15 +34,13 @@ class Checkpoints(Protocol):
 
 
 class IslandReturns:
-    """Islands that come back to an engine, and this one where it does. Does nothing without
-    `--elastic-islands`."""
+    """Islands of an elastic `run` that come back to an engine, and this one where it does."""
 
-    def __init__(self, state: EngineState, checkpoints: Checkpoints) -> None:
+    def __init__(self, state: EngineState, checkpoints: Checkpoints, run: ElasticRun) -> None:
         self._state = state
         self._checkpoints = checkpoints
-        group = state.spec.world_group
-        self._run = group if isinstance(group, ElasticRun) else None
-        if self._run is not None and state.number:
+        self._run = run
+        if state.number:
             raise ConfigError(
                 "--elastic-islands is for scripts with one engine, and this is the second: leave "
                 "the flag out. Without it an island that ends ends the run, and --restarts goes on."
@@ -53,7 +51,7 @@ class IslandReturns:
         """A batch is about to be handed out: after a boundary let those in that wait. Collective
         then."""
         run, every = self._run, self._state.spec.settings.island_rule.every
-        if run is None or not run.link.waiting or not torch.is_grad_enabled():
+        if not run.link.waiting or not torch.is_grad_enabled():
             return
         ending = self._state.world.preemption.agreed
         if self._state.is_between_steps and not self._state.steps % every and not ending:
@@ -71,15 +69,21 @@ class IslandReturns:
     @property
     def is_due(self) -> bool:
         """Whether this island is to come back."""
-        return self._run is not None and self._run.is_outside
+        return self._run.is_outside
 
     def come_back(self) -> None:
         """Wait until the others admit this island, and go on from where they are. What the wire has
         lost is theirs. Collective over the island."""
-        assert self._run is not None
         answer, about = self._run.link.ask_back()
         self._checkpoints.come_back(json.loads(about))
         if (islands := self._state.states.islands) is not None:
             with torch.no_grad():
                 islands.anchor.forget_losses()
         self._run.link.enter(answer)
+
+
+def island_returns(state: EngineState, checkpoints: Checkpoints) -> IslandReturns | None:
+    """Those of an engine with elastic islands. None without: the two refer to each other, and an
+    engine that the user drops is to end at once, so that another one may save into its folder."""
+    group = state.spec.world_group
+    return IslandReturns(state, checkpoints, group) if isinstance(group, ElasticRun) else None
