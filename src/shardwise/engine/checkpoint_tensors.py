@@ -205,7 +205,7 @@ class EngineTensors:
     def set_of(self, kind: str, island: int | None = None) -> str:
         """The name of the set in which tensors of a kind are: this rank's, or those of an
         `island`."""
-        if kind == tensor_spans.OPTIMIZER and self.spec.apart.size == 1:
+        if kind == tensor_spans.OPTIMIZER and not self.spec.islands_have_own_weights:
             return kind
         return set_name(kind, self.spec.peers.rank if island is None else island)
 

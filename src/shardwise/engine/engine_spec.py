@@ -73,6 +73,11 @@ class EngineSpec:
         return self.settings.staleness_rule if self.has_islands else None
 
     @property
+    def islands_have_own_weights(self) -> bool:
+        """Whether islands make steps of their own, also where this one is alone for now."""
+        return self.has_islands and self.staleness is None
+
+    @property
     def apart(self) -> Collectives:
         """The ranks of equal place in those islands that have weights of their own; this rank alone
         where all have the same."""

@@ -35,7 +35,7 @@ def build(
 ) -> IslandExchange | None:
     """What keeps islands equal, their anchor from `start` on; None where they have no weights of
     their own."""
-    if spec.apart.size == 1:
+    if not spec.islands_have_own_weights:
         return None
     anchor = Anchor(
         parameters,

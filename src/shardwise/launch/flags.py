@@ -294,6 +294,7 @@ def _recover_flags() -> Iterator[Flag]:
         group="recover",
         shown="--elastic-islands",
         is_flag=True,
+        rare=True,
         help="an island that fails is left out, and starts again by itself (--islands N)",
     )
 
