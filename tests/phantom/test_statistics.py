@@ -57,11 +57,13 @@ def _values(engine, model):
         ([[(0, 1)], [(1, 0)]], (0, 0)),
         ([[(0,)], [(0, 0)]], (0, 0)),
         ([[(0, 1), (0, 1)], [(0, 1), (0, 1)]], (0, 1)),
+        # The third rank skips a BatchNorm, and sees that the others are in different backwards.
+        ([[(0, 1), (0, 1)], [(0, 1), (0, 1)], [(1,), (1,)]], (0, 1, 0)),
     ],
-    ids=["other orders", "once and twice", "backwards of other forwards"],
+    ids=["other orders", "once and twice", "backwards of other forwards", "seen by a third"],
 )
-def test_uses_that_are_not_those_of_the_other_rank_are_refused(phantom, orders, losses):
-    assert all("one order" in said for said in phantom(2, refused, orders, losses))
+def test_uses_that_are_not_those_of_the_other_ranks_are_refused(phantom, orders, losses):
+    assert all("one order" in said for said in phantom(len(orders), refused, orders, losses))
 
 
 def test_uses_that_are_alike_are_not(phantom):

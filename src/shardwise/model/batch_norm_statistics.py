@@ -2,15 +2,15 @@
 
 Where ranks gather units together, one that waits for the statistics would wait for ranks that wait
 for it in a gather. So an exchange takes a turn as a unit does: a rank that skips it takes part with
-nothing. What then could go wrong in silence is refused on all ranks at once: a rank that comes to a
+nothing. What then could go wrong in silence is refused on all ranks: a rank that comes to a
 BatchNorm after the others have been there, or in the backward of another forward.
 
     row of a rank    | what it sends, or zeros | is here | of which call | how often in this pass |
 
-On an accelerator the host would wait to look at that in every exchange. A rank that is here knows
-what it has to find, so there it looks in the step, when the host has waited for that anyway, before
-anything is updated. One that skips an exchange looks at once, and so do all in the second use of a
-BatchNorm in a pass, which it may refuse.
+On the CPU all ranks look, and refuse, at once. On an accelerator the host would wait for that in
+every exchange, so all ranks go on and refuse in the step, when the host has waited anyway: before
+parameters are updated, though running statistics have moved by then. Only a rank that skips an
+exchange has to look at once, to know whether it was of a forward.
 """
 
 from __future__ import annotations
@@ -57,11 +57,6 @@ class _Use(NamedTuple):
     call: int
     before: int
     again: bool
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether a rank that skips it finds nothing wrong: it does not raise by itself then."""
-        return not (self.again or (self.call == FORWARD and self.before))
 
     def is_of(self, rows: list[list[float]]) -> bool:
         """Whether it is that, on all ranks that are here by their `rows`."""
@@ -119,12 +114,13 @@ class StatisticsExchange:
             self._pass, self._uses, self._mine, self._done = order.passes, 0, 0, set()
         rows = order.group.gather_rows(self._sent(row, call))
         here, use = rows[:, -3:], None if row is None else self._used(call)
-        if use is not None and use.is_usual and here.device.type != "cpu":
-            unseen = _Unseen(self._name, use, *start_to_host(here.contiguous()))
-            self.turns.look_later(unseen)
-            met: int | None = call
-        else:
+        if here.device.type == "cpu":
             met = self._check(here.tolist(), use)
+        elif use is not None:
+            self.turns.look_later(_Unseen(self._name, use, *start_to_host(here.contiguous())))
+            met = call
+        else:
+            met = self._skipped(here.tolist())
         self._mine += row is not None and call == FORWARD
         if row is None and met == FORWARD:
             self._module.follow_others(rows[:, : self._width])
@@ -158,6 +154,15 @@ class StatisticsExchange:
             raise _apart(self._name)
         return call
 
+    def _skipped(self, rows: list[list[float]]) -> int | None:
+        """Which call the others have met in; where they are of different uses None, and the step
+        says so on all ranks."""
+        call = next((int(call) for here, call, _ in rows if here), None)
+        if call is None or self._used(call).is_of(rows):
+            return call
+        self.turns.refuse_later(self._name)
+        return None
+
     def _used(self, call: int) -> _Use:
         """Count an exchange of `call`; returns what it has to be."""
         use = _Use(call, self._uses, call in self._done)
@@ -188,6 +193,8 @@ class StatisticsExchanges:
         self._rows: Tensor | None = None
         self._unseen: deque[_Unseen] = deque()
         """What nobody has looked at yet, on an accelerator."""
+        self._refused: str | None = None
+        """The BatchNorm of the first exchange that is known to be in disorder, there."""
         self.each = [
             StatisticsExchange(self, number, name, module)
             for number, (name, module) in enumerate(modules.items())
@@ -210,11 +217,22 @@ class StatisticsExchanges:
         return rows
 
     def look_later(self, unseen: _Unseen) -> None:
-        """Keep it for `check`. Those before it that are known to be right go: forwards without a
-        step would else keep all of theirs."""
-        while self._unseen and self._unseen[0].event.query() and self._unseen[0].is_right:
-            self._unseen.popleft()
+        """Keep it for `check`. Those before it that have come down go: forwards without a step
+        would else keep all of theirs."""
         self._unseen.append(unseen)
+        while self._unseen[0].event.query():
+            self._look()
+            if not self._unseen:
+                return
+
+    def _look(self) -> None:
+        unseen = self._unseen.popleft()
+        if not unseen.is_right:
+            self.refuse_later(unseen.name)
+
+    def refuse_later(self, name: str) -> None:
+        """Let `check` refuse an exchange of the BatchNorm `name`."""
+        self._refused = self._refused or name
 
     def leave(self) -> None:
         """There will be no more exchanges."""
@@ -244,12 +262,12 @@ class StatisticsExchanges:
         """Look at all exchanges since the last call; raises OrderError, on all ranks alike, where
         they were of different uses."""
         while self._unseen:
-            unseen = self._unseen.popleft()
-            if not unseen.event.query():
-                unseen.event.synchronize()
-            if not unseen.is_right:
-                self._unseen.clear()
-                raise _apart(unseen.name)
+            if not self._unseen[0].event.query():
+                self._unseen[0].event.synchronize()
+            self._look()
+        name, self._refused = self._refused, None
+        if name is not None:
+            raise _apart(name)
 
     def mode(self) -> tuple[bool, ...]:
         """Which modules exchange anything, those in training."""
