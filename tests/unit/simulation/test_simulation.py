@@ -21,7 +21,12 @@ from shardwise.simulation.failure_classes import (
     read_failures,
 )
 from shardwise.simulation.flags import command
-from shardwise.simulation.goodput import best_interval, simulate
+from shardwise.simulation.goodput import (
+    best_interval,
+    intervals_around,
+    simulate,
+    stops_per_second,
+)
 from shardwise.simulation.island_trial import IslandTrial
 from shardwise.simulation.run_model import CAUSES, RunModel, daly, slowest_of, young
 from shardwise.simulation.slow_links import SlowLinks
@@ -222,7 +227,10 @@ def island_by_island(made: RunModel, random: np.random.Generator) -> float:
         for island in away:
             while dies[island].min() < min(ready[island], now):  # in its start, which begins anew
                 kill(island)
-        away = {island for island in away if ready[island] > now}
+        still = {island for island in away if ready[island] > now}
+        if len(still) < len(away) < made.islands:  # the others save for those that come back
+            now, kept = now + made.save, work
+        away = still
         present = set(islands) - away
         ends = {island: now + steps() for island in present}
         noticed = 0.0
@@ -290,10 +298,62 @@ class TestIslands:
         # Of eight islands one loses half a round, and is away until the boundary after its start;
         # the others wait for it at theirs where it is not noticed by then: a fifth of the time.
         lost = (150 + 60 + 600 + 150 + 7 * 60 * 60 / 300 / 2) / 8 * 4 / DAY
-        saves = 20 / 1000
+        # All save once more for each that comes back.
+        saves = 20 / 1000 + 20 * 4 / DAY
         assert 1 - found.goodput.mean == pytest.approx(lost + saves, rel=0.1)
         whole = simulate(replace(made, islands=1, every=1), 10, 0)
         assert whole.goodput.mean < found.goodput.mean - 0.03
+
+    def test_a_return_costs_the_others_a_save(self) -> None:
+        made = model(failing(4, "host", detect=60.0), islands=8, every=30, interval=10 * DAY)
+        outcome = IslandTrial(made, 0).run()
+        assert outcome.stops == 0
+        returns, saves = outcome.failures["it"], outcome.lost["saves"]
+        assert 20 * 0.8 * returns < saves <= 20 * returns
+
+    def test_a_planned_stop_of_an_absent_island_is_none(self) -> None:
+        stops = replace(failing(50, "host", planned=True), name="planned")
+        made = model(stops, islands=2, restart=20_000.0, work=2 * DAY)
+        outcome = IslandTrial(made, 0).run()
+        assert outcome.wall > 2 * made.work
+        assert outcome.failures["planned"] < 0.8 * 50 * outcome.wall / DAY
+
+    def test_stops_are_counted_with_repair_and_by_racks(self) -> None:
+        hosts = replace(HOSTS, hosts=8)  # four islands of two, and two racks of two islands
+        failure = FailureClass("it", "it", "rack", 0.5 / DAY, detect=60.0, repair=DAY / 2)
+        made = replace(model(failure, islands=4, work=40 * DAY), topology=hosts)
+        away = 0.5 * (0.5 + 360 / DAY)
+        # One rack fails while the other is away; what waits for hosts does not fail.
+        expected = 2 * 0.5 / (1 + away) * away / (1 + away) / DAY
+        assert stops_per_second(made, 10, 0) == pytest.approx(expected, rel=0.25)
+        spared = stops_per_second(replace(made, spares=100), 10, 0)
+        assert spared < 0.2 * expected
+
+    def test_checkpoints_are_searched_for_below_the_whole_work(self) -> None:
+        made = model(failing(4, "host", detect=60.0), islands=8, every=30)
+        tried = intervals_around(made, 0.0)
+        assert min(tried) <= made.work / 3
+        assert all(each / made.round == pytest.approx(round(each / made.round)) for each in tried)
+
+    def test_youngs_interval_is_of_work_and_not_of_boundaries(self) -> None:
+        made = model(failing(8), boundary=30.0)
+        assert made.pace == 4
+        tried = intervals_around(made, made.failure_rate)
+        expected = young(made.failure_rate, 20.0) / 4
+        assert min(tried) == pytest.approx(expected / 4, abs=10)
+        assert max(tried) == pytest.approx(expected * 4, abs=10)
+
+    def test_islands_of_the_devices_of_one_host(self) -> None:
+        one = replace(HOSTS, hosts=1)
+        failure = FailureClass("it", "it", "device", 1 / DAY, detect=60.0, repair=DAY / 4)
+        made = replace(model(failure, islands=2, every=30), topology=one)
+        assert made.units_at("device", 5) == range(5, 6)
+        assert made.units_at("host", 0) == range(8)
+        trial = IslandTrial(made, 0)
+        assert all(list(trial._hit(failure).values()) == [1] for _ in range(20))
+        outcome = IslandTrial(made, 0).run()
+        assert outcome.whole
+        assert 0 < outcome.stops < outcome.failures["it"] / 2
 
     def test_a_link_that_is_slow_costs_what_its_bytes_take(self) -> None:
         links = SlowLinks(islands=3, parameters=1e9, megabits=1000)
@@ -392,10 +452,23 @@ class TestCommand:
         ]
         done = CliRunner().invoke(command(), words)
         assert done.exit_code == 0, done.output
-        assert "16 islands of 1 hosts are made equal every 30 steps" in done.output
+        assert "16 islands of 1 host are made equal every 30 steps" in done.output
+        assert done.output.count("shardwise run does less than this yet") == 1
         found = json.loads((tmp_path / "found.json").read_text())
         assert found["boundary_seconds"] == pytest.approx(15 * 8.125, rel=1e-3)
         assert found["goodput"]["mean"] > found["goodput_without_islands"]["mean"]
+
+    def test_what_is_printed_is_what_was_simulated(self, tmp_path: Path) -> None:
+        words = [
+            *("--on", "1x8xH100", "--days", "2", "--islands", "2", "--trials", "2", "--step", "10"),
+            *("--save-every", "60s", "--json", str(tmp_path / "found.json")),
+            *("--out", str(tmp_path / "out")),
+        ]
+        done = CliRunner().invoke(command(), words)
+        assert done.exit_code == 0, done.output
+        assert "2 islands of 4 devices" in done.output
+        assert "checkpoints are 300 s of steps apart" in done.output
+        assert json.loads((tmp_path / "found.json").read_text())["interval_seconds"] == 300
 
     @pytest.mark.parametrize(
         ("words", "said"),
@@ -408,7 +481,15 @@ class TestCommand:
             ("--on 4x8xH100 --islands 3", "4 hosts cannot be cut"),
             ("--on 4x8xH100 --islands 2 --min-hosts 3", "Leave --min-hosts out"),
             ("--on 4x8xH100 --islands 2 --between 100", "needs --parameters"),
-            ("--on 4x8xH100 --between 100 --parameters 1e9", "links between --islands N"),
+            ("--on 4x8xH100 --between 100 --parameters 1e9", "--between, --parameters without"),
+            (
+                "--on 4x8xH100 --equal-every 9 --wire int8",
+                "--equal-every, --wire without --islands",
+            ),
+            ("--on 4x8xH100 --islands 2 --late 3", "--late without --between MBITS"),
+            ("--on 4x8xH100 --islands 2 --wire int8 --parameters 1e9", "--parameters, --wire"),
+            ("--on 1x8xH100 --islands 3", "8 devices cannot be cut"),
+            ("--on 1x8xH100 --islands 2 --spares 1", "Leave --spares out"),
             ("--on 4x8xH100 --islands 2 --late 40", "--late 29 or less"),
             ("", "Missing option"),
         ],
