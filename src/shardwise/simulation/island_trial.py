@@ -307,12 +307,15 @@ class IslandTrial:
         detect = min(failure.detect, self._model.detect)
         self._time.lose(self._round * len(working) / self._model.islands)
         self._send_away(working, "detection", detect)
+        back = self._time.now
+        if failure.repair:  # all hosts of a rack come back together
+            back += float(self._random.exponential(failure.repair))
         for island in hit:
             each = self._away[island]
             if each.cause in ("restart", "rejoining"):
                 self._enter(each, "detection", detect)
             if failure.repair:
-                self._take_away(each, hit[island], failure.repair)
+                self._take_away(each, hit[island], back)
         if working and not self._share:
             self._go_back()
 
@@ -332,12 +335,11 @@ class IslandTrial:
         for each in self._away.values():
             each.awaited = False
 
-    def _take_away(self, each: _Absence, units: int, repair: float) -> None:
-        """Send units of an island to repair, and put spares in their place."""
+    def _take_away(self, each: _Absence, units: int, back: float) -> None:
+        """Send units of an island to repair until `back`, and put spares in their place."""
         gone = min(units, self._units - each.missing)
         spares = min(gone, self._free)
         self._free -= spares
         each.missing += gone - spares
-        back = self._time.now + float(self._random.exponential(repair))
         for _ in range(gone):
             heapq.heappush(self._returns, back)

@@ -141,10 +141,10 @@ def _on_checkpoints(report: Report) -> Iterator[str]:
 def _on_islands(report: Report) -> Iterator[str]:
     """What several islands make of it, and what the run would be without them.
 
-    The simulation has islands of several hosts that come and go. `shardwise run` does that on one
-    host (`--elastic-islands`): on several, any failure ends the run. In both a run with a planned
-    stop, or whose last island fails, ends as a whole, and the work of an absent island is not made
-    up for, where the simulation counts it as done later.
+    In the simulation islands come and go on any hosts. In `shardwise run` they do so on one host
+    only, with `--elastic-islands`, which takes no `--late`: on several hosts any failure ends the
+    run. A planned stop, and a failure of the last island that is there, end it on one host too.
+    Nobody makes up for the work of an absent island there; the simulation counts it as done later.
     """
     model, whole = report.model, report.whole
     if whole is None:
