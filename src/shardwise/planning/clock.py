@@ -24,9 +24,10 @@ from shardwise.planning.stage_records import part_of, stage_layers
 from shardwise.planning.stages import Bytes, UnitWork, step_times
 
 CALIBRATED, CATALOGUE, ASSUMED = 0.55, 0.20, 0.40
-"""The error band of an estimate: on a machine that was calibrated, whose largest error is in
-docs/plan_accuracy.md (step time, measured here); with the catalogue's efficiency of a device that
-others measured; and with an efficiency that is assumed."""
+"""The error band of an estimate: on a machine that was calibrated, rounded up from the 52.9 % that
+are the largest error of docs/plan_accuracy.md (step time, measured here), so that table is no
+independent check of it; with the catalogue's efficiency of a device that others measured; and with
+an efficiency that is assumed."""
 
 BEFORE, AFTER = -2, -1
 """The numbers of what runs outside of units: before the first, and after it."""

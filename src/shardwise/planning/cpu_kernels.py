@@ -128,23 +128,21 @@ def _product(operation: Operation) -> Shape | None:
 def copied_bytes(operation: Operation) -> int:
     """The most bytes that a convolution has at once beside what it reads and what it returns."""
     width = WIDTHS.get(operation.dtype, 2)
-    made = operation.bytes // width - sum(map(math.prod, operation.shapes))
     if operation.name == "convolution":
         x, weight = operation.shapes[:2]
-        return width * _copied_forward(x, weight, made)
+        return width * _copied_forward(x, weight, operation.result)
     if operation.name == "convolution_backward":
         gradient, x, weight = operation.shapes[:3]
+        made = operation.bytes // width - sum(map(math.prod, operation.shapes))
         return width * _copied_backward(gradient, x, weight, made)
     return 0
 
 
-def _copied_forward(x: Shape, weight: Shape, made: int) -> int:
+def _copied_forward(x: Shape, weight: Shape, result: Shape) -> int:
     """Elements: first those of all three in blocks, when the result is not there as it will be;
     then the result both ways."""
-    transposed = x[1] != weight[1] and x[1] == weight[0]
-    channels = weight[1] if transposed else weight[0]
-    result = made // channels * _whole(channels)
-    return max(_read(x) + _blocked_weight(weight) + result - made, result)
+    blocked = _blocked(result)
+    return max(_read(x) + _blocked_weight(weight) + blocked - math.prod(result), blocked)
 
 
 def _copied_backward(gradient: Shape, x: Shape, weight: Shape, made: int) -> int:

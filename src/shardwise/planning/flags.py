@@ -221,7 +221,8 @@ def _refuse_islands(islands: str) -> None:
         return
     raise LaunchError(
         f"shardwise plan does not know --islands {islands}. Plan one island, with --on its devices "
-        "and its part of the batch; each rank of it also keeps an anchor of 4 bytes for each "
-        "parameter that it updates (8 with nesterov, 4 more each with a lossy --wire and --late). "
+        "and its part of the batch; each rank of it also keeps, in every row, its part of an "
+        "anchor: of n data-parallel ranks 4 / n bytes for each parameter (8 / n with nesterov, "
+        "4 / n more each with a lossy --wire and --late). "
         "What boundaries and failures take: shardwise simulate --islands."
     )

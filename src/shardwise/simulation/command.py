@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +17,20 @@ from rich.progress import Progress
 from rich.table import Table
 
 from shardwise.errors import ConfigError
-from shardwise.outer_optimizer import IslandRule
 from shardwise.planning.catalogue import read_catalogue
 from shardwise.planning.cluster import Cluster, parse_cluster
+from shardwise.printable import many
 from shardwise.simulation.failure_classes import Failures, Topology, read_failures
 from shardwise.simulation.goodput import (
+    FACTORS,
     Band,
+    Goodput,
     best_interval,
-    in_whole_steps,
-    intervals_around,
+    in_rounds,
     simulate,
 )
 from shardwise.simulation.report import Asked, Report, as_json, headline, sentences
-from shardwise.simulation.run_model import CAUSES, RunModel, young
+from shardwise.simulation.run_model import CAUSES, RunModel
 from shardwise.simulation.slow_links import SlowLinks
 
 SEARCH_TRIALS = 5
@@ -44,20 +45,28 @@ def run(asked: Asked, out: Path, json_file: Path | None) -> int:
     cluster = parse_cluster(asked.cluster, read_catalogue(asked.hardware))
     failures = read_failures(asked.failures)
     model = model_of(asked, cluster, failures)
-    tried: list[tuple[float, Band]] = []
     with _progress(asked, model) as tick:
-        if asked.save_every is None:
-            interval, tried = best_interval(model, SEARCH_TRIALS, asked.seed, tick)
-            model = replace(model, interval=interval)
-        found = simulate(model, asked.trials, asked.seed, tick)
+        found, tried = _found(asked, model, tick)
         whole = None
         if model.islands > 1:
-            whole = simulate(as_a_whole(asked, model), asked.trials, asked.seed, tick)
+            whole, _ = _found(asked, as_a_whole(asked, model), tick)
     report = Report(asked, cluster, failures, found, tried, whole)
     if str(json_file) != "-":
         show(report, Console(highlight=False, markup=False) if sys.stdout.isatty() else _plain())
     write(report, out, json_file)
     return 0
+
+
+def _found(
+    asked: Asked, model: RunModel, tick: Callable[[], None]
+) -> tuple[Goodput, list[tuple[float, Band]]]:
+    """What the trials of `model` find, and the intervals that were tried, where the best one is
+    `asked` for."""
+    tried: list[tuple[float, Band]] = []
+    if asked.save_every is None:
+        interval, tried = best_interval(model, SEARCH_TRIALS, asked.seed, tick)
+        model = replace(model, interval=interval)
+    return simulate(model, asked.trials, asked.seed, tick), tried
 
 
 def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
@@ -68,16 +77,17 @@ def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
         cluster.hosts, cluster.per_host, failures.hosts_per_rack, failures.racks_per_pod
     )
     islands = cluster.hosts if asked.islands == "host" else int(asked.islands)
-    rule = IslandRule(every=asked.equal_every, wire=asked.wire, late=asked.late)
+    rule = asked.rule
+    _refuse_ignored(asked, islands)
     if islands > 1:
         _check_islands(asked, cluster, islands)
     links = _links(asked, islands)
-    return RunModel(
+    model = RunModel(
         topology=topology,
         failures=failures.classes,
         work=asked.days,
         step=asked.step,
-        interval=in_whole_steps(min(asked.save_every or asked.days, asked.days), asked.step),
+        interval=asked.days,
         save=asked.save,
         restart=asked.restart,
         background=asked.background,
@@ -89,13 +99,44 @@ def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
         every=rule.every if islands > 1 else 1,
         boundary=0.0 if links is None else links.boundary_seconds(rule, asked.step),
     )
+    return replace(model, interval=_interval(asked, model))
+
+
+def _interval(asked: Asked, model: RunModel) -> float:
+    """The interval that is `asked` for in whole rounds, seconds of work; all of it for the best."""
+    return in_rounds(min(asked.save_every or asked.days, asked.days), model)
+
+
+def _refuse_ignored(asked: Asked, islands: int) -> None:
+    """Raise ConfigError for an option of islands, or of the links between them, without those."""
+    of_links = {"--parameters": asked.parameters, "--wire": asked.wire, "--late": asked.late}
+    of_islands = {"--equal-every": asked.equal_every, "--between": asked.between, **of_links}
+    if islands == 1 and (given := [name for name in of_islands if of_islands[name] is not None]):
+        raise ConfigError(
+            f"{', '.join(given)} without --islands N: there is nothing to make equal."
+        )
+    if asked.between is None and (
+        given := [name for name in of_links if of_links[name] is not None]
+    ):
+        raise ConfigError(
+            f"{', '.join(given)} without --between MBITS: no time is counted for the links then."
+        )
 
 
 def _check_islands(asked: Asked, cluster: Cluster, islands: int) -> None:
-    """Raise ConfigError where the hosts cannot be so many islands."""
-    if cluster.hosts % islands:
+    """Raise ConfigError where the hosts, or the devices of the only one, cannot be so many
+    islands."""
+    several = cluster.hosts > 1
+    count = cluster.hosts if several else cluster.per_host
+    if count % islands:
         raise ConfigError(
-            f"--islands {islands}: {cluster.hosts} hosts cannot be cut into so many of equal size."
+            f"--islands {islands}: {many(count, 'host' if several else 'device')} cannot be cut "
+            "into so many of equal size."
+        )
+    if asked.spares and not several:
+        raise ConfigError(
+            f"--spares {asked.spares} with --islands {islands} on one host: another host takes no "
+            "island of it. Leave --spares out."
         )
     if asked.least is not None:
         raise ConfigError(
@@ -112,35 +153,26 @@ def _links(asked: Asked, islands: int) -> SlowLinks | None:
         raise ConfigError(
             f"--between {asked.between:g} needs --parameters P, such as 8e9: how much it carries."
         )
-    if islands == 1:
-        raise ConfigError(f"--between {asked.between:g} is of the links between --islands N.")
     return SlowLinks(islands=islands, parameters=asked.parameters, megabits=asked.between)
 
 
 def as_a_whole(asked: Asked, model: RunModel) -> RunModel:
     """The same run without its islands: each failure stops all of it, and gradients cross the same
-    links at every step. Saves are as far apart as is best then, where that was not asked for."""
+    links at every step."""
     links = _links(asked, model.islands)
-    made = replace(
-        model,
-        islands=1,
-        every=1,
-        boundary=0.0 if links is None else links.gradient_seconds,
-    )
-    if asked.save_every is None and made.stop_rate and made.save:
-        best = min(young(made.stop_rate, made.save), made.work)
-        made = replace(made, interval=in_whole_steps(best, made.step))
-    return made
+    boundary = 0.0 if links is None else links.gradient_seconds
+    made = replace(model, islands=1, every=1, boundary=boundary)
+    return replace(made, interval=_interval(asked, made))
 
 
 @contextmanager
 def _progress(asked: Asked, model: RunModel) -> Iterator[Any]:
     """Show how many trials are made; yields what to call after each."""
-    searched = len(intervals_around(model)) * SEARCH_TRIALS if asked.save_every is None else 0
-    searched += asked.trials if model.islands > 1 else 0
+    searched = len(FACTORS) * SEARCH_TRIALS if asked.save_every is None else 0
+    models = 1 + (model.islands > 1)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("simulated runs", total=searched + asked.trials)
+        task = bar.add_task("simulated runs", total=models * (searched + asked.trials))
         yield lambda: bar.advance(task)
 
 

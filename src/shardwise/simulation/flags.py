@@ -150,14 +150,13 @@ def _island_flags() -> Iterator[Flag]:
         shown="--islands N|host",
         type=Typed(values.islands),
         default="1",
-        help="hosts in N groups that step by themselves: a failure stops one of them only",
+        help="hosts, or the devices of one, in N groups that step by themselves",
     )
     yield Flag(
         ["--equal-every"],
         group="simulate",
         shown="--equal-every H",
         type=Typed(values.whole(1)),
-        default="30",
         help="steps between two boundaries, at which islands are made equal (default 30)",
     )
     yield Flag(
@@ -179,7 +178,6 @@ def _island_flags() -> Iterator[Flag]:
         group="simulate",
         shown="--wire W",
         type=Typed(values.one_of(*FORMATS)),
-        default=FORMATS[0],
         help=f"what is sent as: {', '.join(FORMATS)} (default {FORMATS[0]})",
     )
     yield Flag(
@@ -187,7 +185,6 @@ def _island_flags() -> Iterator[Flag]:
         group="simulate",
         shown="--late T",
         type=Typed(values.whole(0)),
-        default="0",
         help="used T steps after it was sent: steps go on meanwhile (default 0)",
     )
 

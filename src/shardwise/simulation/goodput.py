@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -10,12 +9,15 @@ from statistics import fmean
 import numpy as np
 
 from shardwise.simulation.island_trial import IslandTrial
-from shardwise.simulation.outcome import Outcome
+from shardwise.simulation.outcome import BINS, Outcome
 from shardwise.simulation.run_model import CAUSES, RunModel, young
 from shardwise.simulation.trial import Trial
 
 LOW, HIGH = 5, 95
 """Percentiles of the trials that bound the band."""
+
+FACTORS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
+"""Of Young's interval: what is tried."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,12 @@ class Goodput:
     failures: dict[str, float]
     shown: Outcome
     unfinished: int
+
+    @property
+    def stop_rate(self) -> float:
+        """How many times a second a failure left nothing of the run going on, over all trials."""
+        seconds = sum(each.wall for each in self.outcomes)
+        return sum(each.stops for each in self.outcomes) / seconds
 
 
 def simulate(
@@ -84,20 +92,29 @@ def run_trial(model: RunModel, seed: int) -> Outcome:
     return Trial(model, seed).run()
 
 
-def intervals_around(model: RunModel) -> list[float]:
-    """Intervals to try, seconds of work: from a quarter to four times that of Young (1974), whole
-    steps, and the one of `model`."""
-    middle = young(model.stop_rate, model.save)
-    if not 0 < middle < math.inf:
-        return [model.interval]
-    factors = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
-    tried = {in_whole_steps(min(middle * factor, model.work), model.step) for factor in factors}
+def stops_per_second(model: RunModel, trials: int, seed: int) -> float:
+    """How often a failure leaves nothing of the run going on: without islands each does, of islands
+    it is counted in so many trials, in which intervals matter little."""
+    if model.islands == 1:
+        return model.failure_rate
+    pilot = replace(model, interval=in_rounds(model.work / BINS, model))
+    return simulate(pilot, trials, seed).stop_rate
+
+
+def intervals_around(model: RunModel, rate: float) -> list[float]:
+    """Intervals to try where all stops at `rate` per second, seconds of work: from a quarter to
+    four times that of Young (1974), or of the whole work where that is less, in whole rounds; where
+    nothing ever fails, the whole work."""
+    if not model.failure_rate:
+        return [in_rounds(model.work, model)]
+    middle = min(young(rate, model.save) / model.pace, model.work)
+    tried = {in_rounds(min(middle * factor, model.work), model) for factor in FACTORS}
     return sorted(tried)
 
 
-def in_whole_steps(interval: float, step: float) -> float:
-    """`interval` as a whole number of steps, at least one; seconds."""
-    return max(1, round(interval / step)) * step
+def in_rounds(interval: float, model: RunModel) -> float:
+    """`interval` as a whole number of rounds of `model`, at least one; seconds of work."""
+    return max(1, round(interval / model.round)) * model.round
 
 
 def best_interval(
@@ -105,7 +122,7 @@ def best_interval(
 ) -> tuple[float, list[tuple[float, Band]]]:
     """The interval with the best mean goodput, seconds of work, and the goodput of each tried."""
     found = []
-    for interval in intervals_around(model):
+    for interval in intervals_around(model, stops_per_second(model, trials, seed)):
         made = simulate(replace(model, interval=interval), trials, seed, tick)
         found.append((interval, made.goodput))
     return max(found, key=lambda each: each[1].mean)[0], found

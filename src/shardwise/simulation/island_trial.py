@@ -7,6 +7,7 @@ others go on, and comes back at a boundary, with what they have in common there:
     island 0   steps │ boundary │ steps │ boundary │ steps │ boundary │ steps
     island 1   steps │ boundary │ st†     detection, restart, rejoining │ steps
 
+Before it takes part, those that are there save a checkpoint for it, for which all stand still.
 Others wait at a boundary for one that has failed until that is noticed. Where none is left, all go
 back to the newest checkpoint. Work counts when so many seconds of steps were made by all islands
 together as the run has for each: what an absent island does not do, the others do later.
@@ -31,7 +32,8 @@ WORK, BOUNDARY, SAVE = "work", "boundaries", "saves"
 @dataclass(eq=False)
 class _Absence:
     """An island that is away: the cause that its time goes to, until when that lasts, and how many
-    hosts it lacks. `awaited`: the others do not know yet, and wait for it at the boundary."""
+    units (RunModel.units_per_host) it lacks. `awaited`: the others do not know yet, and wait for it
+    at the boundary."""
 
     cause: str
     until: float
@@ -49,8 +51,9 @@ class IslandTrial:
         self._rate = sum(rates)
         self._sums = np.cumsum(rates)
         self._slowest = model.slowest
-        self._hosts = model.topology.hosts // model.islands
-        """Hosts of an island."""
+        self._units = model.topology.hosts * model.units_per_host // model.islands
+        """Units of an island."""
+        self._stops = 0
         self._time = TimeSpent(model.work / BINS)
         self._away: dict[int, _Absence] = {}
         self._left: list[tuple[str, float]] = []
@@ -85,6 +88,7 @@ class IslandTrial:
             bins=time.bins,
             width=time.width,
             whole=self._is_done,
+            stops=self._stops,
         )
 
     # -- rounds -------------------------------------------------------------------------------
@@ -126,15 +130,20 @@ class IslandTrial:
                 return
             if not self._left:
                 self._begin_round()
-                self._repeat(until)
+                if self._left[0][0] == WORK:
+                    self._repeat(until)
             self._pass(until)
 
     def _begin_round(self) -> None:
-        """The islands that have waited for it come back."""
-        self._away = {n: each for n, each in self._away.items() if each.cause != "rejoining"}
-        self._round = 0.0
+        """The islands that have waited for it come back, by a checkpoint of those that are there,
+        which is complete before they go on."""
+        away = {n: each for n, each in self._away.items() if each.cause != "rejoining"}
+        admits = len(away) < len(self._away) < self._model.islands
+        self._away, self._round = away, 0.0
         needed = (self._model.work - self._work) / self._share
         self._left = [(WORK, min(self._length, needed)), (BOUNDARY, self._model.boundary)]
+        if admits:
+            self._left.insert(0, (SAVE, self._model.save + self._model.background))
         if self._saves_in <= 1:
             self._left.append((SAVE, self._model.save))
 
@@ -186,7 +195,8 @@ class IslandTrial:
             self._round = 0.0  # what is in the common value is not lost any more
             self._saves_in -= 1
         elif kind == SAVE:
-            self._saves_in = self._rounds_between_saves
+            if self._saves_in < 1:  # else it was made for one that comes back
+                self._saves_in = self._rounds_between_saves
             self._written.append((self._time.now + self._model.background, self._work))
 
     def _spend(self, seconds: float, parts: dict[str, float]) -> None:
@@ -255,21 +265,21 @@ class IslandTrial:
         failure = self._model.failures[int(np.searchsorted(self._sums, drawn, side="right"))]
         self._next = self._draw_next()
         hit = self._hit(failure)
-        if not hit:
+        working = [island for island in hit if island not in self._away]
+        if not working and (not hit or failure.planned or failure.slowdown > 1):
             return
         self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
         self._moments.append((self._time.now, failure.name))
-        working = [island for island in hit if island not in self._away]
-        if failure.slowdown > 1 and working:
+        if failure.slowdown > 1:
             lasts = float(self._random.exponential(failure.lasts))
             heapq.heappush(self._slow, (self._time.now + lasts, failure.slowdown))
-        elif failure.planned and working:
+        elif failure.planned:
             self._leave(working)
-        elif failure.slowdown == 1 and not failure.planned:
+        else:
             self._fail(failure, hit, working)
 
     def _hit(self, failure: FailureClass) -> dict[int, int]:
-        """The islands that a failure hits, and how many hosts of each; those that wait for hosts
+        """The islands that a failure hits, and how many units of each; those that wait for hosts
         are idle, and what is idle does not fail."""
         topology = self._model.topology
         if failure.scope == "job":
@@ -277,8 +287,8 @@ class IslandTrial:
         else:
             place = int(self._random.integers(topology.components(failure.scope)))
             gone = {}
-            for host in topology.hosts_at(failure.scope, place):
-                island = host // self._hosts
+            for unit in self._model.units_at(failure.scope, place):
+                island = unit // self._units
                 gone[island] = gone.get(island, 0) + 1
         away = self._away
         return {n: c for n, c in gone.items() if n not in away or away[n].cause != "waiting"}
@@ -297,12 +307,15 @@ class IslandTrial:
         detect = min(failure.detect, self._model.detect)
         self._time.lose(self._round * len(working) / self._model.islands)
         self._send_away(working, "detection", detect)
+        back = self._time.now
+        if failure.repair:  # all hosts of a rack come back together
+            back += float(self._random.exponential(failure.repair))
         for island in hit:
             each = self._away[island]
             if each.cause in ("restart", "rejoining"):
                 self._enter(each, "detection", detect)
             if failure.repair:
-                self._take_away(each, hit[island], failure.repair)
+                self._take_away(each, hit[island], back)
         if working and not self._share:
             self._go_back()
 
@@ -313,6 +326,7 @@ class IslandTrial:
 
     def _go_back(self) -> None:
         """All islands are away: what the newest complete checkpoint has is left."""
+        self._stops += 1
         while self._written and self._written[0][0] <= self._time.now:
             self._kept = self._written.pop(0)[1]
         self._written.clear()
@@ -321,12 +335,11 @@ class IslandTrial:
         for each in self._away.values():
             each.awaited = False
 
-    def _take_away(self, each: _Absence, hosts: int, repair: float) -> None:
-        """Send hosts of an island to repair, and put spares in their place."""
-        gone = min(hosts, self._hosts - each.missing)
+    def _take_away(self, each: _Absence, units: int, back: float) -> None:
+        """Send units of an island to repair until `back`, and put spares in their place."""
+        gone = min(units, self._units - each.missing)
         spares = min(gone, self._free)
         self._free -= spares
         each.missing += gone - spares
-        back = self._time.now + float(self._random.exponential(repair))
         for _ in range(gone):
             heapq.heappush(self._returns, back)

@@ -21,7 +21,8 @@ class Outcome:
     is the rest by cause.
 
     `failures` are counts by class, `moments` when each came. `bins` are the seconds by USEFUL and
-    cause in bins of `width`. `whole` says that the work was done.
+    cause in bins of `width`. `whole` says that the work was done. `stops` counts the
+    failures after which nothing of the run went on.
     """
 
     wall: float
@@ -32,6 +33,7 @@ class Outcome:
     bins: dict[str, list[float]]
     width: float
     whole: bool
+    stops: int
 
     @property
     def goodput(self) -> float:

@@ -7,12 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.outer_optimizer import LOSSLESS
+from shardwise.outer_optimizer import IslandRule
 from shardwise.planning.cluster import Cluster
 from shardwise.printable import in_short, many
 from shardwise.simulation.failure_classes import DAY, HOUR, Failures
 from shardwise.simulation.goodput import Band, Goodput
+from shardwise.simulation.outcome import GIVES_UP
 from shardwise.simulation.run_model import RunModel, daly, young
+
+NOT_YET = (
+    "shardwise run does less than this yet: a failure stops one island alone on one host only, "
+    "with --elastic-islands and without --late; a planned stop, and a failure of the last island, "
+    "end the run; nobody makes up for the steps of an absent island, counted here as done later."
+)
+"""Said of every simulation of islands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +43,22 @@ class Asked:
     seed: int
     hardware: tuple[str, ...] = ()
     islands: int | str = 1
-    equal_every: int = 30
-    wire: str = LOSSLESS
-    late: int = 0
+    equal_every: int | None = None
+    wire: str | None = None
+    late: int | None = None
     parameters: float | None = None
     between: float | None = None
     """Mbit/s of the link that joins each island to the others; None: no time is counted for it."""
+
+    @property
+    def rule(self) -> IslandRule:
+        """When islands are made equal, with the defaults of a run. Raises ConfigError."""
+        default = IslandRule()
+        return IslandRule(
+            every=self.equal_every or default.every,
+            wire=self.wire or default.wire,
+            late=self.late or default.late,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,21 +103,7 @@ def headline(report: Report) -> str:
 
 def sentences(report: Report) -> list[str]:
     """What else there is to say, most important first."""
-    found, model = report.found, report.model
-    lines = []
-    if found.unfinished:
-        lines.append(
-            f"{found.unfinished} of {len(found.outcomes)} runs were given up: they would take more "
-            "than 20 times their steps."
-        )
-    lines += _on_islands(report)
-    if rate := model.stop_rate:
-        lines.append(
-            f"{'All stops' if model.islands > 1 else 'A failure stops the run'} every "
-            f"{1 / rate / HOUR:.3g} hours; checkpoints are "
-            f"{model.interval:,.6g} s of steps apart (Young's formula says "
-            f"{young(rate, model.save):,.4g} s, Daly's {daly(rate, model.save):,.4g} s)."
-        )
+    lines = [*_given_up(report.found), *_on_islands(report), *_on_checkpoints(report)]
     if report.dollars is not None:
         low, high = report.dollars
         dollars = f"{in_short(round(low))} to {in_short(round(high))} dollars"
@@ -109,14 +113,45 @@ def sentences(report: Report) -> list[str]:
     return lines
 
 
+def _given_up(found: Goodput) -> Iterator[str]:
+    """How many runs did not come to their end, if any."""
+    if found.unfinished:
+        yield (
+            f"{found.unfinished} of {len(found.outcomes)} runs were given up: they would take more "
+            f"than {GIVES_UP:g} times their steps."
+        )
+
+
+def _on_checkpoints(report: Report) -> Iterator[str]:
+    """How often nothing of the run goes on, and how far apart checkpoints are."""
+    found, model = report.found, report.model
+    apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
+    rate = found.stop_rate if model.islands > 1 else model.failure_rate
+    if rate:
+        formulas = [each(rate, model.save) / model.pace for each in (young, daly)]
+        yield (
+            f"{'All stops' if model.islands > 1 else 'A failure stops the run'} every "
+            f"{1 / rate / HOUR:.3g} hours; {apart} (Young's formula says {formulas[0]:,.4g} s, "
+            f"Daly's {formulas[1]:,.4g} s)."
+        )
+    elif model.failure_rate:
+        yield f"In none of the {len(found.outcomes)} runs all islands were away at once; {apart}."
+
+
 def _on_islands(report: Report) -> Iterator[str]:
-    """What several islands make of it, and what the run would be without them."""
+    """What several islands make of it, and what the run would be without them.
+
+    In the simulation islands come and go on any hosts. In `shardwise run` they do so on one host
+    only, with `--elastic-islands`, which takes no `--late`: on several hosts any failure ends the
+    run. A planned stop, and a failure of the last island that is there, end it on one host too.
+    Nobody makes up for the work of an absent island there; the simulation counts it as done later.
+    """
     model, whole = report.model, report.whole
     if whole is None:
         return
     held = f", for which all stand still {model.boundary:.3g} s" if model.boundary else ""
     yield (
-        f"{model.islands} islands of {model.topology.hosts // model.islands} hosts are made equal "
+        f"{model.islands} islands of {_island(model)} are made equal "
         f"every {model.every} steps{held}; a failure stops an island every "
         f"{1 / model.failure_rate / HOUR:.3g} hours."
         if model.failure_rate
@@ -125,9 +160,19 @@ def _on_islands(report: Report) -> Iterator[str]:
     gradients = ", gradients crossing the links at every step" if whole.model.boundary else ""
     yield (
         f"As one run that stops as a whole{gradients}: goodput {whole.goodput.mean:.1%} "
-        f"({whole.goodput.low:.1%} to {whole.goodput.high:.1%}). Islands are another algorithm, "
+        f"({whole.goodput.low:.1%} to {whole.goodput.high:.1%}), checkpoints "
+        f"{whole.model.interval:,.6g} s of steps apart. Islands are another algorithm, "
         "whose steps may bring less: see the guide on slow links."
     )
+    for line in _given_up(whole):
+        yield f"Without islands: {line}"
+    yield NOT_YET
+
+
+def _island(model: RunModel) -> str:
+    """What an island is of, such as "2 hosts"."""
+    count = model.topology.hosts * model.units_per_host // model.islands
+    return many(count, "host" if model.units_per_host == 1 else "device")
 
 
 def _assumed(failures: Failures) -> str:
@@ -154,10 +199,12 @@ def as_json(report: Report) -> dict[str, Any]:
         "lost": found.lost,
         "failures_by_class": found.failures,
         "seconds_between_failures": 1 / model.failure_rate if model.failure_rate else None,
+        "seconds_between_stops": 1 / found.stop_rate if found.stop_rate else None,
         "islands": model.islands,
         "equal_every": model.every if model.islands > 1 else None,
         "boundary_seconds": model.boundary,
         "goodput_without_islands": None if report.whole is None else vars(report.whole.goodput),
+        "unfinished_without_islands": None if report.whole is None else report.whole.unfinished,
         "intervals_tried": [
             {"interval_seconds": interval, "goodput": vars(band)} for interval, band in report.tried
         ],

@@ -34,8 +34,9 @@ class RunModel:
     start until the first step takes `restart`. `spares` hosts stand by. While there are at least
     `least` hosts the run goes on without the missing ones, at their share of the speed.
 
-    Of several `islands`, groups of neighbouring hosts, all are made equal every `every` steps, for
-    which they stand still for `boundary`; a failure stops only the islands that it hits.
+    Of several `islands`, groups of neighbouring hosts, or of neighbouring devices of the only host,
+    all are made equal every `every` steps, for which they stand still for `boundary`; a failure
+    stops only the islands that it hits.
     """
 
     topology: Topology
@@ -65,24 +66,26 @@ class RunModel:
         return [each for each in self.failures if each.slowdown == 1 and not each.planned]
 
     @property
-    def stop_rate(self) -> float:
-        """How many times a second nothing of the run goes on: at each failure without islands; else
-        where one hits all of them, or the last that is left while the others are away."""
-        if self.islands == 1:
-            return self.failure_rate
-        hosts = self.topology.hosts // self.islands
-        whole = apart = away = 0.0
-        for each in self._stopping:
-            rate = self.topology.components(each.scope) * each.rate
-            if (
-                each.scope == "job"
-                or self.topology.hosts_of(each.scope) > self.topology.hosts - hosts
-            ):
-                whole += rate
-            else:
-                apart += rate / self.islands
-                away += rate / self.islands * (min(each.detect, self.detect) + self.restart)
-        return whole + self.islands * apart * min(1.0, away) ** (self.islands - 1)
+    def round(self) -> float:
+        """Seconds of work between two boundaries: what checkpoints are a multiple of apart."""
+        return self.every * self.step
+
+    @property
+    def pace(self) -> float:
+        """Wall seconds of a second of work, where no device is slow: with boundaries, no saves."""
+        return self.slowest + self.boundary / self.round
+
+    @property
+    def units_per_host(self) -> int:
+        """Of what islands are made: 1 where that is hosts, else the devices of one."""
+        return self.topology.devices_per_host if self.islands > self.topology.hosts else 1
+
+    def units_at(self, scope: str, place: int) -> range:
+        """The units that go when component `place` of `scope` does; of a job none."""
+        if scope == "device" and self.units_per_host > 1:
+            return range(place, place + 1)
+        hosts = self.topology.hosts_at(scope, place)
+        return range(hosts.start * self.units_per_host, hosts.stop * self.units_per_host)
 
     @property
     def slowest(self) -> float:

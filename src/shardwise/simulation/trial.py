@@ -46,6 +46,7 @@ class Trial:
         """A heap: when each host comes back from repair."""
         self._slow: list[tuple[float, float]] = []
         """A heap: the ends of slow spells, and by how much they slow."""
+        self._stops = 0
         self._failures: dict[str, int] = {}
         self._moments: list[tuple[float, str]] = []
         self._given = None if moments is None else deque(moments)
@@ -67,6 +68,7 @@ class Trial:
             bins=time.bins,
             width=time.width,
             whole=self._is_done,
+            stops=self._stops,
         )
 
     @property
@@ -219,6 +221,7 @@ class Trial:
     def _stop(self, failure: FailureClass) -> None:
         """Go back to the newest complete checkpoint, and start again."""
         now = self._time.now
+        self._stops += 1
         while self._written and self._written[0][0] <= now:
             self._kept = self._written.pop(0)[1]
         self._written.clear()

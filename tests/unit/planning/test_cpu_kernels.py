@@ -77,21 +77,39 @@ def test_a_later_product_touches_more_of_a_buffer():
     assert product_buffers([short], 2) < 0.6 * product_buffers([full], 2)
 
 
-def convolution(name, made, *shapes):
+def convolution(name, made, *shapes, result=()):
     read = sum(math.prod(shape) for shape in shapes)
-    return Operation(name, 0, 4 * (read + made), "float32", -1, "forward", "", shapes)
+    return Operation(
+        name, 0, 4 * (read + made), "float32", -1, "forward", "", shapes, result=result
+    )
+
+
+def forward(x, weight, result):
+    return convolution("convolution", math.prod(result), x, weight, result=result)
 
 
 def test_a_convolution_copies_into_blocks_of_channels():
-    x, weight, result = (2, 32, 10, 10), (16, 32, 3, 3), 2 * 16 * 100
+    x, weight, result = (2, 32, 10, 10), (16, 32, 3, 3), (2, 16, 10, 10)
     # The copies of all that is read, while the result has one form only.
-    made = convolution("convolution", result, x, weight)
-    assert copied_bytes(made) == 4 * (6400 + 4608)
+    assert copied_bytes(forward(x, weight, result)) == 4 * (6400 + 4608)
     # Two channels fill a block of 16; those of an image are read as they are.
-    head = convolution("convolution", 2 * 2 * 100, (2, 16, 10, 10), (2, 16, 1, 1))
+    head = forward((2, 16, 10, 10), (2, 16, 1, 1), (2, 2, 10, 10))
     assert copied_bytes(head) == 4 * (3200 + 256 + 3200 - 400)
-    first = convolution("convolution", result, (2, 3, 10, 10), (16, 3, 3, 3))
+    first = forward((2, 3, 10, 10), (16, 3, 3, 3), result)
     assert copied_bytes(first) == 4 * 3200
+
+
+@pytest.mark.parametrize("per_group", [1, 8, 256])
+def test_groups_of_channels_do_not_lengthen_the_result(per_group):
+    x = (8, 256, 14, 14)
+    numel, weight = math.prod(x), 256 * 16 * -(-per_group // 16) * 9
+    made = forward(x, (256, per_group, 3, 3), x)
+    assert copied_bytes(made) == 4 * (numel + weight)
+
+
+def test_a_transposed_convolution_has_the_channels_of_its_result():
+    made = forward((2, 32, 5, 5), (32, 2, 2, 2), (2, 2, 10, 10))
+    assert copied_bytes(made) == 4 * (1600 + 32 * 16 * 4 + 3200 - 400)
 
 
 def test_backward_of_a_convolution_copies_what_it_reads():

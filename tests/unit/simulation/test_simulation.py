@@ -12,34 +12,20 @@ from click.testing import CliRunner
 from shardwise.cli import main
 from shardwise.config.values import duration
 from shardwise.errors import ConfigError
-from shardwise.outer_optimizer import IslandRule
 from shardwise.simulation.failure_classes import (
     DAY,
-    FailureClass,
     Topology,
     names,
     read_failures,
 )
 from shardwise.simulation.flags import command
-from shardwise.simulation.goodput import best_interval, simulate
-from shardwise.simulation.island_trial import IslandTrial
+from shardwise.simulation.goodput import (
+    best_interval,
+    simulate,
+)
 from shardwise.simulation.run_model import CAUSES, RunModel, daly, slowest_of, young
-from shardwise.simulation.slow_links import SlowLinks
 from shardwise.simulation.trial import Trial
-
-HOSTS = Topology(hosts=128, devices_per_host=8, hosts_per_rack=4, racks_per_pod=8)
-
-
-def failing(per_day: float, scope: str = "job", **more: float) -> FailureClass:
-    """A class of so many failures a day of all components of HOSTS."""
-    rate = per_day / DAY / HOSTS.components(scope)
-    return FailureClass(name="it", title="it", scope=scope, rate=rate, **more)  # type: ignore[arg-type]
-
-
-def model(*failures: FailureClass, **more: float) -> RunModel:
-    """A run of ten days on HOSTS."""
-    given = {"work": 10 * DAY, "step": 10.0, "interval": 1000.0, "save": 20.0, "restart": 300.0}
-    return RunModel(topology=HOSTS, failures=failures, **given | more)  # type: ignore[arg-type]
+from tests.unit.simulation.runs import failing, model
 
 
 class TestWithoutFailures:
@@ -191,128 +177,6 @@ def test_folded_devices_are_1024_devices() -> None:
     assert np.mean(folded) == pytest.approx(np.mean(one_by_one), abs=3 * error)
 
 
-def island_by_island(made: RunModel, random: np.random.Generator) -> float:
-    """The goodput of one run, round by round: each island has a clock, each host dies by its own,
-    each step waits for the slowest device of its island."""
-    islands, (failure,) = range(made.islands), made.failures
-    hosts = made.topology.hosts // made.islands
-    dies = random.exponential(1 / failure.rate, (made.islands, hosts))
-    ready = np.zeros(made.islands)
-    away: set[int] = set()
-    now = work = kept = 0.0
-    rounds = 0
-
-    def redraw(island: int, second: float) -> None:
-        old = dies[island]
-        old[old <= second] = second + random.exponential(1 / failure.rate, (old <= second).sum())
-
-    def kill(island: int) -> float:
-        second = float(dies[island].min())
-        ready[island] = second + failure.detect + made.restart
-        redraw(island, second)
-        return second + failure.detect
-
-    def steps() -> float:
-        devices = random.standard_normal((made.every, hosts * made.topology.devices_per_host))
-        return float(made.step * (made.every + made.jitter * devices.max(axis=1).sum()))
-
-    while work < made.work * made.islands:
-        if len(away) == made.islands:
-            now = max(now, ready.min())
-        for island in away:
-            while dies[island].min() < min(ready[island], now):  # in its start, which begins anew
-                kill(island)
-        away = {island for island in away if ready[island] > now}
-        present = set(islands) - away
-        ends = {island: now + steps() for island in present}
-        noticed = 0.0
-        while present:
-            until = max(*(ends[island] for island in present), noticed) + made.boundary
-            first = min(present, key=lambda island: dies[island].min())
-            if dies[first].min() >= until:
-                break
-            noticed = max(noticed, kill(first))
-            present.remove(first)
-            away.add(first)
-        if not present:
-            work, now, rounds = kept, noticed - failure.detect, 0
-            continue
-        now, work, rounds = until, work + len(present) * made.every * made.step, rounds + 1
-        if rounds == round(made.interval / made.every / made.step):
-            now, kept, rounds = now + made.save, work, 0
-    return work / made.islands / now
-
-
-class TestIslands:
-    def test_they_are_islands_one_by_one(self) -> None:
-        made = model(
-            failing(60, "host", detect=90.0),
-            work=0.5 * DAY, islands=2, every=10, step=30.0, boundary=15.0, jitter=0.03,
-            interval=1200.0, save=20.0, restart=400.0,
-        )  # fmt: skip
-        random = np.random.default_rng(0)
-        one_by_one = [island_by_island(made, random) for _ in range(40)]
-        folded = [outcome.goodput for outcome in simulate(made, 200, 0).outcomes]
-        error = math.hypot(
-            np.std(one_by_one) / math.sqrt(len(one_by_one)), np.std(folded) / math.sqrt(len(folded))
-        )
-        assert error < 0.01
-        assert np.mean(folded) == pytest.approx(np.mean(one_by_one), abs=3 * error)
-
-    @pytest.mark.parametrize("seed", range(4))
-    def test_time_is_spent_once(self, seed: int) -> None:
-        kinds = (
-            replace(failing(12, "host", detect=60.0, repair=DAY / 4), name="host"),
-            replace(failing(2, "rack", detect=600.0, repair=DAY / 8), name="rack"),
-            replace(failing(2, "job", detect=60.0), name="job"),
-            replace(failing(3, "host", planned=True), name="planned"),
-            replace(failing(4, "device", slowdown=1.5, lasts=3600.0), name="slow"),
-        )
-        made = model(*kinds, spares=2, jitter=0.01, background=90.0, islands=8, every=30)
-        outcome = IslandTrial(replace(made, boundary=7.0), seed).run()
-        assert outcome.whole
-        assert outcome.useful + sum(outcome.lost.values()) == pytest.approx(outcome.wall)
-        assert outcome.useful == pytest.approx(made.work)
-        assert all(outcome.lost[cause] > 0 for cause in CAUSES if cause != "fewer")
-        for kind, seconds in {"useful": outcome.useful, **outcome.lost}.items():
-            assert sum(outcome.bins[kind]) == pytest.approx(seconds)
-            assert min(outcome.bins[kind]) >= -1e-6
-
-    def test_one_island_is_a_run_that_stops_as_a_whole(self) -> None:
-        made = model(failing(20, "device", detect=60.0, repair=DAY / 4), spares=8, jitter=0.01)
-        whole = [Trial(made, seed).run().goodput for seed in range(20)]
-        one = [IslandTrial(made, seed).run().goodput for seed in range(20)]
-        assert np.mean(one) == pytest.approx(np.mean(whole), abs=0.01)
-
-    def test_a_failure_of_one_costs_its_part_of_the_run(self) -> None:
-        made = model(failing(4, "host", detect=60.0), restart=600.0, islands=8, every=30)
-        found = simulate(made, 10, 0)
-        # Of eight islands one loses half a round, and is away until the boundary after its start;
-        # the others wait for it at theirs where it is not noticed by then: a fifth of the time.
-        lost = (150 + 60 + 600 + 150 + 7 * 60 * 60 / 300 / 2) / 8 * 4 / DAY
-        saves = 20 / 1000
-        assert 1 - found.goodput.mean == pytest.approx(lost + saves, rel=0.1)
-        whole = simulate(replace(made, islands=1, every=1), 10, 0)
-        assert whole.goodput.mean < found.goodput.mean - 0.03
-
-    def test_a_link_that_is_slow_costs_what_its_bytes_take(self) -> None:
-        links = SlowLinks(islands=3, parameters=1e9, megabits=1000)
-        rule = IslandRule(every=30)
-        assert links.boundary_bytes(rule) == 2 * 4e9
-        assert links.boundary_seconds(rule, 10.0) == pytest.approx(64.0)
-        assert links.boundary_seconds(IslandRule(every=30, late=5), 10.0) == pytest.approx(14.0)
-        assert links.boundary_seconds(IslandRule(every=30, late=9), 10.0) == 0
-        assert links.boundary_bytes(IslandRule(wire="int8")) == pytest.approx(2e9 * (1 + 4 / 256))
-        assert links.gradient_seconds == pytest.approx(2 * 2 / 3 * 32)
-
-    def test_components_are_of_neighbouring_hosts(self) -> None:
-        topology = Topology(hosts=10, devices_per_host=8, hosts_per_rack=4, racks_per_pod=2)
-        assert topology.hosts_at("device", 17) == range(2, 3)
-        assert topology.hosts_at("host", 9) == range(9, 10)
-        assert topology.hosts_at("rack", 2) == range(8, 10)
-        assert topology.hosts_at("pod", 0) == range(8)
-
-
 class TestCatalogue:
     def test_llama_3_fails_as_often_as_it_did(self) -> None:
         failures = read_failures("llama3")
@@ -392,10 +256,23 @@ class TestCommand:
         ]
         done = CliRunner().invoke(command(), words)
         assert done.exit_code == 0, done.output
-        assert "16 islands of 1 hosts are made equal every 30 steps" in done.output
+        assert "16 islands of 1 host are made equal every 30 steps" in done.output
+        assert done.output.count("shardwise run does less than this yet") == 1
         found = json.loads((tmp_path / "found.json").read_text())
         assert found["boundary_seconds"] == pytest.approx(15 * 8.125, rel=1e-3)
         assert found["goodput"]["mean"] > found["goodput_without_islands"]["mean"]
+
+    def test_what_is_printed_is_what_was_simulated(self, tmp_path: Path) -> None:
+        words = [
+            *("--on", "1x8xH100", "--days", "2", "--islands", "2", "--trials", "2", "--step", "10"),
+            *("--save-every", "60s", "--json", str(tmp_path / "found.json")),
+            *("--out", str(tmp_path / "out")),
+        ]
+        done = CliRunner().invoke(command(), words)
+        assert done.exit_code == 0, done.output
+        assert "2 islands of 4 devices" in done.output
+        assert "checkpoints are 300 s of steps apart" in done.output
+        assert json.loads((tmp_path / "found.json").read_text())["interval_seconds"] == 300
 
     @pytest.mark.parametrize(
         ("words", "said"),
@@ -408,7 +285,15 @@ class TestCommand:
             ("--on 4x8xH100 --islands 3", "4 hosts cannot be cut"),
             ("--on 4x8xH100 --islands 2 --min-hosts 3", "Leave --min-hosts out"),
             ("--on 4x8xH100 --islands 2 --between 100", "needs --parameters"),
-            ("--on 4x8xH100 --between 100 --parameters 1e9", "links between --islands N"),
+            ("--on 4x8xH100 --between 100 --parameters 1e9", "--between, --parameters without"),
+            (
+                "--on 4x8xH100 --equal-every 9 --wire int8",
+                "--equal-every, --wire without --islands",
+            ),
+            ("--on 4x8xH100 --islands 2 --late 3", "--late without --between MBITS"),
+            ("--on 4x8xH100 --islands 2 --wire int8 --parameters 1e9", "--parameters, --wire"),
+            ("--on 1x8xH100 --islands 3", "8 devices cannot be cut"),
+            ("--on 1x8xH100 --islands 2 --spares 1", "Leave --spares out"),
             ("--on 4x8xH100 --islands 2 --late 40", "--late 29 or less"),
             ("", "Missing option"),
         ],

@@ -1,0 +1,18 @@
+"""Runs of ten days on 128 hosts, and failures of so many a day, for tests of the simulation."""
+
+from shardwise.simulation.failure_classes import DAY, FailureClass, Topology
+from shardwise.simulation.run_model import RunModel
+
+HOSTS = Topology(hosts=128, devices_per_host=8, hosts_per_rack=4, racks_per_pod=8)
+
+
+def failing(per_day: float, scope: str = "job", **more: float) -> FailureClass:
+    """A class of so many failures a day of all components of HOSTS."""
+    rate = per_day / DAY / HOSTS.components(scope)
+    return FailureClass(name="it", title="it", scope=scope, rate=rate, **more)  # type: ignore[arg-type]
+
+
+def model(*failures: FailureClass, **more: float) -> RunModel:
+    """A run of ten days on HOSTS."""
+    given = {"work": 10 * DAY, "step": 10.0, "interval": 1000.0, "save": 20.0, "restart": 300.0}
+    return RunModel(topology=HOSTS, failures=failures, **given | more)  # type: ignore[arg-type]
