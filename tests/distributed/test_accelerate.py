@@ -17,7 +17,7 @@ from shardwise.errors import BrokenCheckpoint, UsageError
 
 accelerate = pytest.importorskip("accelerate", reason="the accelerate package is not there")
 
-SIZES = [1, 2, pytest.param(4, marks=pytest.mark.full)]
+SIZES = [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))]
 ROWS = 40
 BATCH = 8
 ENDS = {"fp32": 1e-5, "fp64": 1e-8}

@@ -181,7 +181,7 @@ def means_case(world, name, zero, folder):
 
 
 @pytest.mark.parametrize("name", ["Words", "Ignoring", "Samples", "Padded"])
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
 def test_means_of_plain_pytorch(group, tmp_path, size, name):
     """Of 21 rows the last micro-batches have 4 and 1, and on four ranks 2, 2, 1 and none."""
     for zero in (0, 3)[:size]:

@@ -127,7 +127,7 @@ def parity_case(world, zero, folder):
     return mean, float(predicted.sum())
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
 def test_results_of_the_stock_trainer(group, size, tmp_path):
     for zero in (0, 1, 2, 3):
         found = ranks(group, size)(parity_case, zero, str(tmp_path))
@@ -243,7 +243,7 @@ def resumes_case(world, zero, folder):
     return seen
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_resumed_in_mid_epoch_without_a_difference(group, tmp_path, zero):
     whole = ranks(group, 2)(saves_case, zero, str(tmp_path))
     assert ranks(group, 2)(resumes_case, zero, str(tmp_path)) == whole
@@ -281,7 +281,7 @@ def whole_weights_case(world, zero, folder):
     trainer.accelerator.free_memory()
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_saved_models_are_whole(group, tmp_path, zero):
     ranks(group, 2)(whole_weights_case, zero, str(tmp_path))
 
@@ -301,7 +301,7 @@ def best_case(world, zero, only_model, folder):
     trainer.accelerator.free_memory()
 
 
-@pytest.mark.parametrize("only_model", [False, True])
+@pytest.mark.parametrize("only_model", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_best_model_is_loaded_at_the_end(group, tmp_path, only_model):
     for zero in (0, 3):
         ranks(group, 2)(best_case, zero, only_model, str(tmp_path / str(zero)))

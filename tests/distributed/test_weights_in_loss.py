@@ -17,7 +17,7 @@ from shardwise.errors import ParameterAccess, UsageError
 MESHES = [
     (2, {"tensor": 2}),
     (2, {"pipeline": 2}),
-    (4, {"tensor": 2, "pipeline": 2}),
+    pytest.param(4, {"tensor": 2, "pipeline": 2}, marks=pytest.mark.full),
     (4, {"tensor": 2}),
 ]
 

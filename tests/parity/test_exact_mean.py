@@ -78,7 +78,7 @@ WAYS = [(0.0001, True), (0.0001, False), (0.0005, True), (25.0, False)]
 """Bucket size and overlap: every parameter alone, two together, all in one bucket."""
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
 def test_the_step_is_that_of_the_weighted_mean_however_it_is_reduced(group, size):
     @FEW
     @given(_runs(size))

@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,10 @@ wait
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster: its folder, the process that all of it ends with, and `variables` that
-    all that runs there is to have."""
+    """A running cluster: its folder, and the process that all of it ends with."""
 
     folder: Path
     first: int
-    variables: dict[str, str] = field(default_factory=dict)
 
     def enter(self, *words: str) -> list[str]:
         """The words that run `words` on n1."""
@@ -101,7 +99,7 @@ class Cluster:
         settings |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
         folder = settings["cwd"]
         known = {name: value for name, value in os.environ.items() if "SHARDWISE" not in name}
-        known |= {"SLURM_CONF": f"{self.folder}/slurm.conf"} | self.variables
+        known |= {"SLURM_CONF": f"{self.folder}/slurm.conf"}
         environ = known | settings.pop("env", {})
         return subprocess.run(
             self.enter(f"--wd={folder}", *words), env=environ, timeout=LIMIT, **settings

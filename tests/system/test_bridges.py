@@ -90,6 +90,7 @@ def test_trainers_scripts_run_unchanged(shardwise: Launcher, zero: str) -> None:
     assert "ranks 1 " in one.out
 
 
+@pytest.mark.full
 def test_a_rank_that_leaves_the_loop_is_named(shardwise: Launcher) -> None:
     """By rank, call and line, and the run ends, where others wait for hours."""
     short = ["--zero", "2", "--warn-after", "4", "--timeout", "12"]
@@ -155,6 +156,7 @@ def test_a_language_model_by_the_trainer(shardwise: Launcher, text: str) -> None
     assert figures(run(shardwise, *adopted, *every, *sizes, *again)) == expected
 
 
+@pytest.mark.full
 def test_a_language_model_by_a_loop(shardwise: Launcher, text: str) -> None:
     """As run_clm_no_trainer.py trains one, and saves it by a call on all ranks: the figures of
     stock Accelerate with DistributedDataParallel; resumed."""

@@ -26,9 +26,8 @@ def started_by(launcher: str, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     "launcher",
     [
-        "shardwise",
         "openmpi",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("mpich", "torchrun")),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("shardwise", "mpich", "torchrun")),
     ],
 )
 def test_the_mnist_example(shardwise: Launcher, launcher: str) -> None:

@@ -63,8 +63,8 @@ def start(launcher: str, out: Path, *flags: str) -> Run:
 
 
 OFTEN = [
-    *("alone", "two", "torchrun"),
-    pytest.param("micro", marks=pytest.mark.full),
+    *("alone", "two"),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("torchrun", "micro")),
 ]
 
 

@@ -52,18 +52,23 @@ def here(tmp_path: Path) -> Iterator[Launcher]:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    """A Slurm cluster of two hosts; nothing of it is left, and ranks leave no notes.
-
-    Its hosts have process numbers of their own, so a warm process lives there.
-    """
+    """A Slurm cluster of two hosts; nothing of it is left, and ranks leave no notes."""
     need("slurm", clusters.missing())
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         with clusters.cluster(Path(folder)) as made:
-            warm = WarmPython(processes=1, enter=made.enter())
-            made.variables.update(warm.environ())
             yield made
-            warm.close()
         assert notes(Path(folder)) == []
+
+
+@pytest.fixture(scope="module")
+def warm_on_hosts(slurm: Cluster) -> Iterator[dict[str, str]]:
+    """The variables of warm programs; the hosts have process numbers of their own, so the warm
+    process lives there."""
+    warm = WarmPython(processes=1, enter=slurm.enter())
+    try:
+        yield dict(warm.environ())
+    finally:
+        warm.close()
 
 
 def notes(*folders: Path) -> list[Path]:
@@ -131,7 +136,7 @@ def test_the_mpirun_example(here: Launcher, expected: str, component: str, name:
     assert (ran.code, ran.lines()) == (0, [f"{expected} by {name} of 2"]), ran.err
 
 
-@pytest.mark.parametrize("component", ["openmpi", "mpich"])
+@pytest.mark.parametrize("component", [pytest.param("openmpi", marks=pytest.mark.full), "mpich"])
 def test_a_rank_that_fails_before_it_joins_ends_mpirun(here: Launcher, component: str) -> None:
     ran = run(here, mpirun(component), "-n", "2", sys.executable, script("never_joins"))
     assert ran.code != 0
@@ -154,7 +159,7 @@ def test_shardwise_run_and_torchrun(here: Launcher, expected: str) -> None:
 
 FAULTS = ("OMP_NUM_THREADS=1", "SHARDWISE_WARN_AFTER=1", "SHARDWISE_TIMEOUT=4")
 OTHERS = pytest.mark.parametrize(
-    "other", ["openmpi", pytest.param("mpich", marks=pytest.mark.full), "torchrun"]
+    "other", ["openmpi", *(pytest.param(n, marks=pytest.mark.full) for n in ("mpich", "torchrun"))]
 )
 
 
@@ -176,7 +181,9 @@ def test_a_rank_that_does_not_come_is_told_of(here: Launcher, other: str) -> Non
 
 
 @WARM
-@OTHERS
+@pytest.mark.parametrize(
+    "other", ["openmpi", pytest.param("mpich", marks=pytest.mark.full), "torchrun"]
+)
 def test_a_killed_rank_ends_all(here: Launcher, other: str) -> None:
     ran = run(here, *started_by(other), script("watched"), "kill")
     assert ran.code != 0
@@ -203,11 +210,13 @@ def test_the_doctor_says_which_settings_cannot_be(here: Launcher) -> None:
 
 class TestSlurm:
     @pytest.fixture
-    def on(self, slurm: Cluster, tmp_path: Path) -> Callable[..., str]:
+    def on(
+        self, slurm: Cluster, tmp_path: Path, warm_on_hosts: dict[str, str]
+    ) -> Callable[..., str]:
         """Runs a command on the first host, in a folder of its own; what it wrote."""
 
         def submit(*words: str, **environ: str) -> str:
-            ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS | environ)
+            ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS | warm_on_hosts | environ)
             assert ran.returncode == 0, ran.stdout + ran.stderr
             assert notes(tmp_path) == []
             return str(ran.stdout)
@@ -236,11 +245,14 @@ class TestSlurm:
         assert "Rank 0 of 2 lost rank 1" in ran.stdout + ran.stderr
 
     @pytest.fixture
-    def batch(self, slurm: Cluster, tmp_path: Path) -> Callable[..., list[str]]:
+    def batch(
+        self, slurm: Cluster, tmp_path: Path, warm_on_hosts: dict[str, str]
+    ) -> Callable[..., list[str]]:
         """Runs a batch job in a folder of its own; the lines that it wrote, sorted."""
 
         def submit(*words: str) -> list[str]:
-            state = slurm.batch("--output=out", *words, cwd=tmp_path, env=SETTINGS)
+            environ = SETTINGS | warm_on_hosts
+            state = slurm.batch("--output=out", *words, cwd=tmp_path, env=environ)
             written = (tmp_path / "out").read_text()
             assert state == "COMPLETED", written
             assert notes(tmp_path) == []
@@ -267,6 +279,7 @@ class TestSlurm:
         lines = batch("--nodes=1", "--ntasks=2", f"--wrap={command}")
         assert lines == ["[0] here", "[1] here"]
 
+    @pytest.mark.full  # of one host it is above, and two hosts are with srun
     def test_torchrun_on_two_hosts(self, on: Callable[..., str], expected: str) -> None:
         rendezvous = ("--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500")
         torchrun = (TORCHRUN, "--nnodes=2", "--nproc-per-node=1", *rendezvous)
@@ -281,6 +294,7 @@ class TestSlurm:
         out = on(*inside, mpirun(component), sys.executable, script("parity"))
         assert out == f"{expected} by {name} of 2\n"
 
+    @pytest.mark.full  # that of two hosts is in test_hosts.py
     def test_the_doctor_of_two_hosts(self, on: Callable[..., str]) -> None:
         out = on("srun", "-N2", "-n2", sys.executable, "-m", "shardwise", "doctor")
         rows = [line.split() for line in out.splitlines()]

@@ -43,6 +43,7 @@ def test_the_cut_is_shown_and_what_is_advised_runs(shardwise: Launcher) -> None:
     assert len(losses["one"]) >= 6
 
 
+@pytest.mark.full
 def test_checkpoints_of_the_script_are_left_alone(shardwise: Launcher) -> None:
     words = (script("resumes"), "checkpoints", "--every")
     assert shardwise.run("run", "-n", "1", *words, "4", "--epochs", "1", env=QUICK).code == 0

@@ -330,7 +330,13 @@ class TestFailing:
         assert "was ended by SIGSEGV: a crash in native code" in ran.err
         assert ran.err.endswith('File "<string>", line 1 in <module>\n')
 
-    @pytest.mark.parametrize("shell", [False, True], ids=["by itself", "under a shell"])
+    @pytest.mark.parametrize(
+        "shell",
+        [
+            pytest.param(False, marks=pytest.mark.full, id="by itself"),
+            pytest.param(True, id="under a shell"),
+        ],
+    )
     def test_a_rank_that_the_watchdog_of_nccl_has_ended_is_explained(
         self, shardwise: Launcher, shell: bool
     ) -> None:

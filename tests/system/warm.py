@@ -5,6 +5,7 @@ With `environ` in its environment every script that Python runs is such a fork, 
 `shardwise run`, mpirun, another script, on a host of a namespace too. How programs start, and how a
 rank finds the process of its launcher, is tested by those that are not; nor are those whose own
 children a signal must not reach: it is passed on to all that a program has started.
+A fork has the umask, the limits of resources and the cores of its server, not those of who asked.
 """
 
 import os

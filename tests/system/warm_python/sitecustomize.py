@@ -32,5 +32,4 @@ def _program(words: list[str]) -> list[str]:
 if "TESTS_WARM" in os.environ and (_words := _program(sys.orig_argv[1:])):
     from shardwise.verify import rank_client
 
-    os.environ["TESTS_WARM_FOR"] = str(os.getpid())
     os._exit(rank_client.main(os.environ["TESTS_WARM"], "0", *_words))
