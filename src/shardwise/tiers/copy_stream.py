@@ -201,8 +201,9 @@ def start_to_host(values: Tensor) -> tuple[Tensor, Any]:
     copy, and the event of its end."""
     near = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     near.copy_(values, non_blocking=True)
-    event = torch.get_device_module(values.device).Event()
-    event.record()
+    module = torch.get_device_module(values.device)
+    event = module.Event()
+    event.record(module.current_stream(values.device))
     return near, event
 
 
