@@ -255,6 +255,14 @@ def copied_case(world, folder):
     assert torch.equal(state["0.weight"].bfloat16(), copied)
     whole = zero_to_fp32.load_state_dict_from_zero_checkpoint(net().float(), folder)
     assert torch.equal(whole[0].weight, state["0.weight"])
+    written = Path(folder) / f"whole-{world.rank}"
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, written, "5GB")
+    found = torch.load(written / "pytorch_model.bin")
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    with pytest.raises(UsageError, match="one file"):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, written, "0.01KB")
+    with pytest.raises(UsageError, match="lazy_mode"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
     engine.destroy()
     assert not hasattr(weight, "ds_id")
     close(engine, world)

@@ -243,3 +243,22 @@ def refusals_case(world):
 
 def test_what_cannot_be_exact_is_refused(group):
     ranks(group, 2)(refusals_case)
+
+
+def test_a_batch_without_rows_is_asked_about():
+    from shardwise.lightning.exact_mean import ExactMean
+
+    for batch, rows in (
+        ({"texts": ["a", "b"], "scale": torch.tensor(1.0)}, 0),
+        ([torch.ones(4)], 4),
+    ):
+        exact = ExactMean("engine.step()", None, lambda: True)
+        exact.computes_with(batch)
+        if rows:
+            assert exact.of_loss().samples == rows
+            continue
+        with pytest.raises(UsageError, match="no tensor with rows"):
+            exact.of_loss()
+        counted = ExactMean("engine.step()", lambda batch: len(batch["texts"]), lambda: True)
+        counted.computes_with(batch)
+        assert counted.items(None, None).number == 2

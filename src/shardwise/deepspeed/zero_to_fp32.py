@@ -13,7 +13,7 @@ from shardwise.checkpoint.atomic_folders import complete
 from shardwise.checkpoint.deepspeed import as_checkpoint
 from shardwise.checkpoint.export import write_tensors
 from shardwise.checkpoint.tools import OpenedCheckpoint
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, UsageError
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -23,11 +23,15 @@ __all__ = [
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | PathLike[str], tag: str | None = None
+    checkpoint_dir: str | PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
     """The weights that save_checkpoint wrote into `checkpoint_dir` under `tag` (default: the latest
     one), floating-point ones in fp32: masters where there are some. Needs no other worker. Raises
-    CheckpointError where there is none."""
+    CheckpointError where there is none, and UsageError for the two last words."""
+    _refuse_words(exclude_frozen_parameters=exclude_frozen_parameters, lazy_mode=lazy_mode)
     home = Path(checkpoint_dir)
     latest = home / "latest"
     if tag is None and latest.is_file():
@@ -65,17 +69,57 @@ def _wide(value: Tensor) -> Tensor:
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load those weights into `model`, on the CPU, and return it."""
-    model.cpu().load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag))
+    """Load those weights into `model`, on the CPU, and return it. As DeepSpeed's, it leaves alone
+    what only one of the two has."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model.cpu().load_state_dict(state, strict=False)
     return model
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | PathLike[str], output_file: str | PathLike[str], tag: str | None = None
+    checkpoint_dir: str | PathLike[str],
+    output_dir: str | PathLike[str],
+    max_shard_size: str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write those weights as one file: safetensors by its ending, else as torch.save does."""
-    state, out = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), Path(output_file)
-    if out.suffix == ".safetensors":
-        write_tensors(state, {}, {}, out)
+    """Write those weights into the folder `output_dir`, as `pytorch_model.bin` or, with
+    `safe_serialization`, `model.safetensors`.
+
+    Raises UsageError for weights of more than `max_shard_size` bytes, and to leave frozen ones out.
+    """
+    _refuse_words(exclude_frozen_parameters=exclude_frozen_parameters)
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    nbytes = sum(value.nbytes for value in state.values())
+    if max_shard_size is not None and nbytes > _bytes_of(max_shard_size):
+        raise UsageError(
+            f"The weights of {checkpoint_dir} are {nbytes / 1e9:.1f} GB, and max_shard_size is "
+            f"{max_shard_size}: one file is written here. Write max_shard_size=None, or split them "
+            "with `shardwise checkpoint export`."
+        )
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if safe_serialization:
+        write_tensors(state, {}, {}, folder / "model.safetensors")
     else:
-        torch.save(state, out)
+        torch.save(state, folder / "pytorch_model.bin")
+
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _bytes_of(size: str) -> float:
+    try:
+        return float(size[:-2]) * _UNITS[size[-2:].upper()]
+    except (KeyError, ValueError):
+        raise UsageError(f"max_shard_size is a text like 5GB, not {size!r}.") from None
+
+
+def _refuse_words(**words: bool) -> None:
+    for name, value in words.items():
+        if value:
+            raise UsageError(
+                f"{name}=True is not followed here: all weights are read whole. Leave it out, and "
+                "choose among the weights that are returned."
+            )

@@ -47,8 +47,9 @@ def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
             keywords["devices"], keywords["num_nodes"] = 1, 1
             keywords["accelerator"] = sw.world().device.type.replace("cuda", "gpu")
         stock(self, *arguments, **keywords)
-        if name == "Fabric":
+        if name == "Fabric" and type(self) is kind:
             # As `fabric run` does, whose scripts do not say it themselves; again changes nothing.
+            # Not of a class of the script's, whose own __init__ has not ended.
             self.launch()
 
     kind.__init__ = made

@@ -60,7 +60,7 @@ class ExactMean(GivenBatches):
         """The batches of `found`, an iteration over `loader`, of which this rank has `share`."""
         try:
             for number, batch in enumerate(found):
-                rows = _rows(batch)
+                rows = _rows_or_one(batch)
                 given = Given(rows, False) if share is None else share.given(number, rows)
                 self._batch = batch
                 self.note(loader, given)
@@ -72,7 +72,7 @@ class ExactMean(GivenBatches):
         """`batch` is computed with now: of a stream, whose loader may be ahead by one."""
         self._batch = batch
         if not self.is_open:
-            self.last = Given(_rows(batch), is_cut=False)
+            self.last = Given(_rows_or_one(batch), is_cut=False)
 
     def items(self, number: float | Tensor | None, same_items: bool | None) -> LossItems:
         """As GivenBatches; what a script counts by a function takes the place of samples."""
@@ -83,9 +83,16 @@ class ExactMean(GivenBatches):
         return LossItems(counted, batch, same_items)
 
     def of_loss(self) -> Given:
-        """As GivenBatches; raises UsageError where the rows of a batch are not its samples."""
+        """As GivenBatches; raises UsageError where a batch has no rows, or others than samples."""
         given, rows = super().of_loss(), _rows(self._batch)
-        if given.samples in (0, rows) or self._items_of is not None:
+        if self._items_of is not None:
+            return given
+        if rows is None:
+            raise UsageError(
+                "exact_mean=True: a batch has no tensor with rows, so how many samples its loss is "
+                "a mean over cannot be told. Say what it counts: exact_mean=lambda batch: ..."
+            )
+        if given.samples in (0, rows):
             return given
         raise UsageError(
             f"exact_mean=True: a batch of {given.samples} samples has a first tensor of {rows} "
@@ -164,14 +171,21 @@ def _share(loader: DataLoader[Any], cuts: Callable[[], bool]) -> OwnBatches:
     return OwnBatches(batches, sampler, cuts)
 
 
-def _rows(batch: Any) -> int:
-    """The rows of the first tensor in a nest; 1 without one."""
-    return next(_found(batch), 1)
+def _rows(batch: Any) -> int | None:
+    """The rows of the first tensor in a nest that has some; None without one."""
+    return next(_found(batch), None)
+
+
+def _rows_or_one(batch: Any) -> int:
+    """The same, where a batch without rows is something all the same: it is asked about later."""
+    rows = _rows(batch)
+    return 1 if rows is None else rows
 
 
 def _found(value: Any) -> Iterator[int]:
     if isinstance(value, Tensor):
-        yield len(value) if value.ndim else 1
+        if value.ndim:
+            yield len(value)
     elif isinstance(value, Mapping):
         yield from _found(list(value.values()))
     elif isinstance(value, list | tuple):
