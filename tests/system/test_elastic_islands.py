@@ -107,7 +107,6 @@ def plain(steps: int, gone: int, back: int, absent: int) -> torch.Tensor:
         pytest.param(1, "3", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.usefixtures("warm_programs")
 def test_a_rank_is_killed(shardwise: Launcher, rank: int, row: str) -> None:
     """The others go on, the island comes back, and all is as in the plain loop without it."""
     folder, island = shardwise.folder / "ck", rank // 2
