@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shardwise.launch.island_membership import ADMITS, BOUNDARY, Answer, Arrival, Membership
+from shardwise.launch.island_membership import BOUNDARY, Answer, Arrival, Membership, admission
 
 HERE, THERE = Arrival(label=f"{BOUNDARY} after step 4"), Arrival(label="a barrier")
 
@@ -61,10 +61,11 @@ def test_an_island_comes_back() -> None:
     assert [each.words["waiting"] for each in answers] == [[], []]  # rank 1 does not ask yet
     membership.ask_back(1)
     assert [each.words["waiting"] for each in come(membership, 2, 3)] == [[0], [0]]
-    admit = Arrival(label=f"{ADMITS} 0")
+    admit = Arrival(label=admission([0], 16))
     answers = come(membership, 2, 3, arrival=admit)
     assert {each.rank: each.sources for each in answers} == {2: (), 3: (), 0: (2,), 1: (2,)}
     assert all(each.words["members"] == [0, 1] for each in answers)
+    assert membership.admitted == {0: 16}
     assert come(membership, 2, 3, 0) == []
     assert set(seen(come(membership, 1))) == {0, 1, 2, 3}
 
@@ -75,8 +76,8 @@ def test_one_that_ends_on_its_way_is_not_let_in() -> None:
     membership.ask_back(1)
     come(membership, 0)
     membership.lose(1)
-    (answer,) = come(membership, 0, arrival=Arrival(label=f"{ADMITS} 1"))
-    assert (answer.rank, answer.words["members"]) == (0, [0])
+    (answer,) = come(membership, 0, arrival=Arrival(label=admission([1], 16)))
+    assert (answer.rank, answer.words["members"], membership.admitted) == (0, [0], {})
 
 
 def test_different_calls() -> None:
@@ -92,7 +93,7 @@ def test_one_that_has_just_come_back_is_in_the_wrong_call() -> None:
     membership = Membership(count=2, size=1)
     membership.lose(0)
     membership.ask_back(0)
-    come(membership, 1, arrival=Arrival(label=f"{ADMITS} 0"))
+    come(membership, 1, arrival=Arrival(label=admission([0], 16)))
     come(membership, 1)
     (answer,) = come(membership, 0, arrival=THERE)
     assert (answer.rank, answer.words["refused"]) == (0, [[1, HERE.label], [0, THERE.label]])

@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from shardwise.errors import CheckpointNotWritten, CollectiveError, UsageError
 from shardwise.launch.island_hub import LONGEST
-from shardwise.launch.island_membership import ADMITS
+from shardwise.launch.island_membership import admission
 from shardwise.launch.island_place import IslandPlace
 from shardwise.watch.wait_graph import named
 
@@ -188,9 +188,10 @@ class IslandLink:
 
     # -- returning --------------------------------------------------------------------------
 
-    def admit(self, islands: Sequence[int], about: bytes) -> None:
-        """Let `islands`, which wait, take part from the next exchange on; they get `about`."""
-        self.exchange(f"{ADMITS} {' '.join(map(str, islands))}", about)
+    def admit(self, islands: Sequence[int], step: int, about: bytes) -> None:
+        """Let `islands`, which wait, take part after `step`, from the next exchange on; they get
+        `about`."""
+        self.exchange(admission(islands, step), about)
 
     def ask_back(self) -> tuple[dict[str, Any], bytes]:
         """Wait until the others admit this island, for as long as that takes; what they say, for

@@ -64,7 +64,7 @@ class IslandReturns:
             return
         if waiting[0] < run.link.members[0]:
             self._checkpoints.saver.leave()  # another rank leads, and claims the folders
-        run.link.admit(waiting, json.dumps(about).encode())
+        run.link.admit(waiting, self._state.steps, json.dumps(about).encode())
 
     @property
     def is_due(self) -> bool:

@@ -9,7 +9,7 @@ out of it by all, one that ends later has taken part for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,12 @@ BOUNDARY = "the boundary"
 """How the labels of the exchanges start before which the end of an island ends the run."""
 
 ADMITS = "admit"
-"""How the label of the exchange starts that lets islands in: their numbers follow."""
+"""How the label of the exchange starts that lets islands in: see `admission`."""
+
+
+def admission(islands: Sequence[int], step: int) -> str:
+    """The label of the exchange that lets `islands` in after `step`."""
+    return f"{ADMITS} {' '.join(map(str, islands))} after {step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,7 @@ class Membership:
     """The islands of a run, `count` of `size` ranks each, and who waits for what.
 
     `begun`: all have begun to train, from equal weights. `fresh` islands are back, and have not
-    taken part in an exchange since.
+    taken part in an exchange since. `admitted`: by island, after which step it was let in last.
     """
 
     count: int
@@ -52,6 +57,7 @@ class Membership:
     begun: bool = False
     members: list[int] = field(default_factory=list)
     fresh: set[int] = field(default_factory=set)
+    admitted: dict[int, int] = field(default_factory=dict)
     _arrived: dict[int, Arrival] = field(default_factory=dict)
     _asking: set[int] = field(default_factory=set)
 
@@ -129,14 +135,16 @@ class Membership:
 
     def _admit(self, label: str) -> list[int]:
         """Let in those that `label` names and that still wait; returns them."""
-        verb, *numbers = label.split()
-        if verb != ADMITS:
+        if not label.startswith(ADMITS):
             return []
+        named, _, step = label.removeprefix(ADMITS).partition("after")
+        numbers = named.split()
         admitted = [island for island in self.waiting if str(island) in numbers]
         self.members = sorted([*self.members, *admitted])
         self.fresh.update(admitted)
         for island in admitted:
             self._asking.difference_update(self.ranks(island))
+            self.admitted[island] = int(step)
         return admitted
 
     def _refused(self, everybody: list[int]) -> Iterator[Answer]:

@@ -51,8 +51,6 @@ class IslandSupervisor(Supervisor):
         """The islands that take up a checkpoint when they are started."""
         self._tries: Counter[int] = Counter()
         """How often an island was started again since it last took part."""
-        self._admitted: dict[int, int] = {}
-        """By island that is back: at which step the others have let it in."""
         self._finished: set[int] = set()
         """The islands all of whose ranks have ended well."""
         self._said: set[int] = set()
@@ -213,13 +211,11 @@ class IslandSupervisor(Supervisor):
         for island in list(self._failures):
             if island not in islands:
                 self._outlived.add(island)
-                if island in self._membership.members:
-                    self._admitted[island] = self.islands[islands[0]].step
             else:
                 del self._failures[island]
                 self._outlived.discard(island)
                 self._tries[island] = 0
-                step = self._admitted[island]
+                step = self._membership.admitted[island]
                 self.say(f"shardwise: island {island} is back, from step {step} on.\n")
 
     def _end_unneeded(self) -> None:
