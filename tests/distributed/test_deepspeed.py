@@ -246,6 +246,9 @@ def copied_case(world, folder):
     assert (weight.ds_shape, weight.ds_numel) == ((6, 4), 24)
     with deepspeed.zero.GatheredParameters([weight]):
         assert weight.ds_status == ZeroParamStatus.AVAILABLE
+        with deepspeed.zero.GatheredParameters([weight]):
+            assert weight.ds_status == ZeroParamStatus.AVAILABLE
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
         copied = weight.data.clone()
     assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
     engine.save_checkpoint(folder)

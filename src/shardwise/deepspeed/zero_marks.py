@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from itertools import count
 
 from torch import Tensor
 
@@ -18,11 +19,15 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
+_NUMBERS = count()
+"""Of all parameters of this process, whatever engine they are of: scripts use them as keys."""
+
+
 def mark(parameters: Iterable[Tensor]) -> None:
     """Mark `parameters`, which are sharded from now on."""
-    for number, parameter in enumerate(parameters):
+    for parameter in parameters:
         parameter.__dict__.update(
-            ds_id=number,
+            ds_id=next(_NUMBERS),
             ds_shape=parameter.shape,
             ds_numel=parameter.numel(),
             ds_status=ZeroParamStatus.NOT_AVAILABLE,
@@ -40,10 +45,11 @@ def unmark(parameters: Iterable[Tensor]) -> None:
 def whole(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Inside the block the marks of `parameters` say that they are whole."""
     marked = [each for each in parameters if "ds_status" in each.__dict__]
+    before = [each.__dict__["ds_status"] for each in marked]
     for each in marked:
         each.__dict__["ds_status"] = ZeroParamStatus.AVAILABLE
     try:
         yield
     finally:
-        for each in marked:
-            each.__dict__["ds_status"] = ZeroParamStatus.NOT_AVAILABLE
+        for each, status in zip(marked, before, strict=True):
+            each.__dict__["ds_status"] = status
