@@ -23,7 +23,7 @@ import numpy as np
 
 from shardwise.simulation.failure_classes import FailureClass
 from shardwise.simulation.outcome import BINS, GIVES_UP, USEFUL, Outcome, TimeSpent
-from shardwise.simulation.run_model import CAUSES, RunModel
+from shardwise.simulation.run_model import RunModel
 
 WORK, BOUNDARY, SAVE = "work", "boundaries", "saves"
 """The parts of a round, in their order; the last two are causes of lost time too."""
@@ -78,17 +78,8 @@ class IslandTrial:
             self._go_on(min(self._next_event(), limit))
             if not self._is_done:
                 self._take_events()
-        time = self._time
-        return Outcome(
-            wall=time.now,
-            useful=time.totals[USEFUL],
-            lost={cause: time.totals[cause] for cause in CAUSES},
-            failures=self._failures,
-            moments=self._moments,
-            bins=time.bins,
-            width=time.width,
-            whole=self._is_done,
-            stops=self._stops,
+        return self._time.closed(
+            failures=self._failures, moments=self._moments, whole=self._is_done, stops=self._stops
         )
 
     # -- rounds -------------------------------------------------------------------------------

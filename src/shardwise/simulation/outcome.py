@@ -81,6 +81,27 @@ class TimeSpent:
             work -= part
             number -= 1
 
+    def closed(
+        self,
+        *,
+        failures: dict[str, int],
+        moments: list[tuple[float, str]],
+        whole: bool,
+        stops: int,
+    ) -> Outcome:
+        """The outcome of a trial whose time this was."""
+        return Outcome(
+            wall=self.now,
+            useful=self.totals[USEFUL],
+            lost={cause: self.totals[cause] for cause in CAUSES},
+            failures=failures,
+            moments=moments,
+            bins=self.bins,
+            width=self.width,
+            whole=whole,
+            stops=stops,
+        )
+
 
 def _row(values: list[float], number: int) -> list[float]:
     """`values`, long enough for index `number`."""
