@@ -122,7 +122,7 @@ LEFT_OUT = [
     ),
     rarely(COLLECTIVE, ("collectives/base.py", "parallel/pipeline/channels.py"), "pipeline"),
     rarely(COLLECTIVE, ("parallel/pipeline/parameter_ownership.py",), "pipeline"),
-    rarely(COLLECTIVE, ("world.py",), "loaded"),
+    rarely(COLLECTIVE, ("data/batch_schedule.py",), "loaded"),
     rarely(COLLECTIVE, ("horovod/execution.py",), "horovod"),
     often(COLLECTIVE, ("horovod/basics.py",), "horovod"),
     rarely(EVENT, (BESIDE, "states/bucket_gathers.py", "states/unshard.py"), "states on the host"),
