@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,9 +48,11 @@ def test_over_gloo_alone_every_rank_sends_for_itself(hosts: TwoHosts) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("wire", ["fp32", "int4"])
-def test_islands_send_nothing_between_two_boundaries(hosts: TwoHosts, wire: str) -> None:
+def test_islands_send_nothing_between_two_boundaries(
+    hosts: TwoHosts, wire: str, tmp_path: Path
+) -> None:
     """Not a byte, clipping and all, but for what a busy host's network says by itself (it asks for
     an address again, acknowledges late); at a boundary what the formula says, and headers."""
-    for host in told(hosts, "islands_traffic", WIRE=wire):
+    for host in told(hosts, "islands_traffic", WIRE=wire, MEETING=str(tmp_path)):
         assert host["between"] < 500
         assert 1 <= host["boundary"] <= 1.03

@@ -2,6 +2,9 @@
 
 The first rank of each host prints a line of JSON: the bytes sent in the steps between two
 boundaries, and at the second of them as a multiple of what the wire's formula says. WIRE names it.
+
+The ranks meet in the folder MEETING before and after each count. One that went on alone would wait
+for the others at a boundary, and after a second ask them over the link whether they are in it too.
 """
 
 import json
@@ -21,12 +24,22 @@ SETTLED = 1.0
 """Seconds without a byte after which every delayed acknowledgement has gone out."""
 
 
-def sent() -> int:
-    """Bytes that have left this host since its start, once no more follow."""
+def meet(place: str) -> None:
+    """Wait until all ranks are at `place`, without a byte over the link."""
+    folder = Path(os.environ["MEETING"])
+    (folder / f"{place} {world.rank}").touch()
+    while len(list(folder.glob(f"{place} *"))) < world.size:
+        time.sleep(0.01)
+
+
+def sent(place: str) -> int:
+    """Bytes that have left this host since its start, once all are here and no more follow."""
+    meet(f"before {place}")
     before, now = -1, counted()
     while now != before:
         time.sleep(SETTLED)
         before, now = now, counted()
+    meet(f"after {place}")
     return now
 
 
@@ -53,11 +66,11 @@ engine = sw.Engine(
     model, torch.optim.AdamW(model.parameters()), zero=2, equal_every=EVERY, wire=wire
 )
 train(EVERY)
-first = sent()
+first = sent("first")
 train(EVERY - 1)
-second = sent()
+second = sent("second")
 train(1)
-third = sent()
+third = sent("third")
 if world.local_rank == 0:
     formula = BYTES[wire] * NUMEL
     print(json.dumps({"between": second - first, "boundary": (third - second) / formula}))
