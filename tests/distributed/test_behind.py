@@ -1,6 +1,7 @@
 """Gradients that islands make equal at every step and use some steps later (--behind), against a
 plain loop of few lines."""
 
+import gc
 import json
 from collections import deque
 
@@ -359,6 +360,183 @@ def test_what_is_not_finite_is_skipped_by_all(group, settings, scales):
 
 def test_an_island_stops_before_it_sends(group):
     group(2, islands=2, behind=BEHIND)(not_finite_case, {}, True)
+
+
+# -- steps that are begun anew, and gradients that are written ------------------------------------
+
+
+def abandoned_case(world, how, settings):
+    """The third step is begun with another batch before, of which nothing may be left."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("adamw", model), **settings)
+    for number, batch in enumerate(batches()):
+        if number == 2 and how is not None:
+            engine.backward(loss_of(model, world.share(batch.neg())))
+            begin_in_vain(engine, how)
+        engine.backward(loss_of(model, world.share(batch)))
+        engine.step(max_norm=CLIP)
+    engine.close()
+    return flat(model)
+
+
+def begin_in_vain(engine, how):
+    if how == "reduce":
+        engine.reduce()
+        engine.zero_grad()
+        return
+    with pytest.raises(KeyError), engine.full_gradients():
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("how", "behind", "settings"),
+    [
+        ("reduce", BEHIND, {"wire": "int4"}),
+        ("full_gradients", 1, {"zero": 3}),
+        ("full_gradients", 0, {"wire": "int8"}),
+    ],
+)
+def test_nothing_is_left_of_a_step_that_is_begun_anew(group, how, behind, settings):
+    """Not what it sent, nor what the wire has lost of it."""
+    ranks = group(2, islands=2, behind=behind)
+    expected = ranks(abandoned_case, None, settings)
+    for mine, theirs in zip(ranks(abandoned_case, how, settings), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def lonely_case(world):
+    """Island 1 alone begins its last step anew."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("sgd", model))
+    for number, batch in enumerate(batches(4)):
+        if number == 3 and world.rank == 1:
+            engine.backward(loss_of(model, world.share(batch)))
+            engine.reduce()
+            engine.zero_grad()
+        engine.backward(loss_of(model, world.share(batch)))
+        engine.step()
+    words = "Rank 1 has sent gradients 5 times, and rank 0 4 times"
+    with pytest.raises(sw.errors.UsageError, match=words):
+        engine.close()
+
+
+def test_a_step_that_one_island_alone_begins_anew(group):
+    group(2, islands=2, behind=BEHIND)(lonely_case)
+
+
+def uneven_case(world):
+    """Island 1 makes one step more."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("sgd", model))
+    for batch in batches(4 + world.rank):
+        engine.backward(loss_of(model, batch))
+        engine.step()
+    with pytest.raises(sw.errors.UsageError, match="Rank 1 has sent gradients 5 times"):
+        engine.close()
+
+
+def test_islands_that_make_more_steps_than_others(group):
+    group(2, islands=2, behind=BEHIND)(uneven_case)
+
+
+def gradients_written_case(world):
+    """Worker 0 of the run writes the gradients of all."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("sgd", model), zero=2)
+    for number, batch in enumerate(batches(4)):
+        engine.backward(loss_of(model, world.share(batch)))
+        with engine.full_gradients():
+            shown = [parameter.grad is not None for parameter in model.parameters()]
+            if number >= BEHIND:
+                for parameter in model.parameters():
+                    parameter.grad.fill_(1.0 + world.rank)
+        stats = engine.step()
+        assert shown == [number >= BEHIND] * 4
+        assert stats.skipped == (number < BEHIND)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    engine.close()
+    return stats.grad_norm, count, flat(model)
+
+
+def test_gradients_that_worker_0_writes_are_of_all_islands(group):
+    found = group(4, islands=2, behind=BEHIND)(gradients_written_case)
+    for norm, count, weights in found:
+        assert norm == pytest.approx(count**0.5)
+        assert torch.equal(weights, found[0][2])
+
+
+def mended_case(world, fill):
+    """Island 1 has a NaN in step 2, which `fill` replaces in the gradients of all."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("sgd", model), nonfinite="skip", quiet=True)
+    seen = []
+    for number, batch in enumerate(batches(5), 1):
+        loss = loss_of(model, world.share(batch))
+        engine.backward(loss * torch.nan if (world.rank, number) == (1, 2) else loss)
+        with engine.full_gradients():
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            seen.append(any(bool(grad.isnan().all()) for grad in grads))
+            for grad in grads:
+                grad.nan_to_num_(fill)
+        stats = engine.step()
+        assert stats.skipped == (number <= BEHIND)
+        if seen[-1]:
+            assert stats.grad_norm == pytest.approx(fill * flat(model).numel() ** 0.5)
+    engine.close()
+    return seen, flat(model)
+
+
+def test_what_is_not_finite_can_be_mended(group):
+    """As in any row: no island uses its own gradients in its place."""
+    first, second = group(2, islands=2, behind=BEHIND)(mended_case, 0.5)
+    assert first[0] == second[0] == [False, False, False, True, False]
+    assert torch.equal(first[1], second[1])
+
+
+def dropped_case(world):
+    """Engines that go without a close leave nothing behind but what is on its way of the last."""
+    from shardwise.states import delayed_sums
+
+    left = []
+    for _ in range(3):
+        model = mlp()
+        engine = sw.Engine(model, optimizer_of("sgd", model))
+        for batch in batches(3):
+            engine.backward(loss_of(model, world.share(batch)))
+            engine.step()
+        del engine
+        gc.collect()
+        left.append([len(flights) for flights in delayed_sums._ORPHANED])
+    model = mlp()
+    sw.Engine(model, optimizer_of("sgd", model)).close()
+    return left, len(delayed_sums._ORPHANED)
+
+
+def test_engines_that_are_dropped(group):
+    for left, orphans in group(2, islands=2, behind=BEHIND)(dropped_case):
+        assert left == [[BEHIND]] * 3
+        assert not orphans
+
+
+def bytes_case(world, settings):
+    """What is counted beside the states, and what is there between two steps."""
+    model = mlp()
+    engine = sw.Engine(model, optimizer_of("sgd", model), **settings)
+    for batch in batches(4):
+        engine.backward(loss_of(model, world.share(batch)))
+        engine.step()
+    delayed = engine._states.delayed
+    messages = [message for flight in delayed.flights for message in flight.sums]
+    held = [*(message.rows for message in messages), *(r.loaded() for r in delayed.residuals)]
+    found = delayed.state_bytes, sum(tensor.nbytes for tensor in held)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("settings", [{"zero": 2, "wire": "int8"}, {"wire": "bf16"}], ids=str)
+def test_what_is_on_its_way_is_counted(group, settings):
+    for counted, held in group(4, islands=2, behind=BEHIND)(bytes_case, settings):
+        assert counted == held
 
 
 # -- what goes on as it does anywhere -------------------------------------------------------------

@@ -37,6 +37,14 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--elastic-islands"], "--elastic-islands with --islands 1: say how many"),
         (["--elastic-islands", "--islands", "host"], "with --islands host: say how many"),
         (["-n", "3", "--elastic-islands", "--islands", "2"], "--islands 2 does not divide 3"),
+        (
+            ["-n", "2", "--elastic-islands", "--islands", "2", "--behind", "1"],
+            "--behind 1 and --elastic-islands cannot be had together",
+        ),
+        (
+            ["-n", "2", "--elastic-islands", "--islands", "2", "--late", "3"],
+            "--late 3 and --elastic-islands cannot be had together",
+        ),
         (["-H", "a:2,b:2", "--elastic-islands"], "--elastic-islands is for islands on one host"),
         (["--nnodes", "1", "--elastic-islands"], "--elastic-islands is for ranks that we start"),
         (["-H", "a" * 300], "is longer than the name of any host"),

@@ -12,7 +12,7 @@ keyword in the script.
 - deepspeed/: DeepSpeed's JSON as a source of them
 """
 
-from shardwise.config.contradictions import check_islands
+from shardwise.config.contradictions import BESIDE_ELASTIC, check_islands
 from shardwise.config.effect import OF_A_RUN, OF_AN_ENGINE, idle
 from shardwise.config.settings import FIELDS, PRECISIONS, SCHEDULES, Settings, flag
 from shardwise.config.sources import (
@@ -36,6 +36,7 @@ from shardwise.config.sources import (
 )
 
 __all__ = [
+    "BESIDE_ELASTIC",
     "FIELDS",
     "FILE",
     "FLAG",

@@ -23,6 +23,12 @@ _BESIDE_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
     ),
 }
 
+BESIDE_ELASTIC = (
+    "{given} and --elastic-islands cannot be had together: an island that ends may have sent what "
+    "the others have yet to use. Leave one of them out."
+)
+"""What there is to say of --late and --behind where islands may end and come back."""
+
 
 def check_islands(settings: Settings) -> None:
     """Raise ConfigError for a setting that cannot be had beside --behind."""

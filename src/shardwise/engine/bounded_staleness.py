@@ -60,7 +60,7 @@ class BoundedStaleness:
         with torch.no_grad():
             self._send(sums, step, totals)
             with span("islands"):
-                flight = sums.taken(step - rule.behind)
+                flight = sums.due(step - rule.behind)
                 if flight is None:
                     return _nothing(totals)
                 return self._used(sums, flight, totals)
@@ -81,7 +81,7 @@ class BoundedStaleness:
         report = Report(
             step,
             totals.weight,
-            totals.loss if finite else 0.0,
+            totals.loss,
             totals.backwards,
             totals.divisor,
             totals.several,
@@ -116,7 +116,10 @@ class BoundedStaleness:
         _check(reports)
         self._staleness = sums.updates - int(reports[0].updates)
         theirs = _joined(totals, reports, used)
-        if not theirs.weight or not math.isfinite(theirs.squared_norm):
+        if not theirs.weight:
+            return theirs
+        if not math.isfinite(theirs.squared_norm):
+            sums.spoil()
             return theirs
         # Before the sums come to rest: in their units, which are alike on all islands.
         self._state.weighting.follow_step(theirs)
@@ -140,6 +143,7 @@ class BoundedStaleness:
         sums = self._sums
         if sums is None:
             return stats
+        sums.stepped(self._state.steps)
         sums.updates += not stats.skipped
         stats = replace(stats, staleness=self._staleness, waited=self._waited)
         self._staleness, self._waited = 0, 0.0

@@ -58,7 +58,7 @@ class DelayedTensors(BesideTensors):
         reports, used = read(self._delayed.land(flight), len(named))
         return {
             "step": flight.step,
-            "reports": json_values.encode([list(map(float, report)) for report in reports]),
+            "reports": json_values.encode([report._asdict() for report in reports]),
             "used": [each.name for each, flag in zip(named, used, strict=True) if flag],
         }
 
@@ -67,7 +67,7 @@ class DelayedTensors(BesideTensors):
         self._delayed.updates = saved["updates"]
         for each in saved["waiting"]:
             used = [named.name in each["used"] for named in self._parameters.named]
-            reports = [Report(*report) for report in json_values.decode(each["reports"])]
+            reports = [Report(**report) for report in json_values.decode(each["reports"])]
             self._delayed.expect(each["step"], [row_of(report, used) for report in reports])
 
 

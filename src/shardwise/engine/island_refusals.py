@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.config import Settings, check_islands
+from shardwise.config import BESIDE_ELASTIC, Settings, check_islands
 from shardwise.errors import ConfigError
 
 _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
@@ -41,7 +41,4 @@ def check(settings: Settings, *, elastic: bool) -> None:
 def _check_elastic(settings: Settings) -> None:
     for given, value in (("--late", settings.late or None), ("--behind", settings.behind)):
         if value is not None:
-            raise ConfigError(
-                f"{given} {value} and --elastic-islands cannot be had together: an island that "
-                "ends may have sent what the others have yet to use. Leave one of them out."
-            )
+            raise ConfigError(BESIDE_ELASTIC.format(given=f"{given} {value}"))

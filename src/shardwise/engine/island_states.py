@@ -65,6 +65,8 @@ def delay(
         factory,
         spec.shard_group,
         spec.peers,
+        spec.world_group,
+        spec.staleness.behind,
         scattered=spec.placement.is_sharded("optimizer"),
     )
 

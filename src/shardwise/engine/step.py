@@ -109,7 +109,7 @@ class StepRunner:
             states.parameters,
             states.gradients,
             spec.shard_group,
-            spec.island_group,
+            spec.island_group if spec.staleness is None else spec.world_group,
             totals.used,
             self._scale_of(totals) or 1.0,
             scattered=spec.placement.is_sharded("optimizer"),

@@ -9,7 +9,7 @@ from contextlib import closing
 from itertools import count
 from pathlib import Path
 
-from shardwise.config import values
+from shardwise.config import BESIDE_ELASTIC, values
 from shardwise.errors import LaunchError
 from shardwise.launch import network
 from shardwise.launch.console import Console
@@ -87,4 +87,8 @@ def checked(size: int, settings: Mapping[str, str]) -> int:
         raise LaunchError(
             f"--islands {islands} does not divide {size} workers: islands are of one size."
         )
+    for name, is_off in (("behind", ""), ("late", "0")):
+        value = settings.get(name, is_off)
+        if value != is_off:
+            raise LaunchError(BESIDE_ELASTIC.format(given=f"--{name} {value}"))
     return islands

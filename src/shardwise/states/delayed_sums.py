@@ -1,8 +1,11 @@
 """Sends the gradient sums of a step to the other islands; has the sum of all some steps later.
 
-    send    pack the sums of this island    | packed sum |    all-gather over peers of equal place
-    land    unpack, add in the order of the islands, so that all have the same bits
-    use     in the place of this island's own sums
+    send     pack the sums of this island    | packed sum |    all-gather over peers of equal place
+    land     unpack, add in the order of the islands, so that all have the same bits
+    use      in the place of this island's own sums
+    stepped  forget those that were used, keep what the wire has lost
+
+Until `stepped` a step may be abandoned and begun again: what it has sent is dropped then.
 
 Each rank has a part of every bucket: its interval, which in the rows that replicate optimizer state
 is gathered over the island when it is used. So an island of n ranks sends each element once.
@@ -12,14 +15,15 @@ from __future__ import annotations
 
 import atexit
 import sys
+import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shardwise.collectives import Collectives
-from shardwise.errors import NonFiniteError
+from shardwise.errors import NonFiniteError, UsageError
 from shardwise.model.precision import NARROW
 from shardwise.states.gradients import Gradients
 from shardwise.states.island_exchange import Message, send
@@ -43,13 +47,22 @@ class Flight:
     step: int
     report: Message | Rows
     sums: list[Message | Tensor]
+    lost: list[Tensor] = field(default_factory=list)
+    """By bucket, what the wire has lost by then of this island's sums, until the step is made."""
+
+    def wait(self) -> None:
+        """Return when what was sent has come to all."""
+        for sent in [*self.sums, self.report]:
+            if isinstance(sent, Message):
+                sent.wait()
 
 
 class DelayedSums:
     """What is on its way of the gradient sums of `gradients`.
 
     `group` shards the states, where `scattered`; `peers` are the ranks of equal place in all
-    islands. What the wire loses rests where `factory` says, and is sent with the next sums.
+    islands, and `run` all ranks. Sums are used `behind` steps later. What the wire loses rests
+    where `factory` says, and is sent with the next sums.
     """
 
     def __init__(
@@ -60,6 +73,8 @@ class DelayedSums:
         factory: StorageFactory,
         group: Collectives,
         peers: Collectives,
+        run: Collectives,
+        behind: int,
         *,
         scattered: bool,
     ) -> None:
@@ -69,6 +84,8 @@ class DelayedSums:
         self._wire = wire
         self._group = group
         self._peers = peers
+        self._run = run
+        self._behind = behind
         self._scattered = scattered
         self.parts = [bucket.layout.interval(group.rank) for bucket in self._buckets]
         """By bucket, the elements [first, end) that this rank sends."""
@@ -77,10 +94,11 @@ class DelayedSums:
         """By bucket, what the wire has lost so far of this island's sums."""
         self.flights: deque[Flight] = deque()
         """What was sent and is not used yet, the oldest first."""
-        # An island that is early must not close its connections while others wait for its last.
-        atexit.register(_await, self.flights)
         self.updates = 0
         """How many updates have been made since there are these states."""
+        self._sent = 0
+        """How many times sums have been sent."""
+        _await_later(self)
 
     def _room(self, factory: StorageFactory) -> list[Storage]:
         lengths = [end - first for first, end in self.parts]
@@ -97,8 +115,10 @@ class DelayedSums:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that this rank keeps of what the wire has lost."""
-        return sum(held.nbytes for held in self.residuals)
+        """Bytes that this rank keeps from step to step: of what the wire has lost, and of the
+        messages of all islands that are on their way once there are so many."""
+        flying = self._behind * self._peers.size * self.nbytes
+        return sum(held.nbytes for held in self.residuals) + flying
 
     # -- out ----------------------------------------------------------------------------------
 
@@ -106,20 +126,32 @@ class DelayedSums:
         """Let the sums of `step`, times `factor`, go on their way, with a flat fp64 `report`; zeros
         where they do not count, since they are not finite. Collective over the peers.
 
-        Raises NonFiniteError for what the wire cannot tell.
+        Raises NonFiniteError for what the wire cannot tell, before anything is sent.
         """
-        sums: list[Message | Tensor] = [
-            send(self._peers, self._packed(index, factor, counts=counts))
-            for index in range(len(self.parts))
+        self._drop_unmade(step)
+        lost: list[Tensor] = []
+        parts = range(len(self.parts))
+        packed = [
+            self._packed(index, factor, lost) if counts else self._none(index) for index in parts
         ]
-        packed = report.view(torch.uint8).to(self._peers.small_device)
-        self.flights.append(Flight(step, send(self._peers, packed), sums))
+        sums: list[Message | Tensor] = [send(self._peers, part) for part in packed]
+        self._sent += 1
+        told = report.view(torch.uint8).to(self._peers.small_device)
+        self.flights.append(Flight(step, send(self._peers, told), sums, lost))
 
-    def _packed(self, index: int, factor: float, *, counts: bool) -> Tensor:
-        """This rank's part of a bucket's sum, packed; what the wire loses goes with the next."""
+    def _drop_unmade(self, step: int) -> None:
+        """Forget what an earlier beginning of `step` has sent: it was abandoned."""
+        while self.flights and self.flights[-1].step >= step:
+            self.flights.pop().wait()
+
+    def _none(self, index: int) -> Tensor:
+        """Packed zeros in place of a bucket's sum."""
         (first, end), (dtype, device) = self.parts[index], self._kinds[index]
-        if not counts:
-            return self._wire.pack(torch.zeros(end - first, dtype=dtype, device=device))
+        return self._wire.pack(torch.zeros(end - first, dtype=dtype, device=device))
+
+    def _packed(self, index: int, factor: float, lost: list[Tensor]) -> Tensor:
+        """This rank's part of a bucket's sum, packed; adds to `lost` what goes with the next."""
+        (first, end), (dtype, device) = self.parts[index], self._kinds[index]
         own = self._buckets[index].own[0]
         held = self._buckets[index].reduced.loaded(device)[first - own : end - own]
         value = held.to(dtype) * factor
@@ -130,7 +162,7 @@ class DelayedSums:
         except ValueError as error:
             raise NonFiniteError(self._refusal(index, error)) from None
         if self._wire.loses:
-            self.residuals[index].store(value.sub_(self._unpacked(index, packed)))
+            lost.append(value.sub_(self._unpacked(index, packed)))
         return packed
 
     def _refusal(self, index: int, error: ValueError) -> str:
@@ -167,13 +199,20 @@ class DelayedSums:
             total.add_(self._unpacked(index, row))
         return total
 
-    def taken(self, step: int) -> Flight | None:
-        """The sums of `step`, and forget those before it; None where there are none."""
+    def due(self, step: int) -> Flight | None:
+        """The sums of `step`; forgets those before it. None where there are none."""
         while self.flights and self.flights[0].step < step:
-            self.land(self.flights.popleft())
-        if self.flights and self.flights[0].step == step:
-            return self.flights.popleft()
-        return None
+            self.flights.popleft().wait()
+        found = self.flights and self.flights[0].step == step
+        return self.flights[0] if found else None
+
+    def stepped(self, step: int) -> None:
+        """`step` is made: what it used is forgotten, and what the wire has lost of it is kept."""
+        for residual, lost in zip(self.residuals, self.flights[-1].lost, strict=False):
+            residual.store(lost)
+        self.flights[-1].lost = []
+        while self.flights and self.flights[0].step <= step - self._behind:
+            self.flights.popleft().wait()
 
     def use(self, flight: Flight, factor: float) -> None:
         """Let the gradients be the landed sums of `flight`, times `factor`. Collective over the
@@ -184,6 +223,12 @@ class DelayedSums:
             self._buckets[index].reduced.store(
                 value if self._scattered else self.whole(index, value)
             )
+        self._gradients.norm.renew(range(len(self._buckets)))
+
+    def spoil(self) -> None:
+        """Let the gradients be NaN, as those of a step are that is not finite."""
+        for bucket in self._buckets:
+            bucket.reduced.store(torch.full_like(bucket.reduced.loaded(), torch.nan))
         self._gradients.norm.renew(range(len(self._buckets)))
 
     def whole(self, index: int, part: Tensor) -> Tensor:
@@ -197,10 +242,21 @@ class DelayedSums:
         return flat
 
     def forget(self) -> None:
-        """Let what is on its way be used by nobody, once it is there. Called by all islands
-        alike."""
+        """Let what is on its way be used by nobody, once it is there. Collective over all ranks.
+
+        Raises UsageError, on all of them, where islands have not sent as many steps.
+        """
+        sent = self._run.gather_plain(self._sent)
+        if len(set(sent)) > 1:
+            self.flights.clear()  # what is missing does not come: nobody waits for it
+            most, least = sent.index(max(sent)), sent.index(min(sent))
+            raise UsageError(
+                f"Rank {most} has sent gradients {max(sent)} times, and rank {least} "
+                f"{min(sent)} times: those of the same steps of all islands are added. Let all "
+                "make as many steps, and begin a step anew on all or on none."
+            )
         while self.flights:
-            self.land(self.flights.popleft())
+            self.flights.popleft().wait()
 
     def restart(self) -> None:
         """Begin anew: nothing was sent, nothing was lost. Called by all islands alike."""
@@ -219,13 +275,34 @@ class DelayedSums:
         self.flights.append(Flight(step, report, sums))
 
 
-def _await(flights: deque[Flight]) -> None:
+_PRESENT: weakref.WeakSet[DelayedSums] = weakref.WeakSet()
+"""Those of engines that are there."""
+
+_ORPHANED: list[deque[Flight]] = []
+"""What engines had on its way that were dropped without a close."""
+
+
+def _await_later(sums: DelayedSums) -> None:
+    """See to it that what `sums` sends comes to all, even if nobody uses it here any more: an
+    island that is early must not close its connections while others wait for its last."""
+    if not _PRESENT:
+        atexit.unregister(_await_all)
+        atexit.register(_await_all)
+    _await(_ORPHANED)  # all islands make this engine, so they have sent all of the earlier ones
+    _PRESENT.add(sums)
+    weakref.finalize(sums, _ORPHANED.append, sums.flights).atexit = False
+
+
+def _await_all() -> None:
+    _await([*_ORPHANED, *(sums.flights for sums in _PRESENT)])
+
+
+def _await(several: list[deque[Flight]]) -> None:
     """Return when what was sent has come to all, unless this process ends by an error."""
-    while flights and not hasattr(sys, "last_value"):
-        flight = flights.popleft()
-        for sent in [*flight.sums, flight.report]:
-            if isinstance(sent, Message):
-                sent.wait()
+    while several and not hasattr(sys, "last_value"):
+        flights = several.pop()
+        while flights:
+            flights.popleft().wait()
 
 
 def _wide(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, torch.device]:

@@ -45,8 +45,8 @@ class _Shown:
 class WholeGradients:
     """Shows the gradients of one step whole, and takes in what was changed.
 
-    `group` shards them where `scattered`, and `run` are all ranks. `used` says by parameter whether
-    any rank had a gradient; the shown ones are sums times `factor`.
+    `group` shards them where `scattered`, and `run` are all ranks that have the same ones. `used`
+    says by parameter whether any rank had a gradient; the shown ones are sums times `factor`.
     """
 
     def __init__(
