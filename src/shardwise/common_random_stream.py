@@ -95,6 +95,15 @@ class CommonRandomStream:
         self._end, self._is_one = GeneratorStates.of_plain(first), True
         return True
 
+    @property
+    def is_one(self) -> bool:
+        """Whether all ranks are known to have it from now on."""
+        return self._is_one
+
+    def trust(self, *, is_one: bool) -> None:
+        """Know what others know of it, whose stream was taken up."""
+        self._is_one = is_one
+
     def draw(self, make: Callable[[], T], *, step: object, batch: object, goes_on: bool) -> T:
         """What `make` draws from the stream, alike on all ranks.
 

@@ -227,10 +227,14 @@ class World(BatchRows):
         """Rank `source`'s `value` (picklable), on every rank."""
         self.current_batch.check_even("world.broadcast_object")
         elastic_islands.check_inside(self.collectives, "world.broadcast_object")
-        mine = self.is_main if source == 0 else self.rank == source
-        gathered: list[tuple[T] | None]
-        gathered = self.collectives.gather_objects((value,) if mine else None)
-        return elastic_islands.given(gathered, source)
+
+        def given() -> T:
+            mine = self.is_main if source == 0 else self.rank == source
+            gathered: list[tuple[T] | None]
+            gathered = self.collectives.gather_objects((value,) if mine else None)
+            return elastic_islands.given(gathered, source)
+
+        return self.collectives.steadily(given)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""

@@ -20,7 +20,10 @@ from shardwise.launch.restarts import SAVED
 from tests.system.launcher import LIMIT, Launcher, Ran, script
 from tests.system.test_restarts import rank_of
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--elastic-islands needs Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="--elastic-islands needs Linux"),
+    pytest.mark.usefixtures("warm_programs"),
+]
 
 EVERY, BATCH = 4, 8
 WIRES = ("fp32", "bf16", "int8", "int4")
@@ -100,18 +103,20 @@ def plain(steps: int, gone: int, back: int, absent: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("rank", "row"),
+    ("rank", "row", "also"),
     [
-        pytest.param(0, "0", marks=pytest.mark.full),
-        (2, "2"),
-        pytest.param(1, "3", marks=pytest.mark.full),
+        pytest.param(0, "0", [], marks=pytest.mark.full),
+        (0, "2", ["--common"]),
+        pytest.param(2, "1", ["--common"], marks=pytest.mark.full),
+        pytest.param(1, "3", [], marks=pytest.mark.full),
     ],
 )
-def test_a_rank_is_killed(shardwise: Launcher, rank: int, row: str) -> None:
-    """The others go on, the island comes back, and all is as in the plain loop without it."""
+def test_a_rank_is_killed(shardwise: Launcher, rank: int, row: str, also: list[str]) -> None:
+    """The others go on, the island comes back, and all is as in the plain loop without it; also
+    where all draw alike in each step, and have what rank 0 broadcasts."""
     folder, island = shardwise.folder / "ck", rank // 2
     folder.mkdir()
-    more = ["--restarts", "1", "--zero", row, script("island_dies"), "ck"]
+    more = ["--restarts", "1", "--zero", row, script("island_dies"), "ck", *also]
     ran = shardwise.run(*words(*more, "--die", f"{rank}:6", "--hold", "14"))
     assert ran.code == 0, ran.err
     assert (
@@ -213,6 +218,38 @@ def test_a_run_that_is_asked_to_end_while_an_island_is_away(shardwise: Launcher)
     assert shardwise.wait_until_gone() == []
 
 
+@pytest.mark.full
+def test_a_run_that_is_asked_to_end_while_an_island_loads(shardwise: Launcher) -> None:
+    """It was let in, and takes part in nothing yet: the others save without it."""
+    (shardwise.folder / "ck").mkdir()
+    more = ["--restarts", "1", script("island_dies"), "ck", "--epochs", "9", "--pause", "0.2"]
+    run = Watched(shardwise, *words(*more, "--die", "2:6", "--slow-load", "4"))
+    assert run.read("] loads\n")
+    time.sleep(0.5)
+    run.process.send_signal(signal.SIGTERM)
+    ran = run.finish()
+    assert ran.code == SAVED, ran.err
+    assert complete(shardwise.folder / "ck")[0].step % EVERY == 0
+    assert shardwise.wait_until_gone() == []
+
+
+@pytest.mark.full
+def test_one_count_of_starts(shardwise: Launcher) -> None:
+    """An island that was started again counts among --restarts, which the whole run has too."""
+    folder = shardwise.folder / "ck"
+    folder.mkdir()
+    more = ["--restarts", "1", script("island_dies"), "ck", "--epochs", "8", "--pause", "0.1"]
+    run = Watched(shardwise, *words(*more, "--die", "2:6", "--hold", "14"))
+    assert run.reach(24)
+    for rank in (0, 2):
+        os.kill(rank_of(shardwise, rank), signal.SIGKILL)
+    ran = run.finish()
+    assert ran.code == 137, ran.err
+    assert "Starting it again, 1 of 1." in ran.err
+    assert "it was started again once, and no more." in ran.err
+    assert shardwise.wait_until_gone() == []
+
+
 class Watched:
     """A run whose output is read as it comes, so that something can be done at a step."""
 
@@ -237,7 +274,11 @@ class Watched:
 
     def reach(self, step: int) -> bool:
         """Return when a rank has made so many steps; False where the run has ended before."""
-        while not any(f"] step {step} " in line for line in list(self._lines)):
+        return self.read(f"] step {step} ")
+
+    def read(self, words: str) -> bool:
+        """Return when a rank has printed `words`; False where the run has ended before."""
+        while not any(words in line for line in list(self._lines)):
             if self.process.poll() is not None:
                 return False
             time.sleep(0.01)

@@ -37,6 +37,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--elastic-islands"], "--elastic-islands with --islands 1: say how many"),
         (["--elastic-islands", "--islands", "host"], "with --islands host: say how many"),
         (["-n", "3", "--elastic-islands", "--islands", "2"], "--islands 2 does not divide 3"),
+        (["-n", "300", "--elastic-islands", "--islands", "300"], "no more than 253 islands"),
         (
             ["-n", "2", "--elastic-islands", "--islands", "2", "--behind", "1"],
             "--behind 1 and --elastic-islands cannot be had together",

@@ -61,19 +61,27 @@ class TestTheLine:
         assert not again
         assert "3 failures in a row at step 7, and no newer checkpoint" in line
 
+    def test_islands_that_were_started_again_count(self) -> None:
+        several = Restarts(2)
+        several.island_started()
+        assert (several.number, several.is_spent) == (2, False)
+        assert "Starting again, 2 of 2" in several.after(failure(1))[1]
+        assert several.is_spent
+        assert "it was started again 2 times, and no more." in several.after(failure(9))[1]
+
 
 class TestRepeated:
     def test_until_it_ends_well(self) -> None:
         endings = [Ending(code=1, words="why", failure=failure(3, 2)), Ending(code=0)]
         said: list[str] = []
-        assert restarts.repeated(1, lambda: endings.pop(0), said.append) == 0
+        assert restarts.repeated(Restarts(1), lambda: endings.pop(0), said.append) == 0
         assert "".join(said).count("\n") == 1
         assert "why" not in said
 
     def test_the_last_words_come_once_it_is_over(self) -> None:
         said: list[str] = []
         code = restarts.repeated(
-            1, lambda: Ending(code=7, words="why\n", failure=failure(3)), said.append
+            Restarts(1), lambda: Ending(code=7, words="why\n", failure=failure(3)), said.append
         )
         assert code == 7
         assert "".join(said).endswith("why\n\nshardwise: it was started again once, and no more.\n")
@@ -87,7 +95,7 @@ class TestRepeated:
             raise LaunchError("node2 is gone.")
 
         said: list[str] = []
-        assert restarts.repeated(3, once, said.append) == 7
+        assert restarts.repeated(Restarts(3), once, said.append) == 7
         assert "it cannot start again. node2 is gone." in said[-1]
 
 

@@ -102,6 +102,11 @@ class Collectives(ABC):
     makes included."""
 
     @property
+    def places(self) -> Sequence[int]:
+        """By rank the number that users know it by, which stays where others leave the group."""
+        return range(self.size)
+
+    @property
     def knows_tree(self) -> bool:
         """Whether this group can sum in the tree of the exact mode."""
         return True

@@ -109,6 +109,10 @@ class ElasticPeers(_OverLink):
     def size(self) -> int:  # type: ignore[override]
         return len(self.link.members)
 
+    @property
+    def places(self) -> Sequence[int]:
+        return self.link.members
+
     def gather_at_once(self, step: int, mine: Tensor) -> list[Tensor]:
         """`mine`, flat bytes, of each island that takes part in the boundary after `step`, in their
         order. Collective over all ranks of all islands."""

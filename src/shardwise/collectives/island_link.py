@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 from shardwise.errors import CheckpointNotWritten, CollectiveError, UsageError
-from shardwise.launch.island_hub import LONGEST
+from shardwise.launch.island_hub import LONGEST, TOO_MANY
 from shardwise.launch.island_membership import admission
 from shardwise.launch.island_place import IslandPlace
 from shardwise.watch.wait_graph import named
@@ -123,11 +123,15 @@ class IslandLink:
         """The next message within `seconds`, and what came with it."""
         self._socket.settimeout(max(0.001, seconds))
         try:
-            data, fds, _, _ = self._guarded(
+            data, fds, flags, _ = self._guarded(
                 lambda: socket.recv_fds(self._socket, LONGEST, self.place.count)
             )
         except TimeoutError:
             return None
+        if flags & socket.MSG_CTRUNC:
+            for fd in fds:
+                os.close(fd)
+            raise CollectiveError(f"Rank {self._rank} cannot open what islands bring: {TOO_MANY}")
         if not data:
             raise self._left_out()
         return json.loads(data), [_read(fd) for fd in fds]

@@ -138,14 +138,18 @@ class Checkpoints:
         path: Path | None = place_of(home, self._state.steps)
         if self._saved != self._moment():
             path = self.save_and_stay(home, options.keep, split_gb=options.split / 1e9)
-        about = {"home": str(home), "keep": options.keep, "split": options.split}
-        return None if path is None else about | {"path": str(path.resolve())}
+        if path is None:
+            return None
+        about = {"home": str(home), "path": str(path.resolve())}
+        options_now = {"keep": options.keep, "split": options.split}
+        return about | options_now | {"draws_are_one": self._world.draws.is_one}
 
     def come_back(self, about: Mapping[str, Any]) -> None:
         """Go on from what `save_for_return` saved on the others, which have the folder. Collective
         over this island."""
         options = _SaveOptions(about["keep"], about["split"])
         self._go_on(Path(about["home"]), Path(about["path"]), options)
+        self._world.draws.trust(is_one=about["draws_are_one"])
 
     def _pass_over(self, why: object) -> None:
         self._world.print(f"shardwise: passed over: {why}", file=sys.stderr)

@@ -9,6 +9,7 @@ Between these steps nothing leaves an island.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 from zlib import crc32
@@ -179,7 +180,7 @@ class Islands:
         """The reports in what islands have sent as bytes; buffers become their mean. Collective
         over the peers. Raises where islands have come apart."""
         reports = [Report(*row.clone().view(torch.float64).tolist()) for row in rows]
-        _check_reports(reports)
+        _check_reports(reports, self._spec.peers.places)
         sent, self._sent = self._sent, None
         assert sent is not None, "this island has sent a report"
         if len({report.form for report in reports}) == 1:
@@ -223,19 +224,20 @@ class Islands:
         return totals, replace(stats, loss=loss, weight=weight)
 
 
-def _check_reports(reports: list[Report]) -> None:
+def _check_reports(reports: list[Report], islands: Sequence[int]) -> None:
     """Raise where islands have made different numbers of steps, or have lost what they had in
     common; on the ranks of equal place alike."""
-    for island, report in enumerate(reports):
+    first = islands[0]
+    for island, report in zip(islands, reports, strict=True):
         if report.step != reports[0].step:
             raise UsageError(
-                f"Island {island} has made {report.step:g} steps, and island 0 "
+                f"Island {island} has made {report.step:g} steps, and island {first} "
                 f"{reports[0].step:g}: parameters are made equal after the same ones. Let all "
                 "islands make as many, and go on from the same checkpoint."
             )
         if report.anchor != reports[0].anchor:
             raise ModelMismatch(
                 f"What islands had in common before step {report.step:g} is another on island "
-                f"{island} than on island 0, so they would never be equal again. Load a "
+                f"{island} than on island {first}, so they would never be equal again. Load a "
                 "checkpoint on all workers alike."
             )

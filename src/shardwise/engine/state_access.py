@@ -150,10 +150,15 @@ class StateAccess:
                 "engine.load_optimizer_state_dict with --tensor or --pipeline, where the state is "
                 "in parts: load it into the optimizer before sw.Engine(...)."
             )
-        if not all(spec.world_group.gather_plain(plain is not None)):
-            plain = spec.world_group.gather_objects(plain if spec.world_group.rank == 0 else None)[
-                0
-            ]
+        run = spec.world_group
+
+        def of_rank_0() -> Mapping[str, Any] | None:
+            if all(run.gather_plain(plain is not None)):
+                return plain
+            first: Mapping[str, Any] | None = run.gather_objects(plain if run.leads else None)[0]
+            return first
+
+        plain = run.steadily(of_rank_0)
         if plain is None:
             raise UsageError("engine.load_optimizer_state_dict takes a state_dict on rank 0.")
         owner = plain_state_dict.only(spec, optimizer)

@@ -20,10 +20,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from shardwise.errors import LaunchError
 from shardwise.launch.island_membership import Answer, Arrival, Membership
 
 LONGEST = 1 << 16
 """Bytes of a message."""
+
+TOO_MANY = (
+    "there are too many open files for so many islands, or as many as `ulimit -n` allows. Raise "
+    "that, or take fewer islands."
+)
+"""What there is to say where a file in memory does not arrive."""
 
 
 class IslandHub:
@@ -84,11 +91,13 @@ class IslandHub:
         if self._links.get(rank) is not link:  # it was closed in this turn of the loop
             return
         try:
-            data, fds, _, _ = socket.recv_fds(link, LONGEST, 1)
+            data, fds, flags, _ = socket.recv_fds(link, LONGEST, 1)
         except BlockingIOError:
             return
-        except OSError:
-            data, fds = b"", []
+        except ConnectionError:
+            data, fds, flags = b"", [], 0
+        if flags & socket.MSG_CTRUNC:
+            raise LaunchError(f"What rank {rank} brings cannot be opened: {TOO_MANY}")
         if not data:  # it has ended, or is about to; what it has brought is as good as before
             self._unlink(rank)
             return
@@ -123,5 +132,12 @@ class IslandHub:
     def _send(self, rank: int, words: dict[str, object], fds: Sequence[int]) -> None:
         link = self._links.get(rank)
         if link is not None:
-            with suppress(OSError):  # it has just ended
+            try:
                 socket.send_fds(link, [json.dumps(words).encode()], list(fds))
+            except ConnectionError:  # it has just ended
+                return
+            except OSError as error:
+                raise LaunchError(
+                    f"What islands bring cannot be passed on to rank {rank} ({error.strerror}): "
+                    f"{TOO_MANY}"
+                ) from None

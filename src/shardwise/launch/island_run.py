@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import resource
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -18,12 +20,24 @@ from shardwise.launch.island_supervisor import IslandSupervisor
 from shardwise.launch.island_workers import IslandWorkers
 from shardwise.launch.job import Job
 from shardwise.launch.orphan_reaper import OrphanReaper
-from shardwise.launch.restarts import Ending
+from shardwise.launch.restarts import Ending, Restarts
 from shardwise.launch.signals import Signals
 
+MOST = 253
+"""So many files Linux passes on in one message (SCM_MAX_FD)."""
 
-def once(job: Job, command: tuple[str, ...], console: Console, signals: Signals) -> Ending:
-    """Start all islands, and watch them to the end of the run."""
+FILES_OF_A_RANK = 8
+"""That the launcher holds open of each: its link, what it brought, its output and log."""
+
+FILES = 64
+"""That it holds open besides."""
+
+
+def once(
+    job: Job, command: tuple[str, ...], console: Console, signals: Signals, restarts: Restarts
+) -> Ending:
+    """Start all islands, and watch them to the end of the run; islands that are started again count
+    among `restarts`."""
     address = LOOPBACK if job.interface is None else network.address_of_interface(job.interface)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
     size = job.size // job.elastic_islands
@@ -36,7 +50,7 @@ def once(job: Job, command: tuple[str, ...], console: Console, signals: Signals)
             joins=job.joins,
             count=job.elastic_islands,
             size=size,
-            returns=job.restarts,
+            restarts=restarts,
         )
         sinks = supervisor.hear, supervisor.left, supervisor.saves_first
         numbers = count()
@@ -60,7 +74,11 @@ def once(job: Job, command: tuple[str, ...], console: Console, signals: Signals)
                     link=supervisor.hub.open,
                     returns=returns,
                 )
-                workers.start(meeting)
+                try:
+                    workers.start(meeting)
+                except BaseException:  # not all of its ranks run, which would wait for each other
+                    workers.give_up()
+                    raise
             return workers
 
         with closing(supervisor):
@@ -83,6 +101,11 @@ def checked(size: int, settings: Mapping[str, str]) -> int:
             f"--elastic-islands with --islands {text}: say how many islands there are, 2 or more, "
             "such as --islands 2."
         ) from None
+    if islands > MOST:
+        raise LaunchError(
+            f"--elastic-islands with --islands {islands}: no more than {MOST} islands, of which an "
+            "exchange passes on a file each, since Linux takes no more at once."
+        )
     if size % islands:
         raise LaunchError(
             f"--islands {islands} does not divide {size} workers: islands are of one size."
@@ -91,4 +114,20 @@ def checked(size: int, settings: Mapping[str, str]) -> int:
         value = settings.get(name, is_off)
         if value != is_off:
             raise LaunchError(BESIDE_ELASTIC.format(given=f"--{name} {value}"))
+    _allow_files(size, islands)
     return islands
+
+
+def _allow_files(size: int, islands: int) -> None:
+    """See to it that an exchange may pass on all files at once. Raises LaunchError."""
+    needed = size * (islands - 1 + FILES_OF_A_RANK) + FILES
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)
+    if soft >= needed:
+        return
+    if hard < needed:
+        raise LaunchError(
+            f"--islands {islands} of {size} workers with --elastic-islands takes {needed} open "
+            f"files, and {hard} are allowed here: raise that by `ulimit -n`, or take fewer islands."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, limits[1]))

@@ -22,7 +22,7 @@ from shardwise.launch.island_hub import IslandHub
 from shardwise.launch.island_membership import Membership
 from shardwise.launch.island_workers import IslandWorkers
 from shardwise.launch.local_workers import RankExit
-from shardwise.launch.restarts import STUCK, Ending
+from shardwise.launch.restarts import STUCK, Ending, Restarts
 from shardwise.launch.supervisor import SETTLE, UNEXPLAINED, Supervisor
 
 NEVER = math.inf
@@ -33,13 +33,13 @@ Start = Callable[[int, bool], IslandWorkers]
 
 class IslandSupervisor(Supervisor):
     """The ranks of `count` islands of `size` ranks each, of which one may end and the others go on;
-    `returns` is how often one is started again, all together."""
+    `restarts` says how often one is started again, and counts it."""
 
-    def __init__(self, *given: Any, count: int, size: int, returns: int, **more: Any) -> None:
+    def __init__(self, *given: Any, count: int, size: int, restarts: Restarts, **more: Any) -> None:
         super().__init__(*given, **more)
         self.hub = IslandHub(Membership(count=count, size=size), self.selector, self._exchanged)
         self._size = size
-        self._returns, self._started_again = returns, 0
+        self._restarts = restarts
         self.islands: list[IslandWorkers] = []
         self._failing: dict[int, float] = {}
         """By island that fails: when its other ranks are ended."""
@@ -75,8 +75,9 @@ class IslandSupervisor(Supervisor):
 
     @property
     def _away(self) -> set[int]:
-        """The islands that have failed, and do not take part again yet."""
-        return set(self._failures) - set(self._membership.members)
+        """The islands that have failed, and have not taken part since: one that was let in may
+        still load."""
+        return set(self._failures)
 
     def turn(self, limit: float | None = None) -> None:
         """The same; islands that have failed are ended at their time."""
@@ -152,6 +153,7 @@ class IslandSupervisor(Supervisor):
         del self._failing[island]
         workers = self.islands[island]
         workers.end()  # what its ranks have started
+        workers.release()
         if island in self._unneeded or self._asked is not None or self._stopping:
             return
         others = [each for each in self._membership.members if each not in self._failing]
@@ -183,20 +185,20 @@ class IslandSupervisor(Supervisor):
             return False, "It does not come back: the script calls no engine.resume(folder)."
         if self._tries[island] == STUCK:
             return False, f"It does not come back: it has failed {STUCK} times on its way."
-        if self._started_again == self._returns:
-            often = f"--restarts {self._returns} allows no more"
+        if self._restarts.is_spent:
+            often = f"--restarts {self._restarts.allowed} allows no more"
             return False, f"It does not come back: {often}."
-        number = self._started_again + 1
-        return True, f"Starting it again, {number} of {self._returns}."
+        return True, f"Starting it again, {self._restarts.number} of {self._restarts.allowed}."
 
     def _start_again(self, island: int) -> None:
-        self._started_again += 1
+        self._restarts.island_started()
         self._tries[island] += 1
         try:
             workers = self._start(island, True)
-        except LaunchError as error:
+        except (LaunchError, OSError) as error:
             self.say(f"shardwise: island {island} cannot start again. {error}\n")
             return
+        self.islands[island].release()
         self.ended.append(self.islands[island])
         self.islands[island] = workers
         self._running.update(self._membership.ranks(island))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,16 @@ class IslandWorkers(LocalWorkers):
     def end(self) -> None:
         """End all that is left of the ranks, at once."""
         self.send_signal(signal.SIGKILL)
+
+    def give_up(self) -> None:
+        """End the ranks of a start that failed, of which nobody is to hear."""
+        self.end()
+        for worker in self._workers:
+            while not worker.reap(stopped=True):
+                time.sleep(0.01)
+            for source in worker.sources:
+                source.drain()
+        self.release()
 
     @property
     def step(self) -> int:

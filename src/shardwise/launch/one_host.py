@@ -22,11 +22,12 @@ def run(job: Job) -> int:
     command = program.command(job.words[0], job.words[1:], module=job.module)
     console = job.console(os.environ)
     with Signals() as signals:
-        once = partial(
-            island_run.once if job.elastic_islands else _once, job, command, console, signals
-        )
+        allowed = restarts.Restarts(job.restarts)
+        once = partial(_once, job, command, console, signals)
+        if job.elastic_islands:
+            once = partial(island_run.once, job, command, console, signals, allowed)
         try:
-            return restarts.repeated(job.restarts, once, console.say)
+            return restarts.repeated(allowed, once, console.say)
         finally:
             (private_files.folder_path() / private_files.commit_file(job.run)).unlink(
                 missing_ok=True

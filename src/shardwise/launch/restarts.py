@@ -33,36 +33,51 @@ class Ending:
 
 
 class Restarts:
-    """Counts what has failed; `allowed` is how often a run starts again. Pure."""
+    """Counts what has failed; `allowed` is how often a run starts again, or an island of it.
+    Pure."""
 
     def __init__(self, allowed: int) -> None:
-        self._allowed = allowed
+        self.allowed = allowed
         self._failures: list[tuple[int, int]] = []
+        self._islands = 0
+
+    @property
+    def number(self) -> int:
+        """The one that is next, counted from 1."""
+        return len(self._failures) + self._islands + 1
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is started again any more."""
+        return self.number > self.allowed
+
+    def island_started(self) -> None:
+        """An island was started again, while the others went on."""
+        self._islands += 1
 
     def after(self, failure: Failure) -> tuple[bool, str]:
         """Whether to start again, and what to say of it, a line or nothing."""
         progress = failure.progress or Progress(step=0, kept=0)
+        number, is_spent = self.number, self.is_spent
         self._failures.append((progress.step, progress.kept))
-        number = len(self._failures)
-        if self._allowed == 0:
+        if self.allowed == 0:
             return False, ""
         if self._failures[-STUCK:] == [self._failures[-1]] * STUCK:
             return False, (
                 f"\nshardwise: {STUCK} failures in a row {_where(progress)}, and no newer "
                 "checkpoint in between: not starting again.\n"
             )
-        if number > self._allowed:
-            times = "once" if self._allowed == 1 else f"{self._allowed} times"
+        if is_spent:
+            times = "once" if self.allowed == 1 else f"{self.allowed} times"
             return False, f"\nshardwise: it was started again {times}, and no more.\n"
         return True, (
             f"shardwise: {failure.what} {_where(progress)} ({failure.why}). Starting again, "
-            f"{number} of {self._allowed}, {_from(progress)}.\n"
+            f"{number} of {self.allowed}, {_from(progress)}.\n"
         )
 
 
-def repeated(allowed: int, once: Callable[[], Ending], say: Callable[[str], None]) -> int:
-    """Run `once`, again and again while that is `allowed`, and return the exit code."""
-    restarts = Restarts(allowed)
+def repeated(restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]) -> int:
+    """Run `once`, again and again while `restarts` allows it, and return the exit code."""
     ending = once()
     while ending.failure is not None:
         again, line = restarts.after(ending.failure)

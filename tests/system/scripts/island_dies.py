@@ -15,6 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine import save_tensors
+from shardwise.engine.checkpoint_loader import CheckpointLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
@@ -26,6 +27,8 @@ parser.add_argument("--in-save", action="store_true", help="it dies while it wri
 parser.add_argument("--hold", type=int, default=0, help="a step at which who died is waited for")
 parser.add_argument("--save", type=int, default=1000, help="every so many steps")
 parser.add_argument("--measure", action="store_true", help="the loss over all ranks, each step")
+parser.add_argument("--common", action="store_true", help="draw alike, and broadcast, each step")
+parser.add_argument("--slow-load", type=float, default=0.0, help="seconds of who comes back")
 args = parser.parse_args()
 
 world = sw.init(seed=0, device="cpu", quiet=True)
@@ -39,6 +42,17 @@ loader = sw.Loader(list(rows), 8)
 engine.track(loader=loader, scheduler=scheduler)
 if world.collectives.is_outside:
     (args.folder / "comes back").touch()
+
+
+def load(*given: Any, **more: Any) -> Any:
+    """Load a checkpoint, slowly where that is asked for."""
+    if args.slow_load and world.collectives.is_outside:
+        print("loads", flush=True)
+        time.sleep(args.slow_load)
+    return plain_load(*given, **more)
+
+
+plain_load, CheckpointLoader.load = CheckpointLoader.load, load
 engine.resume(args.folder)
 print(f"start {engine.steps}", flush=True)
 
@@ -77,11 +91,20 @@ def hold() -> None:
     time.sleep(0.5 if args.hold and engine.steps == args.hold else args.pause)
 
 
+def share_something() -> None:
+    """Draw what all draw, and let all have what rank 0 has."""
+    with world.alike():
+        drawn = torch.rand(1).item()
+    assert world.broadcast_object((engine.steps, drawn)) == (engine.steps, drawn)
+
+
 metrics = sw.Metrics()
 for _ in loader.epochs(args.epochs):
     for x in loader:
         if not args.in_save:
             dies()
+        if args.common:
+            share_something()
         loss = (model(x) - x[:, :3].sin()).square().mean()
         engine.backward(loss)
         stats = engine.step()

@@ -30,7 +30,7 @@ def run(job: Job, options: SshOptions) -> int:
     console = job.console(os.environ)
     with Signals() as signals:
         once = partial(_once, job, options, console, signals)
-        return restarts.repeated(job.restarts, once, console.say)
+        return restarts.repeated(restarts.Restarts(job.restarts), once, console.say)
 
 
 def _once(job: Job, options: SshOptions, console: Console, signals: Signals) -> Ending:
