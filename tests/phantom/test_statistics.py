@@ -66,6 +66,31 @@ def test_uses_that_are_not_those_of_the_other_ranks_are_refused(phantom, orders,
     assert all("one order" in said for said in phantom(len(orders), refused, orders, losses))
 
 
+def refused_without_step(world, how, folder):
+    """What `how` says of forwards in other orders, which no step has followed."""
+    world.engines = 0
+    torch.manual_seed(0)
+    model = Crossed().to(world.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = sw.Engine(model, optimizer, sync_batch_norm=True)
+    said = ""
+    try:
+        engine.backward(model(torch.randn(4, 6, device=world.device), (0, 1)).square().mean())
+        engine.step()
+        model(torch.randn(4, 6, device=world.device), [(0, 1), (1, 0)][world.rank])
+        engine.save(folder) if how == "save" else engine.export(folder / "whole.safetensors")
+    except OrderError as error:
+        said = str(error)
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("how", ["save", "export"])
+def test_forwards_in_disorder_are_refused_before_their_statistics_are_kept(phantom, how, tmp_path):
+    assert all("one order" in said for said in phantom(2, refused_without_step, how, tmp_path))
+    assert not list(tmp_path.glob("*.safetensors")) + list(tmp_path.glob("step-*"))
+
+
 def test_uses_that_are_alike_are_not(phantom):
     orders = [[(0, 1, 0), (1,)]] * 2
     assert phantom(2, refused, orders, (0, 0)) == ["", ""]

@@ -1,5 +1,6 @@
 """Writes that would be lost: into parameters that are sharded, at rest or in a forward."""
 
+import pytest
 import torch
 
 import shardwise as sw
@@ -80,6 +81,28 @@ def begun_late(world):
         except BrokenView as error:
             return step, str(error), dict(Device.order.synchronisations)
     return None
+
+
+def written_last(world, how):
+    """What `how` says of a write in the last step, which is looked at when no gather follows."""
+    model, engine = started(world, Halving)
+    looked = lost_writes.INTERVAL - 1
+    for step in range(looked // 2 + 1):
+        model.writes = step == looked // 2
+        trained(world, model, engine, step)
+    said = ""
+    try:
+        getattr(engine, how)()
+    except BrokenView as error:
+        said = str(error)
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("how", ["model_state_dict", "optimizer_state_dict", "close"])
+def test_a_write_in_the_last_forward_is_told_before_the_states_are_read(phantom, how):
+    for said in phantom(2, written_last, how):
+        assert "head.weight was written while sharded" in said
 
 
 def test_a_write_in_forward_that_begins_late_is_found_and_nobody_waits_for_that(phantom):

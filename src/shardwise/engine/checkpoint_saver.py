@@ -64,7 +64,7 @@ class CheckpointSaver:
         if keep is not None and keep < 1:
             raise UsageError(f"keep takes how many checkpoints to keep, 1 or more, not {keep}.")
         self.wait()
-        self._spec.gather_order.check()  # of forwards that no step has followed
+        self._objects.check_passes()
         self._objects.look_for_changes()
         for line in self._tracked.lacks(
             self._spec.optimizers, self._world.current_batch.training_streams()

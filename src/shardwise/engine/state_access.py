@@ -122,11 +122,13 @@ class StateAccess:
     def export(self, path: str | PathLike[str], model: nn.Module | None) -> None:
         """See Engine.export."""
         if not self._state.world.settings.trial:
+            self._state.objects.check_passes()
             with self._common():
                 whole_tensors.export(self._state.spec, self._state.states, path, model)
 
     def model_state_dict(self, model: nn.Module | None) -> dict[str, Any]:
         """See Engine.model_state_dict."""
+        self._state.objects.check_passes()
         with self._common():
             return whole_tensors.model_state_dict(self._state.spec, self._state.states, model)
 
@@ -137,6 +139,7 @@ class StateAccess:
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None) -> dict[str, Any]:
         """See Engine.optimizer_state_dict."""
         state = self._state
+        state.objects.check_passes()
         return plain_state_dict.make(state.spec, state.states, optimizer)
 
     def load_optimizer_state_dict(

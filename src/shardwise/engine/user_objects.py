@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Set
 from typing import Any
 from weakref import WeakMethod, WeakSet
@@ -245,6 +246,14 @@ class UserObjects:
         self._prepare_modules()
         self.buffers.meet(self._synchronised)
 
+    def check_passes(self) -> None:
+        """Raise for what was wrong in forwards that no step may follow any more: exchanges in
+        disorder, on all ranks alike, and writes that reach no shard."""
+        self.spec.gather_order.check()
+        if self.states.shown is not None:
+            self.states.shown.residency.finish_checks()
+            self.states.parameters.check()
+
     def look_for_changes(self) -> None:
         """Follow what user code did since the last call: replace, write or add parameters."""
         states = self.states
@@ -347,7 +356,18 @@ class UserObjects:
 
     def end(self) -> None:
         """Give everything back as it was, trained; of islands what they last had in common.
-        Collective."""
+        Collective.
+
+        Raises afterwards as `check_passes`, unless this is on the way out of another error.
+        """
+        fails = sys.exc_info()[0] is not None
+        try:
+            if not fails:
+                self.check_passes()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         island_states.rest_on_anchor(self.states.islands)
         build.take_apart(self.spec, self.states)
         self._reassemble_models()

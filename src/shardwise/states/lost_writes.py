@@ -45,8 +45,7 @@ class LostWrites:
     def begin(self, bucket: ShardedBucket, flat: Tensor) -> None:
         """`bucket` is shown, whole in `flat`."""
         while self._coming and self._coming[0].event.query():
-            come = self._coming.popleft()
-            self._tell(come.bucket, come.differ.tolist())
+            self._tell_first()
         gathers = self._gathers[bucket] = self._gathers.get(bucket, 0) + 1
         if gathers <= FIRST or gathers % INTERVAL == 0:
             self._before[bucket] = _sums(bucket, flat)
@@ -66,6 +65,17 @@ class LostWrites:
         for slot, differs in zip(bucket.layout.slots, differ, strict=True):
             if differs:
                 self._found(slot.parameter)
+
+    def finish(self) -> None:
+        """Wait for what has not come to the host yet: no gather may follow that would look."""
+        while self._coming:
+            if not self._coming[0].event.query():
+                self._coming[0].event.synchronize()
+            self._tell_first()
+
+    def _tell_first(self) -> None:
+        come = self._coming.popleft()
+        self._tell(come.bucket, come.differ.tolist())
 
     def forget(self) -> None:
         """Those that may write, the optimizer or a block that is there for it, have written."""

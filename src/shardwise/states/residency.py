@@ -247,6 +247,10 @@ class Residency:
                 self._whole.end_own(number, here=here)
             self._whole.allow_writes(False)
 
+    def finish_checks(self) -> None:
+        """Wait until it is known of all passes so far whether anything was written in them."""
+        self._whole.finish_checks()
+
     @property
     def in_block(self) -> bool:
         """Whether a block of the user's has units whole now."""

@@ -160,6 +160,10 @@ class WholeUnits:
         if unit.always:
             self.show(number)
 
+    def finish_checks(self) -> None:
+        """Wait until it is known of all passes so far whether anything was written in them."""
+        self._writes.finish()
+
     def forget_writes(self) -> None:
         """Those that may write, the optimizer or a block that is there for it, have written."""
         self._writes.forget()
