@@ -106,6 +106,9 @@ def parity_case(world, zero, accumulation, max_norm):
     if world.is_main:
         for name, value in weights.items():
             assert torch.allclose(state[name], value, rtol=1e-8, atol=1e-10), name
+    whole = engine.optimizer_state_dict()
+    assert whole["state"][0]["exp_avg"].shape == next(iter(weights.values())).shape
+    engine.load_optimizer_state_dict(whole)
     close(engine, world)
 
 

@@ -158,6 +158,18 @@ class Configured(nn.Module):
         """Whether forwards run in autocast."""
         return self._precision().endswith("-mixed") and "torch_autocast.enabled" in self.config
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether `step` updates only in the last micro-batch."""
+        return self._job.manages_accumulation
+
+    def dataloader_drop_last(self) -> bool:
+        """Whether the last short batch of `training_data` is left out."""
+        return self._job.drop_last
+
+    def get_data_parallel_rank(self) -> int:
+        """The replica that this worker is of, from 0."""
+        return self.world.data_rank
+
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage of the placement."""
         engine = self._trained.engine

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 import shardwise as sw
 from shardwise.config.deepspeed import Batches, Job
@@ -233,6 +233,18 @@ class DeepSpeedEngine(Configured):
         frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
         drop = frozen if exclude_frozen_parameters else set()
         return {name: value for name, value in found.items() if name not in drop}
+
+    def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
+        """The state_dict that the optimizer would have in one process, whole on every worker; where
+        states are sharded `optimizer.state_dict()` cannot give it. Collective."""
+        return self._engine("optimizer_state_dict").optimizer_state_dict(optimizer)
+
+    def load_optimizer_state_dict(
+        self, state: dict[str, Any] | None, optimizer: optim.Optimizer | None = None
+    ) -> None:
+        """Let the optimizer go on from `state`, whole, of a plain one; the main worker's counts.
+        Collective."""
+        self._engine("load_optimizer_state_dict").load_optimizer_state_dict(state, optimizer)
 
     def save_16bit_model(
         self,

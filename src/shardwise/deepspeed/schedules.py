@@ -7,6 +7,7 @@ approach to neural network hyper-parameters: Part 1"; the figures are DeepSpeed 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -340,11 +341,15 @@ def _warmup_steps(count: Any) -> int:
 
 
 def _warmup_type(kind: str) -> str:
-    if kind not in ("log", "linear"):
-        raise BadSchedule(f"warmup_type is log or linear, not {kind!r}.")
-    return kind
+    if kind in ("log", "linear"):
+        return kind
+    warnings.warn(f"warmup_type is log or linear, not {kind!r}: taken as log.", stacklevel=4)
+    return "log"
 
 
 BY_NAME = {
     each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+
+VALID_LR_SCHEDULES = list(BY_NAME)
+"""Their names, where scripts look for them."""
