@@ -26,9 +26,18 @@ def shortened(text: str) -> str:
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...{word[0][-50:]}", text)
 
 
+BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+"""Units and their bytes, the largest first."""
+
+
 def in_bytes(number: int) -> str:
     """Bytes: 1.6 GB."""
-    return _scaled(number, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), " ") or f"{number} B"
+    return _scaled(number, BYTES, " ") or f"{number} B"
+
+
+def byte_unit(largest: int) -> tuple[str, float]:
+    """The unit in which bytes up to `largest` are drawn, and how many bytes it has."""
+    return next((unit for unit in BYTES if largest >= unit[1]), ("B", 1.0))
 
 
 def in_short(number: int) -> str:

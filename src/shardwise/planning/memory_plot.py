@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 
 from shardwise.planning.memory import KINDS, MemoryPlan
 from shardwise.plot_look import GREY, INK
-from shardwise.printable import in_bytes
+from shardwise.printable import byte_unit, in_bytes
 
 COLORS = (
     "#2563a8", "#3a9aa8", "#8a4fb0", "#8d99ae", "#b8a999", "#6cc795", "#2f8f5b", "#7a6a5c",
     "#22272e", "#f0915f", "#d9622b", "#e0a458", "#c23b6b",
 )  # fmt: skip
 """A color for each kind, in the order of KINDS."""
-
-GB = 1e9
 
 COLUMNS = 500
 """Places of a picture's width: of more operations, the one with the most bytes of each place."""
@@ -38,8 +36,9 @@ class DrawnMemory:
 def draw_memory(figure: Any, placements: Sequence[DrawnMemory]) -> None:
     """A panel for each of `placements`, on an empty figure of matplotlib."""
     axes = figure.subplots(len(placements), 1, squeeze=False)[:, 0]
+    unit = byte_unit(max(each.memory.peak for each in placements))
     for axis, each in zip(axes, placements, strict=True):
-        _panel(axis, each)
+        _panel(axis, each, *unit)
     axes[-1].set_xlabel("operations of a micro-batch: forward, then backward; the update last")
     names: dict[str, Any] = {}
     for axis in axes:
@@ -51,19 +50,21 @@ def draw_memory(figure: Any, placements: Sequence[DrawnMemory]) -> None:
     )
 
 
-def _panel(axis: Any, drawn: DrawnMemory) -> None:
+def _panel(axis: Any, drawn: DrawnMemory, unit: str, size: float) -> None:
     memory = drawn.memory
     shown = most_of_each(memory.curve, COLUMNS)
     kinds = [kind for kind in KINDS if memory.parts[kind].any()]
     colors = [COLORS[KINDS.index(kind)] for kind in kinds]
-    stacked = [memory.parts[kind][shown] / GB for kind in kinds]
+    stacked = [memory.parts[kind][shown] / size for kind in kinds]
     axis.stackplot(shown, stacked, labels=kinds, colors=colors, linewidth=0)
     axis.axvline(memory.backward, color=GREY, linestyle=":", linewidth=1)
-    top = max(memory.peak, int(memory.curve.max())) / GB
-    if drawn.capacity / GB < 4 * top:  # else it would press all else to the floor
-        axis.axhline(drawn.capacity / GB, color=INK, linestyle="--", linewidth=1, label="there is")
+    top = max(memory.peak, int(memory.curve.max())) / size
+    if drawn.capacity / size < 4 * top:  # else it would press all else to the floor
+        axis.axhline(
+            drawn.capacity / size, color=INK, linestyle="--", linewidth=1, label="there is"
+        )
     axis.set_title(f"{drawn.label}: {in_bytes(memory.peak)}")
-    axis.set_ylabel("GB per device")
+    axis.set_ylabel(f"{unit} per device")
     axis.margins(x=0)
 
 

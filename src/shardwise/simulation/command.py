@@ -170,9 +170,10 @@ def _progress(asked: Asked, model: RunModel) -> Iterator[Any]:
     """Show how many trials are made; yields what to call after each."""
     searched = len(FACTORS) * SEARCH_TRIALS if asked.save_every is None else 0
     models = 1 + (model.islands > 1)
+    pilot = SEARCH_TRIALS if searched and model.islands > 1 else 0
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("simulated runs", total=models * (searched + asked.trials))
+        task = bar.add_task("simulated runs", total=models * (searched + asked.trials) + pilot)
         yield lambda: bar.advance(task)
 
 

@@ -92,13 +92,15 @@ def run_trial(model: RunModel, seed: int) -> Outcome:
     return Trial(model, seed).run()
 
 
-def stops_per_second(model: RunModel, trials: int, seed: int) -> float:
+def stops_per_second(
+    model: RunModel, trials: int, seed: int, tick: Callable[[], None] = lambda: None
+) -> float:
     """How often a failure leaves nothing of the run going on: without islands each does, of islands
     it is counted in so many trials, in which intervals matter little."""
     if model.islands == 1:
         return model.failure_rate
     pilot = replace(model, interval=in_rounds(model.work / BINS, model))
-    return simulate(pilot, trials, seed).stop_rate
+    return simulate(pilot, trials, seed, tick).stop_rate
 
 
 def intervals_around(model: RunModel, rate: float) -> list[float]:
@@ -122,7 +124,7 @@ def best_interval(
 ) -> tuple[float, list[tuple[float, Band]]]:
     """The interval with the best mean goodput, seconds of work, and the goodput of each tried."""
     found = []
-    for interval in intervals_around(model, stops_per_second(model, trials, seed)):
+    for interval in intervals_around(model, stops_per_second(model, trials, seed, tick)):
         made = simulate(replace(model, interval=interval), trials, seed, tick)
         found.append((interval, made.goodput))
     return max(found, key=lambda each: each[1].mean)[0], found
