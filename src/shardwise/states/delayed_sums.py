@@ -98,6 +98,8 @@ class DelayedSums:
         """How many updates have been made since there are these states."""
         self._sent = 0
         """How many times sums have been sent."""
+        self._told = 0
+        """Bytes of the reports beside."""
         _await_later(self)
 
     def _room(self, factory: StorageFactory) -> list[Storage]:
@@ -134,10 +136,15 @@ class DelayedSums:
         packed = [
             self._packed(index, factor, lost) if counts else self._none(index) for index in parts
         ]
-        sums: list[Message | Tensor] = [send(self._peers, part) for part in packed]
-        self._sent += 1
         told = report.view(torch.uint8).to(self._peers.small_device)
-        self.flights.append(Flight(step, send(self._peers, told), sums, lost))
+        self._launch(packed, told, Flight(step, [], [], lost))
+
+    def _launch(self, packed: list[Tensor], told: Tensor, flight: Flight) -> None:
+        """Let the parts of a `flight`, and what is told beside, go on their way."""
+        flight.sums = [send(self._peers, part) for part in packed]
+        flight.report = send(self._peers, told)
+        self.flights.append(flight)
+        self._sent, self._told = self._sent + 1, told.numel()
 
     def _drop_unmade(self, step: int) -> None:
         """Forget what an earlier beginning of `step` has sent: it was abandoned."""
@@ -246,17 +253,21 @@ class DelayedSums:
 
         Raises UsageError, on all of them, where islands have not sent as many steps.
         """
-        sent = self._run.gather_plain(self._sent)
+        counts = self._run.gather_plain([self._sent, self._told])
+        sent = [count for count, _ in counts]
+        while self._sent < max(sent):  # those who have sent more wait for as much
+            nothing = [self._none(index) for index in range(len(self.parts))]
+            told = torch.zeros(max(told for _, told in counts), dtype=torch.uint8)
+            self._launch(nothing, told.to(self._peers.small_device), Flight(0, [], []))
+        while self.flights:
+            self.flights.popleft().wait()
         if len(set(sent)) > 1:
-            self.flights.clear()  # what is missing does not come: nobody waits for it
             most, least = sent.index(max(sent)), sent.index(min(sent))
             raise UsageError(
                 f"Rank {most} has sent gradients {max(sent)} times, and rank {least} "
                 f"{min(sent)} times: those of the same steps of all islands are added. Let all "
                 "make as many steps, and begin a step anew on all or on none."
             )
-        while self.flights:
-            self.flights.popleft().wait()
 
     def restart(self) -> None:
         """Begin anew: nothing was sent, nothing was lost. Called by all islands alike."""
