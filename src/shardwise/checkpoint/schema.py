@@ -152,7 +152,7 @@ _ISLAND = _record(
 )
 
 _WAITING = _record(
-    {"step": _count, "reports": _list_of(_list_of(plain_value)), "used": _list_of(_text)}
+    {"step": _count, "reports": _list_of(_map_of(plain_value)), "used": _list_of(_text)}
 )
 _BEHIND = _record({"islands": _count, "updates": _count, "waiting": _list_of(_WAITING)})
 
