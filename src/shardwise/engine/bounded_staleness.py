@@ -119,7 +119,7 @@ class BoundedStaleness:
         if not theirs.weight:
             return theirs
         if not math.isfinite(theirs.squared_norm):
-            sums.spoil()
+            sums.spoil(used)
             return theirs
         # Before the sums come to rest: in their units, which are alike on all islands.
         self._state.weighting.follow_step(theirs)

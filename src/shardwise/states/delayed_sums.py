@@ -17,6 +17,7 @@ import atexit
 import sys
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -232,10 +233,15 @@ class DelayedSums:
             )
         self._gradients.norm.renew(range(len(self._buckets)))
 
-    def spoil(self) -> None:
-        """Let the gradients be NaN, as those of a step are that is not finite."""
+    def spoil(self, used: Sequence[bool]) -> None:
+        """Let the gradients of parameters that are `used` be NaN, as in any step that is not
+        finite, and the others zero."""
         for bucket in self._buckets:
-            bucket.reduced.store(torch.full_like(bucket.reduced.loaded(), torch.nan))
+            sums = torch.zeros_like(bucket.reduced.loaded())
+            for piece in bucket.layout.pieces(*bucket.own):
+                if used[piece.parameter]:
+                    sums[piece.start - bucket.own[0] : piece.end - bucket.own[0]] = torch.nan
+            bucket.reduced.store(sums)
         self._gradients.norm.renew(range(len(self._buckets)))
 
     def whole(self, index: int, part: Tensor) -> Tensor:
