@@ -155,21 +155,19 @@ def _on_all(world, test, arguments):
     except BaseException as error:
         fault = error
     found = world.gather(None if fault is None else f"{type(fault).__name__}: {fault}")
+    # Each of their tests has processes of its own, whose engines end with them. Those of a test that
+    # failed are freed when its traceback is, on each rank at another time: nobody closes them later.
+    from deepspeed.runtime import engine
+
+    engines = [made() for made in engine._made]
+    engine._made.clear()
     if fault is not None:
         raise fault
     if any(found):
         raise AssertionError(f"on another rank {next(each for each in found if each)}")
-    _close_engines()
-
-
-def _close_engines():
-    # Each of their tests has processes of its own, whose engines end with them.
-    from deepspeed.runtime import engine
-
-    for each in [made() for made in engine._made]:
+    for each in engines:
         if each is not None:
             each.destroy()
-    engine._made.clear()
 """
 
 
