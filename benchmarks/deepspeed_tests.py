@@ -155,8 +155,8 @@ def _on_all(world, test, arguments):
     except BaseException as error:
         fault = error
     found = world.gather(None if fault is None else f"{type(fault).__name__}: {fault}")
-    # Each of their tests has processes of its own, whose engines end with them. Those of a test that
-    # failed are freed when its traceback is, on each rank at another time: nobody closes them later.
+    # Each of their tests has processes of its own, whose engines end with them. Those of a test
+    # that failed are freed with its traceback, on each rank at another time: nobody closes them.
     from deepspeed.runtime import engine
 
     engines = [made() for made in engine._made]

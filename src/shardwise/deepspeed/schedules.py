@@ -272,6 +272,11 @@ class OneCycle(Schedule):
         """Steps of the whole cycle."""
         return sum(self._halves)
 
+    @property
+    def step_ratio(self) -> float:
+        """The share of the first half in the cycle's steps."""
+        return self._halves[0] / self.total_size
+
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Count a step, or go to `last_batch_iteration`, and set rates and betas."""
         super().step(last_batch_iteration)
