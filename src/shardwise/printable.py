@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+from collections.abc import Iterable
 
 
 def printable(value: object) -> str:
     """`value` with each character that a terminal would obey, rather than show, as Python writes
     it in a string: names of files, hosts and tensors can be anything. Lines stay lines."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(value))
+
+
+def in_shell(words: Iterable[str]) -> str:
+    """`words` as they are typed in bash, on one line and safe to print: one with characters that a
+    terminal would obey is written by bytes, as $'a\\x0ab'."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    if word.isprintable():
+        return shlex.quote(word)
+    return f"$'{''.join(map(_ansi_c, word))}'"
+
+
+def _ansi_c(char: str) -> str:
+    """A character inside of bash's $'...'."""
+    if char in "'\\":
+        return f"\\{char}"
+    return char if char.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
 def from_here(file: str) -> str:

@@ -13,6 +13,7 @@ from shardwise.launch.ssh import command
 from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.worker import WorkerStreams
 from shardwise.launch.worker_output import WorkerOutput, open_logs
+from shardwise.printable import in_shell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +129,9 @@ def dry_run_words(job: Job, options: SshOptions, here: Sequence[Share]) -> str:
         f"{job.size} rank{'s' * (job.size > 1)} on {hosts} host{'s' * (hosts > 1)}; "
         f"rank 0 listens on {job.shares[0].host.name}, on {listens}{by}",
         *(f"  {name:<{widths[0]}}  {ranks:<{widths[1]}}  {how}" for name, ranks, how in rows),
-        f"each rank: {shlex.join(_program_words(job, options))}",
+        f"each rank: {in_shell(_program_words(job, options))}",
         f"in folder: {options.folder}",
-        f"settings: {shlex.join(f'{name}={value}' for name, value in job.flags.items()) or 'none'}",
+        f"settings: {in_shell(f'{name}={value}' for name, value in job.flags.items()) or 'none'}",
     ]
     if job.passed:
         lines.append(f"variables passed on: {', '.join(sorted(job.passed))}")

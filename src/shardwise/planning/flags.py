@@ -1,7 +1,9 @@
 """Defines the command `shardwise plan`: its flags, and what they ask for; starts without torch."""
 
+import json
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +185,9 @@ def _plan(
         raise LaunchError("On what? For example: shardwise plan --on 8xH100 train.py")
     if tokens is None and (within is not None or budget is not None):
         raise LaunchError("--within and --budget need --tokens N: how much there is to train on.")
+    _check_outputs(json_file, page)
     if hf is not None:
-        if not hf.is_file():
-            raise LaunchError(f"--hf {hf}: there is no such file; it takes a config.json.")
+        _check_configuration(hf)
         words, module = (MODEL, str(hf), *words), True
     if not words:
         raise LaunchError(EMPTY)
@@ -213,6 +215,46 @@ def _plan(
         page=None if page is None else Path(page),
     )
     return target.show_plan(request)  # type: ignore[no-any-return]
+
+
+def _check_outputs(json_file: Path | None, page: str | None) -> None:
+    """Raise LaunchError, before a script is observed, where what is found could not be written."""
+    if json_file is not None and json_file.is_dir():
+        raise LaunchError(f"--json {json_file} is a folder: name a file in it.")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise LaunchError(
+            f"--json {json_file}: there is no folder {json_file.parent}: make it first."
+        )
+    if page is None:
+        return
+    if Path(page).exists() and not Path(page).is_dir():
+        raise LaunchError(f"--page {page} is a file: name a folder for the page and its pictures.")
+    for package in ("matplotlib", "jinja2"):
+        if find_spec(package) is None:
+            raise LaunchError(
+                f"--page needs {package}, which is not installed: pip install 'shardwise[scale]'"
+            )
+
+
+def _check_configuration(file: Path) -> None:
+    """Raise LaunchError for a file that is no configuration of a model of transformers."""
+    if not file.is_file():
+        raise LaunchError(f"--hf {file}: there is no such file; it takes a config.json.")
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise LaunchError(
+            f"--hf {file} is not JSON ({error}); it takes a config.json of transformers."
+        ) from None
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise LaunchError(
+            f"--hf {file} has no model_type, so it is no configuration of transformers: take the "
+            "config.json that lies beside a model's weights."
+        )
+    if find_spec("transformers") is None:
+        raise LaunchError(
+            "--hf needs transformers, which is not installed: pip install 'shardwise[transformers]'"
+        )
 
 
 def _refuse_islands(islands: str) -> None:

@@ -223,10 +223,11 @@ def _widened(layout: StateLayout, rank: int) -> int:
 def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
     """Buffers in which sharded gradients are collected and sent: each as long as the longest. Where
     ranks share memory, what a rank sums itself goes past the buffer into its part at once, so that
-    no page of that is ever touched."""
+    no page of that is ever touched; but a part that rests on a disk is summed in the buffer."""
     if not layout.row.is_sharded("gradients"):
         return 0
-    sent = layout.ranks - 1 if hardware.shares else layout.ranks
+    passes_by = hardware.shares and layout.row.tier("gradients").kind != "nvme"
+    sent = layout.ranks - 1 if passes_by else layout.ranks
     longest: dict[str, int] = {}
     counts: dict[str, int] = defaultdict(int)
     for bucket in layout.buckets:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise import plot_look
-from shardwise.errors import LaunchError
 from shardwise.planning import memory_plot, search, time_plots
 from shardwise.planning.memory_plot import DrawnMemory
 from shardwise.planning.time_plots import TimedPlacement
 from shardwise.plot_look import FAINT, GREY, INK
-from shardwise.printable import in_bytes
+from shardwise.printable import in_bytes, in_shell
 
 if TYPE_CHECKING:
     from shardwise.planning.plans import Plan
@@ -37,13 +35,7 @@ STYLE = plot_look.STYLE | plot_look.TITLES | {"font.size": 10, "svg.hashsalt": "
 
 def write(made: Plan, folder: Path) -> Path:
     """Write plan.html and its pictures (plan.png, time.png, cost.png) into `folder`; returns the
-    page. Raises LaunchError without matplotlib or Jinja2."""
-    for package in ("matplotlib", "jinja2"):
-        if find_spec(package) is None:
-            raise LaunchError(
-                f"shardwise plan --page needs {package}, which is not installed: "
-                "pip install 'shardwise[scale]'"
-            )
+    page. Needs matplotlib and Jinja2."""
     folder.mkdir(parents=True, exist_ok=True)
     timed = _timed(made)
     page = folder / "plan.html"
@@ -101,8 +93,9 @@ def _saved(folder: Path, name: str, height: float, draw: Callable[[Any], None]) 
 
 
 def label_of(line: Line) -> str:
-    """What a picture calls a placement."""
-    return " ".join(search.flags_of(line)) or "one device"
+    """What a picture calls a placement: its flags, without the folder of a disk."""
+    words = ("nvme" if word.startswith("nvme:") else word for word in search.flags_of(line))
+    return " ".join(words) or "one device"
 
 
 def _timed(made: Plan) -> list[TimedPlacement]:
@@ -117,4 +110,4 @@ def _timed(made: Plan) -> list[TimedPlacement]:
 def _row(made: Plan, line: Line) -> tuple[str, str, str, str]:
     """The cells of a placement: command, peak, where it is, whether it fits."""
     fits = "yes" if line.fits else f"no, {in_bytes(line.over or line.over_host)} too much"
-    return made.command(line), in_bytes(line.memory.peak), line.memory.where, fits
+    return in_shell(made.command_words(line)), in_bytes(line.memory.peak), line.memory.where, fits

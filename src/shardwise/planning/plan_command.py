@@ -17,10 +17,13 @@ from shardwise.planning.memory import KINDS
 from shardwise.planning.observe import Script
 from shardwise.planning.plans import Plan, PlanRequest, make_plan
 from shardwise.planning.search import Line
-from shardwise.printable import in_bytes, printable
+from shardwise.printable import byte_unit, in_bytes, in_shell, printable
 
 SHOWN = 12
 """Placements of each kind that the table has."""
+
+WIDTH = 120
+"""Columns of the table where there is no terminal."""
 
 TENSORS = 15
 """Rows of `--explain`."""
@@ -50,7 +53,7 @@ def plan(
 def show_plan(request: PlanRequest) -> int:
     """Make a plan and print it; returns the exit code, 1 where nothing fits."""
     to_stdout = str(request.json_file) == "-"
-    console = Console(highlight=False, markup=False, stderr=to_stdout)
+    console = _console(stderr=to_stdout)
     with console.status(f"observing a step of {printable(request.script.name)}"):
         made = make_plan(request)
     _print(made, console)
@@ -71,7 +74,15 @@ def show_plan(request: PlanRequest) -> int:
 
 def show_calibration() -> Path:
     """Measure this machine, with a bar, for `--on here`; returns the catalogue's file."""
-    return calibrate(Console(highlight=False, markup=False, stderr=True))
+    return calibrate(_console(stderr=True))
+
+
+def _console(*, stderr: bool) -> Console:
+    """A console that prints what it is given: `:fire:` in a command stays so."""
+    console = Console(highlight=False, markup=False, emoji=False, stderr=stderr)
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    return console
 
 
 def _print(made: Plan, console: Console) -> None:
@@ -89,7 +100,7 @@ def _print(made: Plan, console: Console) -> None:
     if fitting:
         console.print(_table(made, fitting))
         for line in fitting:
-            console.print(f"  {printable(made.command(line))}", soft_wrap=True)
+            console.print(f"  {in_shell(made.command_words(line))}", soft_wrap=True)
     for line in others:
         flags = " ".join(search.flags_of(line)) or "one device"
         over = in_bytes(line.over or line.over_host) + ("" if line.over else " of host memory")
@@ -105,18 +116,19 @@ def _print(made: Plan, console: Console) -> None:
 def _table(made: Plan, lines: Sequence[Line]) -> Table:
     table = Table(title="placements that fit", title_justify="left")
     table.add_column("flags", overflow="fold")
-    for heading in ("GB/device", "held by", "s/step"):
+    unit, size = byte_unit(max(line.memory.peak for line in lines))
+    for heading in (f"{unit}/device", "held by", "s/step"):
         table.add_column(heading, justify="right")
     for heading in ("days", "$", "kWh") if made.request.tokens is not None else ():
         table.add_column(heading, justify="right")
     for line in lines:
         largest = sorted(line.memory.at_peak().items(), key=lambda pair: -pair[1])[:2]
-        held = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in largest if nbytes)
+        held = ", ".join(f"{kind} {nbytes / size:.2f}" for kind, nbytes in largest if nbytes)
         estimate = line.estimate
         seconds = "-" if estimate is None else f"{estimate.seconds:.3g} ±{estimate.error:.0%}"
         cells = [
             " ".join(search.flags_of(line)) or "(one device)",
-            f"{line.memory.peak / 1e9:.2f}",
+            f"{line.memory.peak / size:.2f}",
             held,
             seconds,
         ]

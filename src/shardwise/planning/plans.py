@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +19,9 @@ from shardwise.planning.observe import ObservedStep, Script, observe_sizes
 from shardwise.planning.record import StepRecord
 from shardwise.planning.search import Line, Question, Way
 from shardwise.printable import in_bytes
+
+LONGEST = 8
+"""Bytes of the longest element: float64."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,11 @@ class Plan:
         return next((line for line in self.lines if line.fits), None)
 
     def command(self, line: Line) -> str:
-        """The command that trains by `line`."""
+        """The command that trains by `line`, for a shell or `shlex.split`."""
+        return shlex.join(self.command_words(line))
+
+    def command_words(self, line: Line) -> list[str]:
+        """The same as words."""
         script = self.request.script
         flags = (*script.flags, *(("--adopt", script.adopt) if script.adopt else ()))
         return search.command_of(line, self.cluster, flags, script.words)
@@ -97,8 +105,8 @@ class Plan:
         if self.best is not None:
             yield (
                 "a save at once needs no more than a step; one in the background holds a copy, of "
-                f"at most {in_bytes(saved_bytes(self.best))} a rank by the first placement, in the "
-                "host's memory until it is written"
+                f"at most {in_bytes(saved_bytes(self.best, record))} a rank by the first "
+                "placement, in the host's memory"
             )
         used = max((line.choice.devices for line in self.lines), default=self.cluster.devices)
         if used < self.cluster.devices:
@@ -191,11 +199,24 @@ def tokens_per_sample(record: StepRecord) -> int:
     return max(rows, default=1)
 
 
-def saved_bytes(line: Line) -> int:
+def saved_bytes(line: Line, record: StepRecord) -> int:
     """At most the bytes that one rank has of a checkpoint: its part of parameters and optimizer
-    state, of which each replica of a replicated state writes a part."""
-    row, states = line.choice.row, line.memory.states
-    return sum(
-        states[name] if row.is_sharded(name) else -(-states[name] // line.choice.data)
-        for name in ("parameters", "optimizer")
-    )
+    state, of which each replica of a replicated state writes a part; frozen parameters that no
+    bucket has, likewise; on rank 0 the buffers too."""
+    row, states, data = line.choice.row, line.memory.states, line.choice.data
+    replicated = [line.memory.at_peak()["frozen"]]
+    found = record.buffer_bytes
+    for name in ("parameters", "optimizer"):
+        if row.is_sharded(name):
+            found += states[name]
+        else:
+            replicated.append(states[name])
+    found += sum(-(-nbytes // data) for nbytes in replicated)
+    return found + (_rounding(record) if data > 1 else 0)
+
+
+def _rounding(record: StepRecord) -> int:
+    """At most the bytes by which a part is longer than an even one: an element of each bucket,
+    which has one parameter or more, of the parameters, of their masters and of each moment."""
+    kinds = 2 + max((len(group.moments) for group in record.groups), default=0)
+    return LONGEST * kinds * len(record.parameters)

@@ -248,11 +248,14 @@ def flags_of(line: Line) -> list[str]:
     return words
 
 
-def command_of(line: Line, cluster: Cluster, flags: Sequence[str], words: Sequence[str]) -> str:
-    """The command that trains so, as it is typed."""
+def command_of(
+    line: Line, cluster: Cluster, flags: Sequence[str], words: Sequence[str]
+) -> list[str]:
+    """The words of the command that trains so; `words` are the script's."""
     several = ["--hostfile", "hosts"] if cluster.hosts > 1 else []
     run = ["shardwise", "run", "-n", str(line.choice.devices), *several, *flags_of(line), *flags]
-    return shlex.join([*run, *words])
+    named = words[0] != "-m" and words[0].startswith("-")
+    return [*run, *(["--"] if named else []), *words]
 
 
 def remedy(line: Line, lines: Sequence[Line]) -> str:

@@ -38,18 +38,20 @@ def draw_times(figure: Any, placements: Sequence[TimedPlacement]) -> None:
     """A bar for each placement, or each pipeline stage of it: seconds of a step by kind, stacked,
     with the error band."""
     bars, axis = bars_of(placements), figure.subplots()
+    longest = max(each.estimate.seconds for _, _, each in bars)
+    unit, scale = ("seconds", 1.0) if longest >= 0.1 else ("milliseconds", 1e3)
     left = [0.0] * len(bars)
     for kind, color in zip(KINDS, COLORS, strict=True):
-        widths = [parts.get(kind, 0.0) for _, parts, _ in bars]
+        widths = [scale * parts.get(kind, 0.0) for _, parts, _ in bars]
         if any(widths):
             axis.barh(range(len(bars)), widths, left=left, color=color, label=kind, height=0.7)
             left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, (_, _, each) in enumerate(bars):
-        seconds, error = each.estimate.seconds, each.estimate.error
-        axis.errorbar(seconds, place, xerr=seconds * error, color=INK, capsize=2, linewidth=0.8)
+        length, error = scale * each.estimate.seconds, each.estimate.error
+        axis.errorbar(length, place, xerr=length * error, color=INK, capsize=2, linewidth=0.8)
     axis.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlabel("seconds of a step")
+    axis.set_xlabel(f"{unit} of a step")
     figure.legend(fontsize=8, ncols=5, loc="outside upper center", frameon=False)
 
 
@@ -80,24 +82,34 @@ def priced(placements: Sequence[TimedPlacement]) -> list[Point]:
 
 
 def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
-    """Dollars against days of each placement, and the line of those that none beats in both."""
+    """Dollars against days, or hours, of each placement, and the line of those that none beats in
+    both."""
     axis = figure.subplots()
+    unit, scale = ("days", 1.0) if max(days for days, *_ in points) >= 1 else ("hours", 24.0)
     for days, dollars, each in points:
         cost = each.cost
         assert cost is not None
         assert cost.dollars_low is not None
         assert cost.dollars_high is not None
         reach = [[dollars - cost.dollars_low], [cost.dollars_high - dollars]]
-        across = [[days - cost.days_low], [cost.days_high - days]]
-        axis.errorbar(days, dollars, yerr=reach, xerr=across, color=FAINT, linewidth=0.8)
-        axis.plot(days, dollars, "o", color=COLORS[0])
+        across = [[scale * (days - cost.days_low)], [scale * (cost.days_high - days)]]
+        place = scale * days, dollars
+        axis.errorbar(*place, yerr=reach, xerr=across, color=FAINT, linewidth=0.8, zorder=1)
+        axis.plot(*place, "o", color=COLORS[0])
     best = frontier(points)
-    for days, dollars, each in best:  # labels of the others would lie on each other
+    for days, dollars, each in best:  # on the side where no other lies, and of those alone
         axis.annotate(
-            each.label, (days, dollars), fontsize=8, xytext=(4, 4), textcoords="offset points"
+            each.label,
+            (scale * days, dollars),
+            fontsize=8,
+            xytext=(-5, -5),
+            textcoords="offset points",
+            ha="right",
+            va="top",
         )
-    axis.plot([days for days, *_ in best], [dollars for _, dollars, _ in best], color=COLORS[4])
-    axis.set_xlabel("days")
+    line = [scale * days for days, *_ in best], [dollars for _, dollars, _ in best]
+    axis.plot(*line, color=COLORS[4])
+    axis.set_xlabel(unit)
     axis.set_ylabel("dollars, between the cheapest and the dearest price")
     axis.set_xlim(left=0)
     axis.set_ylim(bottom=0)

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from shardwise import plot_look
 from shardwise.plot_look import FAINT, GREY, INK
@@ -87,7 +87,13 @@ def _over_time(axes: Any, report: Report) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_xlabel("days (a mark above is a failure)")
     axes.set_title("where the time goes, in the run of median goodput")
-    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=3)
+    axes.figure.legend(
+        *axes.get_legend_handles_labels(),
+        frameon=False,
+        fontsize=8.5,
+        loc="outside lower left",
+        ncols=4,
+    )
 
 
 def _intervals(axes: Any, report: Report) -> None:
@@ -100,9 +106,9 @@ def _intervals(axes: Any, report: Report) -> None:
     axes.plot(minutes, [b.mean for b in bands], color=GOOD, marker="o")
     axes.axvline(report.model.interval / 60, color=GREY, linestyle=":")
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # all ten would lie on each other
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.xaxis.set_minor_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.tick_params(axis="x", which="both", labelsize=8)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("minutes of steps between checkpoints")
     axes.set_title("goodput by interval")

@@ -1,5 +1,7 @@
 """The walk of a step: what is counted when, on a record that is written by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from shardwise.placement import Placement, Tier
@@ -96,3 +98,17 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     made = record(total_batch=7)
     made.write(tmp_path / "record.json")
     assert StepRecord.read(tmp_path / "record.json") == made
+
+
+def test_gradients_that_rest_on_a_disk_are_summed_in_the_whole_buffer():
+    # What this rank sums itself goes past the buffer only into a part that is in memory.
+    shared = Hardware(apart=False, shares=True)
+    in_memory, on_disk = (
+        predict(record(), replace(choice(2), row=row), shared).parts["buckets"]
+        for row in (
+            Placement.zero(2),
+            Placement.zero(2).resting(optimizer=Tier("nvme", "disk")),
+        )
+    )
+    assert set(in_memory) == {WEIGHTS // 2}
+    assert set(on_disk) == {WEIGHTS}

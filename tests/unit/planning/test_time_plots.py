@@ -43,6 +43,23 @@ def test_without_prices_there_is_no_frontier() -> None:
     assert len(time_plots.priced([_placement("--zero 0", 1.0)])) == 1
 
 
+@pytest.mark.parametrize(
+    ("seconds", "time", "cost"),
+    [(2.0, "seconds of a step", "days"), (0.002, "milliseconds of a step", "hours")],
+)
+def test_axes_have_the_unit_of_what_is_drawn(seconds: float, time: str, cost: str) -> None:
+    from matplotlib.figure import Figure
+
+    placements = [_placement("--zero 0", seconds), _placement("--zero 3", 1.5 * seconds)]
+    figures = Figure(), Figure()
+    time_plots.draw_times(figures[0], placements)
+    time_plots.draw_frontier(figures[1], time_plots.priced(placements))
+    times, costs = (figure.axes[0] for figure in figures)
+    assert (times.get_xlabel(), costs.get_xlabel()) == (time, cost)
+    lengths = [bar.get_width() for bar in times.patches[:2]]
+    assert lengths == pytest.approx([0.75 * (seconds if seconds > 1 else 1e3 * seconds)] * 2)
+
+
 def test_of_many_operations_the_peak_is_drawn() -> None:
     import numpy as np
 

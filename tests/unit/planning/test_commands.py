@@ -1,0 +1,130 @@
+"""A printed command is one that the launcher takes: every placement, and words of every kind."""
+
+import random
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import cli
+from shardwise.placement import Placement, Tier
+from shardwise.planning.catalogue import read_catalogue
+from shardwise.planning.choice import Choice
+from shardwise.planning.cluster import parse_cluster
+from shardwise.planning.memory import MemoryPlan
+from shardwise.planning.observe import ObservedStep, Script
+from shardwise.planning.plans import Plan, PlanRequest
+from shardwise.planning.search import Line, Question
+from shardwise.printable import in_shell
+
+WORDS = (
+    *("--lr=1e-3", "-n", "3", "", "a b", "it's", '"q"', "$HOME", "`x`", "a\\b", "*", ";", "~"),
+    *("tab\there", "new\nline", "\x1b[31m", "\x85", "ü", "\u2028", "\udcff", "--", "a\x01f", "!1"),
+)
+SCRIPTS = ("train.py", "my train.py", "-odd.py", "it's.py", "tab\t.py", "ü/träin.py")
+FLAGS = ((), ("--precision", "bf16-mixed"), ("--units", "Block*,head.?"), ("--seed", "3"))
+SHOW = "shardwise() { printf '%s\\0' \"$@\" ==; }\n"
+"""A command of bash that prints its arguments; == ends them."""
+
+
+def plan_of(script, on):
+    cluster = parse_cluster(on, read_catalogue(user=False))
+    question = Question({("kept", 1): ObservedStep(None)}, cluster)
+    return Plan(PlanRequest(script, on), question)
+
+
+def typed(commands):
+    """The words that bash makes of each."""
+    text = SHOW + "\n".join(f"shardwise {each}" for each in commands)
+    shell = ["bash", "-c", text.encode("utf-8", "surrogateescape")]
+    found = subprocess.run(shell, capture_output=True, timeout=30, check=True).stdout
+    rows = found.decode("utf-8", "surrogateescape").split("\0==\0")[:-1]
+    return [row.split("\0") for row in rows]
+
+
+def drawn(rng, folder):
+    """A line that a search may make, for up to 8 devices."""
+    data, tensor, pipeline = rng.choice([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
+    level = rng.choice([0, 1, 2, 3]) if data > 1 else 0
+    row, tier = Placement.zero(level), rng.choice([Tier("cpu"), Tier("nvme", folder)])
+    away = rng.choice(["", "optimizer", "both"])
+    if away and level != 1:
+        row = row.resting(optimizer=tier)
+    if away == "both" and level == 3:
+        row = row.resting(parameters=tier, optimizer=tier)
+    schedules = ("1f1b", "gpipe", "interleaved", "zero-bubble") if level < 3 else ("1f1b", "gpipe")
+    schedule = rng.choice(schedules) if pipeline > 1 else "1f1b"
+    choice = Choice(
+        row=row,
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        schedule=schedule,
+        micro_batch=2,
+        micro_batches=rng.choice([1, 4]),
+        recomputed=schedule != "zero-bubble" and rng.random() < 0.5,
+        in_rows=rng.random() < 0.5,
+    )
+    return Line(choice, MemoryPlan({}, {}, [], {}, 0, 0, 0, "", (), 0), None, 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_printed_command_is_taken_as_it_is_typed(seed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("ü").mkdir()
+    for name in SCRIPTS:
+        Path(name).touch()
+    rng = random.Random(seed)
+    folders = ["disk", "dis k", "it's", "a:b", "tab\t"]
+    asked, printed = [], []
+    for _ in range(40):
+        words = (rng.choice(SCRIPTS), *rng.choices(WORDS, k=rng.randrange(5)))
+        if rng.random() < 0.2:
+            words = ("-m", "shardwise.planning.hf_model", *words[1:])
+        made = plan_of(Script(words, rng.choice(FLAGS)), "8xH100")
+        line = drawn(rng, rng.choice(folders))
+        asked.append(words)
+        printed.append(in_shell(made.command_words(line)))
+        assert shlex.split(made.command(line)) == made.command_words(line)
+        assert printed[-1].isprintable()
+    commands = typed(printed)
+    assert len(commands) == len(asked)
+    ranks = []
+    for _, run, *given in commands:
+        assert cli.main([run, "--dry-run", *given]) == 0, capsys.readouterr().err
+        told = capsys.readouterr().out
+        ranks.append("run " + told.split("each rank: ")[1].split("\nin folder: ")[0])
+    assert typed(ranks) == [["run", sys.executable, *words] for words in asked]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--on", "8xH1000"], "H1000"),
+        (["--on", "8x"], "--on '8x' is no cluster"),
+        (["--within", "10"], "--within and --budget need --tokens"),
+        (["--tokens", "2e9", "--within", "soon"], "--within takes days or hours"),
+        (["--json", "none/plan.json"], "there is no folder none: make it first"),
+        (["--json", "made"], "--json made is a folder"),
+        (["--page", "train.py"], "--page train.py is a file"),
+        (["--hf", "train.py"], "--hf train.py is not JSON"),
+        (["--hf", "list.json"], "--hf list.json has no model_type"),
+        (["--hf", "none.json"], "--hf none.json: there is no such file"),
+        (["--hardware", "none.toml"], "none.toml"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_before_the_script_runs(
+    words, said, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("open('ran', 'w')")
+    Path("list.json").write_text("[]")
+    Path("made").mkdir()
+    on = [] if "--on" in words else ["--on", "2xH100"]
+    assert cli.main(["plan", *on, *words, "train.py"]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1, told
+    assert not Path("ran").exists()
