@@ -55,7 +55,7 @@ class DelayedTensors(BesideTensors):
 
     def _waiting(self, flight: Flight) -> dict[str, Any]:
         named = self._parameters.named
-        reports, used = read(self._delayed.land(flight), len(named))
+        reports, used = read(self._delayed.reported(flight), len(named))
         return {
             "step": flight.step,
             "reports": json_values.encode([report._asdict() for report in reports]),
@@ -67,7 +67,10 @@ class DelayedTensors(BesideTensors):
         self._delayed.updates = saved["updates"]
         for each in saved["waiting"]:
             used = [named.name in each["used"] for named in self._parameters.named]
-            reports = [Report(**report) for report in json_values.decode(each["reports"])]
+            reports = [
+                Report(**{name: float(report[name]) for name in Report._fields})
+                for report in json_values.decode(each["reports"])
+            ]
             self._delayed.expect(each["step"], [row_of(report, used) for report in reports])
 
 
