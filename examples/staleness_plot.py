@@ -15,6 +15,10 @@ from matplotlib.axes import Axes
 from shardwise.plot_look import GREY, GRID, STYLE, TITLES
 
 COLORS = ("#6b7480", "#2563a8", "#d9622b", "#2a8a57")
+"""Of the curves."""
+
+COMPUTING, WAITING = "#b9c0ca", "#7d4e9e"
+"""Of the bars, other ones than those of curves."""
 
 Found = dict[int, dict[str, Any]]
 """By steps behind: the `curve`, points with `step` and `loss`; `steps`, and the seconds
@@ -59,10 +63,12 @@ def _times(axes: Axes, found: Found) -> None:
         [1e3 * result[key] / result["steps"] for result in found.values()]
         for key in ("computing", "waiting")
     )
-    axes.barh(names, computing, color=COLORS[0], label="computing, slow steps included")
-    axes.barh(names, waiting, left=computing, color=COLORS[2], label="waiting for the other")
-    axes.invert_yaxis()
+    bars = {"height": 0.6, "zorder": 2}
+    axes.barh(names, computing, color=COMPUTING, label="computing, slow steps included", **bars)
+    axes.barh(names, waiting, left=computing, color=WAITING, label="waiting for the other", **bars)
+    axes.set_ylim(len(names) + 0.3, -0.6)  # the first on top, and room for the legend below
+    axes.grid(visible=False, axis="y")
     axes.set_title("a step of a worker")
     axes.set_xlabel("ms, mean over steps and workers")
     axes.set_xlim(0, 1.05 * max(map(sum, zip(computing, waiting, strict=True))))
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, labelcolor=GREY)
+    axes.legend(loc="lower left", frameon=False, labelcolor=GREY)

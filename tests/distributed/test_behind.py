@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint import schema
+from shardwise.engine.island_report import Report
+from shardwise.printable import in_bytes
 from tests.distributed.test_islands import (
     ROWS,
     STEPS,
@@ -223,6 +226,10 @@ def test_a_resume_in_mid_flight_has_the_bits_of_a_run_that_went_on(
     ]
 
 
+def test_what_islands_report_is_known_to_the_schema():
+    assert Report._fields == schema.REPORTED
+
+
 def test_any_number_of_islands_goes_on_from_there(group, tmp_path):
     """Without any, what waits is left out; with more, and fewer steps behind, it is used."""
     settings = {"wire": "int8"}
@@ -424,19 +431,38 @@ def test_a_step_that_one_island_alone_begins_anew(group):
     group(2, islands=2, behind=BEHIND)(lonely_case)
 
 
-def uneven_case(world):
-    """Island 1 makes one step more."""
+def uneven_case(world, steps, more):
+    """One island makes more steps; the model is whole afterwards, and the engine gone."""
     model = mlp()
-    engine = sw.Engine(model, optimizer_of("sgd", model))
-    for batch in batches(4 + world.rank):
-        engine.backward(loss_of(model, batch))
-        engine.step()
-    with pytest.raises(sw.errors.UsageError, match="Rank 1 has sent gradients 5 times"):
+    engine = sw.Engine(model, optimizer_of("sgd", model), zero=3)
+    try:
+        for batch in batches(steps + more[world.rank]):
+            engine.backward(loss_of(model, batch))
+            engine.step()
+        said = ""
+    except sw.errors.UsageError as error:
+        said = str(error)
+    with pytest.raises(sw.errors.UsageError, match="has sent gradients") as raised:
         engine.close()
+    gradient_of(model, batches(1)[0])
+    return said, str(raised.value)
 
 
-def test_islands_that_make_more_steps_than_others(group):
-    group(2, islands=2, behind=BEHIND)(uneven_case)
+def test_an_island_that_makes_a_step_more(group):
+    for said, closing in group(2, islands=2, behind=BEHIND)(uneven_case, 4, (1, 0)):
+        assert not said
+        assert "Rank 0 has sent gradients 5 times, and rank 1 4 times" in closing
+
+
+@pytest.mark.parametrize("behind", [0, BEHIND])
+def test_an_island_that_makes_many_steps_more_does_not_wait_for_others(group, behind):
+    first, second = group(2, islands=2, behind=behind)(uneven_case, 4, (0, 9))
+    assert not first[0]
+    assert "Island 0 has closed its engine" in second[0]
+    assert "before step 5, and others make that step" in second[0]
+    words = f"Rank 1 has sent gradients {5 + behind} times, and rank 0 4 times"
+    assert words in first[1]
+    assert words in second[1]
 
 
 def gradients_written_case(world):
@@ -468,6 +494,7 @@ def test_gradients_that_worker_0_writes_are_of_all_islands(group):
 def mended_case(world, fill):
     """Island 1 has a NaN in step 2, which `fill` replaces in the gradients of all."""
     model = mlp()
+    model[0].spare = nn.Linear(2, 2).double()  # of which nobody has a gradient
     engine = sw.Engine(model, optimizer_of("sgd", model), nonfinite="skip", quiet=True)
     seen = []
     for number, batch in enumerate(batches(5), 1):
@@ -529,7 +556,10 @@ def bytes_case(world, settings):
     delayed = engine._states.delayed
     messages = [message for flight in delayed.flights for message in flight.sums]
     held = [*(message.rows for message in messages), *(r.loaded() for r in delayed.residuals)]
-    found = delayed.state_bytes, sum(tensor.nbytes for tensor in held)
+    nbytes = sum(tensor.nbytes for tensor in held)
+    found = delayed.state_bytes, nbytes
+    table = sw.engine.describe.table_of(engine._spec, engine._states, "memory")
+    assert table.caption == f"and beside: {in_bytes(nbytes)} of gradients between islands"
     engine.close()
     return found
 

@@ -59,6 +59,13 @@ def _weight(place: str, value: Any) -> None:
     _must(good and 0 <= value < math.inf, place, value, "a number of 0 or more")
 
 
+def _number(place: str, value: Any) -> None:
+    """Any number; one that is not finite as json_values.py encodes it."""
+    odd = isinstance(value, dict) and value.get("$float") in ("nan", "inf", "-inf")
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    _must(good or odd, place, value, "a number")
+
+
 def _unit(place: str, value: Any) -> None:
     """Of gradients before the first of them has come: none yet."""
     if value is not None:
@@ -151,9 +158,14 @@ _ISLAND = _record(
     }
 )
 
-_WAITING = _record(
-    {"step": _count, "reports": _list_of(_map_of(plain_value)), "used": _list_of(_text)}
+REPORTED = (
+    *("step", "weight", "loss", "backwards", "divisor", "several", "asked", "unsaved", "finite"),
+    *("options", "weights", "scale", "updates"),
 )
+"""What an island has reported beside its gradients, by name."""
+
+_REPORT = _record(dict.fromkeys(REPORTED, _number))
+_WAITING = _record({"step": _count, "reports": _list_of(_REPORT), "used": _list_of(_text)})
 _BEHIND = _record({"islands": _count, "updates": _count, "waiting": _list_of(_WAITING)})
 
 OPTIONAL: dict[str, Check] = {

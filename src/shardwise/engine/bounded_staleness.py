@@ -110,10 +110,10 @@ class BoundedStaleness:
     def _used(self, sums: DelayedSums, flight: Flight, totals: StepTotals) -> StepTotals:
         """Let the gradients be those of `flight`; returns their totals."""
         begun = time.monotonic()
-        rows = sums.land(flight)
-        self._waited += time.monotonic() - begun
-        reports, used = read(rows, len(totals.used))
+        reports, used = read(sums.reported(flight), len(totals.used))
         _check(reports)
+        sums.land(flight)
+        self._waited += time.monotonic() - begun
         self._staleness = sums.updates - int(reports[0].updates)
         theirs = _joined(totals, reports, used)
         if not theirs.weight:
@@ -199,6 +199,14 @@ _ALIKE = {
 def _check(reports: Sequence[Report]) -> None:
     """Raise where islands have come apart, on the ranks of equal place alike."""
     first = reports[0]
+    for island, report in enumerate(reports):
+        if not report.step:
+            step = max(other.step for other in reports)
+            raise UsageError(
+                f"Island {island} has closed its engine, loaded a checkpoint or changed its "
+                f"parameters before step {step:g}, and others make that step. Let all islands make "
+                "as many, and do these between the same two."
+            )
     for island, report in enumerate(reports):
         if report.step != first.step:
             raise UsageError(

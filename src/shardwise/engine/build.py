@@ -81,8 +81,18 @@ class States:
 
     @property
     def _beside(self) -> int:
-        """Bytes of what is kept beside the three states."""
-        return sum(x.state_bytes for x in (self.averages, self.islands, self.delayed) if x)
+        return sum(self.bytes_beside().values())
+
+    def bytes_beside(self) -> dict[str, int]:
+        """Bytes of what is kept beside the three states, by its name; what there is none of is left
+        out."""
+        kept = {
+            "averages": self.averages,
+            "what islands have in common": self.islands,
+            "gradients between islands": self.delayed,
+        }
+        found = {name: each.state_bytes for name, each in kept.items() if each is not None}
+        return {name: nbytes for name, nbytes in found.items() if nbytes}
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
         """The numbers of the buckets by `key` of the parameters in them."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from shardwise.checkpoint import json_values
 from shardwise.engine.island_report import Report, read, row_of
 from shardwise.engine.island_tensors import BesideTensors, Places
-from shardwise.errors import BrokenCheckpoint
 from shardwise.states.delayed_sums import DelayedSums, Flight
 from shardwise.states.parameters import Parameters
 from shardwise.states.storage import MemoryStorage, Span, Storage
@@ -56,7 +55,7 @@ class DelayedTensors(BesideTensors):
 
     def _waiting(self, flight: Flight) -> dict[str, Any]:
         named = self._parameters.named
-        reports, used = read(self._delayed.land(flight), len(named))
+        reports, used = read(self._delayed.reported(flight), len(named))
         return {
             "step": flight.step,
             "reports": json_values.encode([report._asdict() for report in reports]),
@@ -68,19 +67,11 @@ class DelayedTensors(BesideTensors):
         self._delayed.updates = saved["updates"]
         for each in saved["waiting"]:
             used = [named.name in each["used"] for named in self._parameters.named]
-            reports = [_report(numbers) for numbers in json_values.decode(each["reports"])]
+            reports = [
+                Report(**{name: float(report[name]) for name in Report._fields})
+                for report in json_values.decode(each["reports"])
+            ]
             self._delayed.expect(each["step"], [row_of(report, used) for report in reports])
-
-
-def _report(numbers: Mapping[str, float]) -> Report:
-    """The report that was saved as `numbers` by name. Raises BrokenCheckpoint for other names."""
-    if set(numbers) != set(Report._fields):
-        apart = ", ".join(sorted(set(numbers) ^ set(Report._fields)))
-        raise BrokenCheckpoint(
-            f"What islands reported of a step whose gradients wait is not as this version writes "
-            f"it ({apart}). Go on without --behind, or take another checkpoint."
-        )
-    return Report(**numbers)
 
 
 def joined(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

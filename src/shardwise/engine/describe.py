@@ -53,7 +53,13 @@ def table_of(spec: EngineSpec, states: States, transport: str) -> Table:
         total.take(row)
     headings = ["unit", "parameters", "buckets"]
     headings += [_heading(spec.placement, state) for state in STATES]
-    table = Table(title=_title(spec, transport), title_justify="left", show_footer=True)
+    table = Table(
+        title=_title(spec, transport),
+        title_justify="left",
+        caption=_caption(states),
+        caption_justify="left",
+        show_footer=True,
+    )
     for heading, sum_of in zip(headings, total.cells, strict=True):
         if heading == "unit":
             table.add_column(heading, footer=sum_of, overflow="fold")
@@ -82,6 +88,12 @@ def _title(spec: EngineSpec, transport: str) -> str:
     islands = f", {spec.peers.size} islands" if spec.has_islands else ""
     equal = f"; {spec.settings.equal_in_words}" if spec.has_islands else ""
     return f"{spec.placement.name} on {ranks}{islands}; bytes per rank{layers}{equal}"
+
+
+def _caption(states: States) -> str | None:
+    """What is kept beside the three states."""
+    beside = [f"{in_bytes(nbytes)} of {name}" for name, nbytes in states.bytes_beside().items()]
+    return f"and beside: {', '.join(beside)}" if beside else None
 
 
 def _heading(placement: Placement, state: str) -> str:

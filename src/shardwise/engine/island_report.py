@@ -13,6 +13,7 @@ class Report(NamedTuple):
     follows, packed."""
 
     step: float
+    """From 1 on; 0 says that there is none, and that no more follow."""
     weight: float
     loss: float
     backwards: float
@@ -36,6 +37,11 @@ class Report(NamedTuple):
 def row_of(report: Report, used: list[bool]) -> list[float]:
     """A report as numbers, with the flags by parameter of what had a gradient."""
     return [*report, *packed_flags(used)]
+
+
+def length(parameters: int) -> int:
+    """Of how many numbers a report on so many parameters is."""
+    return len(Report._fields) + len(packed_flags([False] * parameters))
 
 
 def read(rows: Sequence[list[float]], parameters: int) -> tuple[list[Report], list[bool]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Set
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine import island_report
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.states.anchor import VALUE, Anchor, Kept
 from shardwise.states.delayed_sums import DelayedSums
@@ -67,6 +68,7 @@ def delay(
         spec.peers,
         spec.world_group,
         spec.staleness.behind,
+        island_report.length(len(parameters.named)),
         scattered=spec.placement.is_sharded("optimizer"),
     )
 

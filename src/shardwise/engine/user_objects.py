@@ -358,12 +358,14 @@ class UserObjects:
         """Give everything back as it was, trained; of islands what they last had in common.
         Collective.
 
-        Raises afterwards as `check_passes`, unless this is on the way out of another error.
+        Raises afterwards as `check_passes`, and where islands have not made as many steps, unless
+        this is on the way out of another error.
         """
         fails = sys.exc_info()[0] is not None
         try:
             if not fails:
                 self.check_passes()
+                island_states.drop(self.states.delayed)
         finally:
             self._give_back()
 

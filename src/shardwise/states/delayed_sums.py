@@ -4,6 +4,7 @@
     land     unpack, add in the order of the islands, so that all have the same bits
     use      in the place of this island's own sums
     stepped  forget those that were used, keep what the wire has lost
+    forget   tell the others that nothing follows, and wait for what is on its way
 
 Until `stepped` a step may be abandoned and begun again: what it has sent is dropped then.
 
@@ -62,8 +63,9 @@ class DelayedSums:
     """What is on its way of the gradient sums of `gradients`.
 
     `group` shards the states, where `scattered`; `peers` are the ranks of equal place in all
-    islands, and `run` all ranks. Sums are used `behind` steps later. What the wire loses rests
-    where `factory` says, and is sent with the next sums.
+    islands, and `run` all ranks. Sums are used `behind` steps later, and a report of so many
+    numbers is `told` before them. What the wire loses rests where `factory` says, and is sent with
+    the next sums.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class DelayedSums:
         peers: Collectives,
         run: Collectives,
         behind: int,
+        told: int,
         *,
         scattered: bool,
     ) -> None:
@@ -87,6 +90,7 @@ class DelayedSums:
         self._peers = peers
         self._run = run
         self._behind = behind
+        self._told = told
         self._scattered = scattered
         self.parts = [bucket.layout.interval(group.rank) for bucket in self._buckets]
         """By bucket, the elements [first, end) that this rank sends."""
@@ -98,9 +102,7 @@ class DelayedSums:
         self.updates = 0
         """How many updates have been made since there are these states."""
         self._sent = 0
-        """How many times sums have been sent."""
-        self._told = 0
-        """Bytes of the reports beside."""
+        """How many times sums have been sent; once they are forgotten, alike on all ranks."""
         _await_later(self)
 
     def _room(self, factory: StorageFactory) -> list[Storage]:
@@ -126,8 +128,8 @@ class DelayedSums:
     # -- out ----------------------------------------------------------------------------------
 
     def send(self, step: int, report: Tensor, factor: float, *, counts: bool) -> None:
-        """Let the sums of `step`, times `factor`, go on their way, with a flat fp64 `report`; zeros
-        where they do not count, since they are not finite. Collective over the peers.
+        """Let the sums of `step`, times `factor`, go on their way, after a flat fp64 `report`;
+        zeros where they do not count, since they are not finite. Collective over the peers.
 
         Raises NonFiniteError for what the wire cannot tell, before anything is sent.
         """
@@ -137,15 +139,12 @@ class DelayedSums:
         packed = [
             self._packed(index, factor, lost) if counts else self._none(index) for index in parts
         ]
-        told = report.view(torch.uint8).to(self._peers.small_device)
-        self._launch(packed, told, Flight(step, [], [], lost))
+        told = self._tell(report)
+        self.flights.append(Flight(step, told, [send(self._peers, part) for part in packed], lost))
+        self._sent += 1
 
-    def _launch(self, packed: list[Tensor], told: Tensor, flight: Flight) -> None:
-        """Let the parts of a `flight`, and what is told beside, go on their way."""
-        flight.sums = [send(self._peers, part) for part in packed]
-        flight.report = send(self._peers, told)
-        self.flights.append(flight)
-        self._sent, self._told = self._sent + 1, told.numel()
+    def _tell(self, report: Tensor) -> Message:
+        return send(self._peers, report.view(torch.uint8).to(self._peers.small_device))
 
     def _drop_unmade(self, step: int) -> None:
         """Forget what an earlier beginning of `step` has sent: it was abandoned."""
@@ -190,11 +189,14 @@ class DelayedSums:
 
     # -- and in -------------------------------------------------------------------------------
 
-    def land(self, flight: Flight) -> Rows:
-        """Wait for the sums of all islands; returns what these reported."""
+    def land(self, flight: Flight) -> None:
+        """Wait for the sums of all islands."""
         for index, sent in enumerate(flight.sums):
             if isinstance(sent, Message):
                 flight.sums[index] = self._sum(index, sent.wait())
+
+    def reported(self, flight: Flight) -> Rows:
+        """What all islands reported, zeros of one that no sums follow from. Waits for it."""
         if isinstance(flight.report, Message):
             rows = flight.report.wait().cpu().contiguous()
             flight.report = rows.view(torch.float64).tolist()
@@ -234,14 +236,14 @@ class DelayedSums:
         self._gradients.norm.renew(range(len(self._buckets)))
 
     def spoil(self, used: Sequence[bool]) -> None:
-        """Let the gradients of parameters that are `used` be NaN, as in any step that is not
-        finite, and the others zero."""
+        """Let the gradients of `used` parameters be NaN, as those of a step are that is not finite,
+        and nothing else: who writes finite ones in their place has mended the step."""
         for bucket in self._buckets:
-            sums = torch.zeros_like(bucket.reduced.loaded())
+            value, first = torch.zeros_like(bucket.reduced.loaded()), bucket.own[0]
             for piece in bucket.layout.pieces(*bucket.own):
                 if used[piece.parameter]:
-                    sums[piece.start - bucket.own[0] : piece.end - bucket.own[0]] = torch.nan
-            bucket.reduced.store(sums)
+                    value[piece.start - first : piece.end - first] = torch.nan
+            bucket.reduced.store(value)
         self._gradients.norm.renew(range(len(self._buckets)))
 
     def whole(self, index: int, part: Tensor) -> Tensor:
@@ -257,16 +259,20 @@ class DelayedSums:
     def forget(self) -> None:
         """Let what is on its way be used by nobody, once it is there. Collective over all ranks.
 
-        Raises UsageError, on all of them, where islands have not sent as many steps.
+        Raises UsageError, on all of them, where islands have not sent as many steps. Those that go
+        on with steps meanwhile read in a report of zeros that no more of this island follow.
         """
-        counts = self._run.gather_plain([self._sent, self._told])
-        sent = [count for count, _ in counts]
+        zeros = torch.zeros(self._told, dtype=torch.float64)
+        rest = [self._tell(zeros)]
+        sent = self._run.gather_plain(self._sent)
         while self._sent < max(sent):  # those who have sent more wait for as much
-            nothing = [self._none(index) for index in range(len(self.parts))]
-            told = torch.zeros(max(told for _, told in counts), dtype=torch.uint8)
-            self._launch(nothing, told.to(self._peers.small_device), Flight(0, [], []))
+            rest += [send(self._peers, self._none(index)) for index in range(len(self.parts))]
+            rest.append(self._tell(zeros))
+            self._sent += 1
         while self.flights:
             self.flights.popleft().wait()
+        for message in rest:
+            message.wait()
         if len(set(sent)) > 1:
             most, least = sent.index(max(sent)), sent.index(min(sent))
             raise UsageError(
@@ -307,7 +313,13 @@ def _await_later(sums: DelayedSums) -> None:
         atexit.register(_await_all)
     _await(_ORPHANED)  # all islands make this engine, so they have sent all of the earlier ones
     _PRESENT.add(sums)
-    weakref.finalize(sums, _ORPHANED.append, sums.flights).atexit = False
+    weakref.finalize(sums, _adopt, sums.flights).atexit = False
+
+
+def _adopt(flights: deque[Flight]) -> None:
+    """See to what an engine that has gone had on its way."""
+    if flights:
+        _ORPHANED.append(flights)
 
 
 def _await_all() -> None:
