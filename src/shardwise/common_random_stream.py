@@ -172,6 +172,16 @@ class CommonRandomStream:
         """Undo what was drawn since, for a step that will not follow."""
         self._end = self._boundary or self._end
 
+    @contextmanager
+    def at_boundary(self) -> Iterator[None]:
+        """Inside the block what was drawn since is undone, for a step that others are to make."""
+        now = self._end
+        self.go_back_to_boundary()
+        try:
+            yield
+        finally:
+            self._end = now
+
     # -- in a checkpoint --------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
@@ -180,5 +190,6 @@ class CommonRandomStream:
 
     def restore(self, end: GeneratorStates) -> None:
         """Go on from `end`."""
-        self._end, self.used = end, True
+        self._end = self._boundary = end
+        self.used = True
         self._step = self._batch = None

@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -106,7 +107,7 @@ def plain(steps: int, gone: int, back: int, absent: int) -> torch.Tensor:
     ("rank", "row", "also"),
     [
         pytest.param(0, "0", [], marks=pytest.mark.full),
-        (0, "2", ["--common"]),
+        (0, "2", ["--common", "--share"]),
         pytest.param(2, "1", ["--common"], marks=pytest.mark.full),
         pytest.param(1, "3", [], marks=pytest.mark.full),
     ],
@@ -247,6 +248,44 @@ def test_one_count_of_starts(shardwise: Launcher) -> None:
     assert ran.code == 137, ran.err
     assert "Starting it again, 1 of 1." in ran.err
     assert "it was started again once, and no more." in ran.err
+    assert shardwise.wait_until_gone() == []
+
+
+STARTS_BADLY = """
+import errno, sys
+from itertools import count
+from shardwise import cli
+from shardwise.launch.island_workers import IslandWorkers
+
+plain, numbers = IslandWorkers._start, count()
+
+def start(*given):
+    if next(numbers) == 5:
+        raise OSError(errno.EMFILE, "Too many open files")
+    plain(*given)
+
+IslandWorkers._start = start
+sys.exit(cli.main())
+"""
+"""The launcher, where the sixth rank that it starts cannot be started."""
+
+
+@pytest.mark.full
+def test_an_island_that_cannot_be_started(shardwise: Launcher) -> None:
+    """That is a failure of it as any other: it is tried again, and the others go on."""
+    (shardwise.folder / "ck").mkdir()
+    more = ["--restarts", "2", script("island_dies"), "ck", "--die", "2:6", "--hold", "14"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", STARTS_BADLY, *words(*more)]
+    environ = shardwise.environ()
+    process = subprocess.Popen(command, cwd=shardwise.folder, env=environ, **pipes)
+    ran = shardwise.finish(process)
+    assert ran.code == 0, ran.err
+    assert (
+        "island 1 could not start: [Errno 24] Too many open files. Starting it again, 2 of 2."
+    ) in ran.err
+    assert back_at(ran, 1) in (16, 20)
+    ends(shardwise.folder / "ck")
     assert shardwise.wait_until_gone() == []
 
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from shardwise.config import Settings, check_islands
-from shardwise.errors import ConfigError
+from shardwise.engine.islands import Report, _check_reports
+from shardwise.errors import ConfigError, ModelMismatch, UsageError
 from shardwise.initialize import _island_count, _mesh
 from shardwise.mesh import Mesh
 from shardwise.outer_optimizer import IslandRule, Outer, StalenessRule
@@ -152,3 +153,18 @@ def test_what_cannot_be_had_beside_gradients_that_are_behind(given, flag):
         check_islands(Settings(islands=2, behind=3, **given))
     check_islands(Settings(islands=2, behind=3, equal_every=1))
     check_islands(Settings(islands=2, **given))
+
+
+@pytest.mark.parametrize(
+    ("field", "error", "words"),
+    [
+        ("step", UsageError, "Island 3 has made 9 steps, and island 1 8: "),
+        ("anchor", ModelMismatch, "is another on island 3 than on island 1, "),
+    ],
+)
+def test_islands_that_have_come_apart_are_named_as_users_know_them(field, error, words):
+    """Island 0 and 2 are away."""
+    fields = dict.fromkeys(Report._fields, 0.0) | {"step": 8.0, "anchor": 8.0}
+    first, other = Report(**fields), Report(**fields | {field: 9.0})
+    with pytest.raises(error, match=words):
+        _check_reports([first, other], (1, 3))

@@ -58,11 +58,11 @@ class _OverLink(Collectives):
             )
         return [_tensor(row, tensor) for row in rows]
 
-    def _from_first(self, buffer: Tensor, what: str) -> Handle:
+    def _from_first(self, buffer: Tensor, what: str, *, alone: bool) -> Handle:
         """Let `buffer` be that of the first island, on all ranks of equal place."""
         flat = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
         mine = _bytes(flat) if self.link.index == 0 else b""
-        _, rows = self.link.exchange(what, mine, alone=True)
+        _, rows = self.link.exchange(what, mine, alone=alone)
         if len(rows[0]) != flat.numel():
             raise CollectiveError(
                 f"The island that {what} begins at has ended: start the run again."
@@ -136,7 +136,7 @@ class ElasticPeers(_OverLink):
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         assert source == 0, "islands begin at the first one's values"
-        return self._from_first(buffer, "a broadcast between islands")
+        return self._from_first(buffer, "a broadcast between islands", alone=True)
 
     def barrier(self) -> None:
         self.link.exchange("a barrier of islands", b"")
@@ -210,9 +210,13 @@ class ElasticRun(_OverLink):
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         if source:
             self._refuse(f"a broadcast from rank {source}")
-        if self.link.index == 0:
-            self.island.broadcast(buffer).wait()
-        return self._from_first(buffer, "a broadcast")
+
+        def given() -> Handle:
+            if self.link.index == 0:
+                self.island.broadcast(buffer).wait()
+            return self._from_first(buffer, "a broadcast", alone=False)
+
+        return self.steadily(given)
 
     def barrier(self) -> None:
         self.island.barrier()

@@ -139,10 +139,14 @@ class IslandLink:
     def _guarded(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
+        except ConnectionError:
+            raise self._left_out() from None
         except TimeoutError:
             raise
-        except OSError:
-            raise self._left_out() from None
+        except OSError as error:
+            raise CollectiveError(
+                f"Rank {self._rank} cannot reach the launcher ({error.strerror}): {TOO_MANY}"
+            ) from None
 
     def _left_out(self) -> CollectiveError:
         ranks = range(self.place.first, self.place.first + self.place.size)

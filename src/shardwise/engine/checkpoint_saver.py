@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -219,10 +219,8 @@ class CheckpointSaver:
     # -- leaving at a step boundary ---------------------------------------------------------
 
     def mark_boundary(self) -> None:
-        """Take the model's buffers, and the place in what ranks draw in common, as they are now
-        for those of a save to come."""
+        """Take the model's buffers as they are now for those of a save to come."""
         self._objects.buffers.keep()
-        self._world.draws.mark_boundary()
 
     def go_back_to_boundary(self) -> None:
         """Undo what a forward has done since, that no step will follow. Without a loop over a
@@ -230,6 +228,12 @@ class CheckpointSaver:
         self._objects.buffers.restore()
         if not self._world.current_batch.in_loop():
             self._world.draws.go_back_to_boundary()
+
+    def at_boundary(self) -> AbstractContextManager[None]:
+        """Around a save for others, who draw again what this process has drawn for the step that it
+        goes on to make."""
+        in_loop = self._world.current_batch.in_loop()
+        return nullcontext() if in_loop else self._world.draws.at_boundary()
 
     def wait(self) -> None:
         """Return when no save is on its way. Raises CheckpointNotWritten, on all ranks alike, if it

@@ -137,7 +137,8 @@ class Checkpoints:
             return None
         path: Path | None = place_of(home, self._state.steps)
         if self._saved != self._moment():
-            path = self.save_and_stay(home, options.keep, split_gb=options.split / 1e9)
+            with self.saver.at_boundary():
+                path = self.save_and_stay(home, options.keep, split_gb=options.split / 1e9)
         if path is None:
             return None
         about = {"home": str(home), "path": str(path.resolve())}

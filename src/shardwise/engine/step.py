@@ -376,6 +376,7 @@ class StepRunner:
         world.progress.stepped(state.number, state.steps)
         world.collectives.status_server.step = state.steps
         self._randoms.reseed()
+        world.draws.mark_boundary()
         if (recording := recorder.active) is not None:
             recording.stepped(state.number, state.steps)
 

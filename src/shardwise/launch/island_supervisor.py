@@ -57,7 +57,7 @@ class IslandSupervisor(Supervisor):
         """Of these, those of which it was said that the others go on."""
         self._unneeded: set[int] = set()
         self.ended: list[IslandWorkers] = []
-        """Those in whose place others were started."""
+        """Those whose ranks have ended, while some of what these had started may be left."""
 
     def watch_islands(self, start: Start) -> Ending:
         """Start all islands, and return how the run ended when all ranks have."""
@@ -85,6 +85,8 @@ class IslandSupervisor(Supervisor):
         waits = [max(0.0, at - now) for at in self._failing.values() if at < NEVER]
         waits += [] if limit is None else [limit]
         super().turn(min(waits, default=None))
+        # Others may get the numbers of their processes, which must not end with ours.
+        self.ended = [each for each in self.ended if not each.release()]
         for island, at in list(self._failing.items()):
             if at <= time.monotonic():
                 self._failing[island] = NEVER
@@ -153,7 +155,7 @@ class IslandSupervisor(Supervisor):
         del self._failing[island]
         workers = self.islands[island]
         workers.end()  # what its ranks have started
-        workers.release()
+        self.ended.append(workers)
         if island in self._unneeded or self._asked is not None or self._stopping:
             return
         others = [each for each in self._membership.members if each not in self._failing]
@@ -191,17 +193,21 @@ class IslandSupervisor(Supervisor):
         return True, f"Starting it again, {self._restarts.number} of {self._restarts.allowed}."
 
     def _start_again(self, island: int) -> None:
-        self._restarts.island_started()
-        self._tries[island] += 1
-        try:
-            workers = self._start(island, True)
-        except (LaunchError, OSError) as error:
-            self.say(f"shardwise: island {island} cannot start again. {error}\n")
-            return
-        self.islands[island].release()
-        self.ended.append(self.islands[island])
-        self.islands[island] = workers
-        self._running.update(self._membership.ranks(island))
+        """Start `island`; that it cannot be started is a failure of it as any other."""
+        comes = True
+        while comes:
+            self._restarts.island_started()
+            self._tries[island] += 1
+            try:
+                self.islands[island] = self._start(island, True)
+            except (LaunchError, OSError) as error:
+                self.hub.lose(island)
+                comes, what_next = self._next(island)
+                why = str(error).removesuffix(".")
+                self.say(f"shardwise: island {island} could not start: {why}. {what_next}\n")
+            else:
+                self._running.update(self._membership.ranks(island))
+                return
 
     # -- the others -------------------------------------------------------------------------
 

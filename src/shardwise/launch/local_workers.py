@@ -91,6 +91,8 @@ class LocalWorkers:
         self._left = left
         self._saves = saves
         self._workers: list[Worker] = []
+        self._watched_over: list[Worker] = []
+        """Those of which the orphan reaper knows."""
         self._stopping = False
         self._memory = resources.host_memory()
 
@@ -107,6 +109,7 @@ class LocalWorkers:
             self._start(worker, environ, fds, outlet)
             self._reaper.started(worker.group)
             self._workers.append(worker)
+            self._watched_over.append(worker)
         self.listen()
 
     @property
@@ -150,10 +153,9 @@ class LocalWorkers:
         """Send a signal to all that is left of the ranks; SIGTERM also ends who would save."""
         self._stopping = True
         for worker in self._workers:
-            if not worker.is_gone():
-                worker.send_signal(number)
-                if number == signal.SIGTERM and self._saves_first(worker):
-                    worker.send_to_process(signal.SIGKILL)
+            worker.send_signal(number)
+            if number == signal.SIGTERM and self._saves_first(worker):
+                worker.send_to_process(signal.SIGKILL)
 
     def ask_to_end(self, number: signal.Signals) -> None:
         """Pass on that someone wants the ranks to end.
@@ -167,7 +169,7 @@ class LocalWorkers:
         for worker in self._workers:
             if worker in saving:
                 worker.send_to_process(number)
-            elif not worker.is_gone():
+            else:
                 worker.send_signal(number)
         if saving:
             self._saves(number)
@@ -177,11 +179,12 @@ class LocalWorkers:
         for worker in self._workers:
             worker.resize(window)
 
-    def release(self) -> None:
-        """Let the orphan reaper forget those that left no process behind."""
-        for worker in self._workers:
-            if worker.is_gone():
-                self._reaper.ended(worker.group)
+    def release(self) -> bool:
+        """Let the orphan reaper forget those that left no process behind; whether that is all."""
+        for worker in [each for each in self._watched_over if each.is_gone()]:
+            self._reaper.ended(worker.group)
+            self._watched_over.remove(worker)
+        return not self._watched_over
 
     def _environment(self, local_rank: int, listen_fd: int | None) -> dict[str, str]:
         task = self._task

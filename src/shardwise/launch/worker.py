@@ -85,6 +85,7 @@ class Worker:
         self._hear = hear
         self._theirs: dict[int, int] = {}
         self._terminal: int | None = None
+        self._gone = False
 
     def start(
         self,
@@ -94,9 +95,9 @@ class Worker:
         outlet: WorkerStreams,
     ) -> None:
         """Start the process. Raises LaunchError when the system refuses."""
-        if outlet.piped:
-            self._connect(outlet)
         try:
+            if outlet.piped:
+                self._connect(outlet)
             self._process = subprocess.Popen(
                 words,
                 env=environ,
@@ -107,6 +108,9 @@ class Worker:
                 start_new_session=True,
             )
         except OSError as error:
+            for source in self.sources:
+                os.close(source.fd)
+            self.sources = []
             raise LaunchError(f"{words[0]} cannot be started: {error.strerror}.") from None
         finally:
             for fd in set(self._theirs.values()):
@@ -119,7 +123,8 @@ class Worker:
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the whole process group."""
-        orphan_reaper.signal_group(self.group, number)
+        if not self.is_gone():
+            orphan_reaper.signal_group(self.group, number)
 
     def send_to_process(self, number: signal.Signals) -> None:
         """Send a signal to the process, and not to those that it has started."""
@@ -127,8 +132,11 @@ class Worker:
             self._process.send_signal(number)
 
     def is_gone(self) -> bool:
-        """Whether nothing is left of the process group."""
-        return self.end is not None and not orphan_reaper.signal_group(self.group, 0)
+        """Whether nothing is left of the process group. From then on its number may be that of
+        others, who are left alone."""
+        if self.end is not None and not self._gone:
+            self._gone = not orphan_reaper.signal_group(self.group, 0)
+        return self._gone
 
     def reap(self, *, stopped: bool) -> bool:
         """Note the end of the process, where it has ended since; whether it has."""

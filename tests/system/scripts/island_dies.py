@@ -7,11 +7,12 @@ import argparse
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine import save_tensors
@@ -28,6 +29,7 @@ parser.add_argument("--hold", type=int, default=0, help="a step at which who die
 parser.add_argument("--save", type=int, default=1000, help="every so many steps")
 parser.add_argument("--measure", action="store_true", help="the loss over all ranks, each step")
 parser.add_argument("--common", action="store_true", help="draw alike, and broadcast, each step")
+parser.add_argument("--share", action="store_true", help="without a Loader; draw before a batch")
 parser.add_argument("--slow-load", type=float, default=0.0, help="seconds of who comes back")
 args = parser.parse_args()
 
@@ -91,33 +93,42 @@ def hold() -> None:
     time.sleep(0.5 if args.hold and engine.steps == args.hold else args.pause)
 
 
-def share_something() -> None:
-    """Draw what all draw, and let all have what rank 0 has."""
+def draw() -> float:
+    """Draw what all draw."""
     with world.alike():
-        drawn = torch.rand(1).item()
-    assert world.broadcast_object((engine.steps, drawn)) == (engine.steps, drawn)
+        return torch.rand(1).item()
+
+
+def batches() -> Iterator[tuple[Tensor, float]]:
+    """What to train on, and what was drawn for it: with a Loader after it gave the batch, else
+    before, so that who comes back has to draw it too."""
+    while args.share and engine.steps < 8 * args.epochs:
+        drawn = draw()
+        yield world.share(rows[engine.steps * 8 % 64 :][:8]), drawn
+    for _ in loader.epochs(0 if args.share else args.epochs):
+        for x in loader:
+            yield x, draw() if args.common else 0.0
 
 
 metrics = sw.Metrics()
-for _ in loader.epochs(args.epochs):
-    for x in loader:
-        if not args.in_save:
-            dies()
-        if args.common:
-            share_something()
-        loss = (model(x) - x[:, :3].sin()).square().mean()
-        engine.backward(loss)
-        stats = engine.step()
-        scheduler.step()
-        print(f"step {engine.steps} {stats.loss:.15e}", flush=True)
-        hold()
-        if engine.steps % engine._spec.settings.equal_every == 0:
-            keep_anchor()
-        if args.measure:
-            metrics.add(loss=loss)
-            world.print(f"mean {engine.steps} {metrics.compute()['loss']:.15e}", flush=True)
-        if engine.steps % args.save == 0:
-            engine.save(args.folder, keep=2, background=True)
+for x, drawn in batches():
+    if not args.in_save:
+        dies()
+    if args.common:
+        assert world.broadcast_object((engine.steps, drawn)) == (engine.steps, drawn)
+    loss = (model(x) - x[:, :3].sin()).square().mean()
+    engine.backward(loss)
+    stats = engine.step()
+    scheduler.step()
+    print(f"step {engine.steps} {stats.loss:.15e}", flush=True)
+    hold()
+    if engine.steps % engine._spec.settings.equal_every == 0:
+        keep_anchor()
+    if args.measure:
+        metrics.add(loss=loss)
+        world.print(f"mean {engine.steps} {metrics.compute()['loss']:.15e}", flush=True)
+    if engine.steps % args.save == 0:
+        engine.save(args.folder, keep=2, background=True)
 
 engine.close()
 flat = torch.cat([each.detach().flatten() for each in model.parameters()])

@@ -1,0 +1,72 @@
+"""What elastic islands exchange comes from the device, and is there again afterwards."""
+
+import selectors
+import sys
+from contextlib import closing
+from threading import Event, Thread
+
+import pytest
+import torch
+
+from shardwise.collectives import ElasticRun, IslandLink, Solo
+from shardwise.launch.island_hub import IslandHub
+from shardwise.launch.island_membership import Membership
+from shardwise.launch.island_place import IslandPlace
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--elastic-islands needs Linux")
+
+
+def carry(hub, selector, over):
+    """Let exchanges be made until they are `over`."""
+    while not over.is_set():
+        for key, _ in selector.select(0.02):
+            key.data()
+
+
+def run_of(hub, island, group):
+    """All ranks, as the one of `island` sees them."""
+    place = IslandPlace(island=island, count=2, size=1, fd=hub.open(island).detach(), returns=False)
+    return ElasticRun(group, IslandLink(place, island, timeout=20.0, warn_after=20.0))
+
+
+def exchanges(run, device, island, found):
+    """What an island has after a sum, a broadcast, rows, and the bytes of a boundary."""
+    value = torch.full((3,), 1.5 + island, dtype=torch.bfloat16, device=device)
+    summed, given = value.clone(), value.clone()
+    run.all_reduce(summed).wait()
+    run.broadcast(given.view(torch.uint8)).wait()
+    rows = run.gather_rows(torch.full((2,), float(island), device=device))
+    peers = run.split([[0, 1]])
+    at_once = peers.gather_at_once(4, torch.full((5,), island, dtype=torch.uint8, device=device))
+    found += [(each.device.type, each.cpu().tolist()) for each in (summed, given, rows)]
+    found.append([each.tolist() for each in at_once])
+
+
+def both(world):
+    """The same of an island on the device, and of one beside it on the CPU."""
+    selector, over = selectors.DefaultSelector(), Event()
+    hub = IslandHub(Membership(count=2, size=1), selector, lambda islands: None)
+    found = [], []
+    runs = [run_of(hub, 0, world.collectives), run_of(hub, 1, Solo())]
+    with closing(selector), closing(hub):
+        threads = [
+            Thread(target=carry, args=(hub, selector, over)),
+            Thread(target=exchanges, args=(runs[1], torch.device("cpu"), 1, found[1])),
+        ]
+        for thread in threads:
+            thread.start()
+        exchanges(runs[0], world.device, 0, found[0])
+        threads[1].join()
+        over.set()
+        threads[0].join()
+    for run in runs:
+        run.link.close()
+    return found
+
+
+def test_between_the_device_and_the_cpu(phantom):
+    (found,) = phantom(1, both)
+    values = [[4.0] * 3, [1.5] * 3, [[0.0, 0.0], [1.0, 1.0]]]
+    bytes_of_both = [[0] * 5, [1] * 5]
+    for device, here in zip(("cuda", "cpu"), found, strict=True):
+        assert here == [*((device, value) for value in values), bytes_of_both]
