@@ -18,6 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+LIMIT = 900
+"""Seconds in which one library has trained all cases."""
+
 Rows = list[list[float]]
 """What was seen of each step."""
 
@@ -73,12 +76,22 @@ def _start(library: str, script: str, ranks: int, names: list[str], folder: str)
     mine = [script, "--worker", library, "--out", str(out), "--names", json.dumps(names)]
     environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     environ |= {"CUDA_VISIBLE_DEVICES": "", "SHARDWISE_QUIET": "on"}
-    done = subprocess.run(
-        [sys.executable, *words, *mine], env=environ, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{library} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+    _run([sys.executable, *words, *mine], environ, library)
     return json.loads(out.read_text())
+
+
+def _run(command: list[str], environ: dict[str, str], library: str) -> None:
+    """Run `command`; SystemExit with what it wrote where it fails, or does not end: DeepSpeed
+    compiles at first, and waits forever for a compiler that was killed."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True) as ranks:
+        try:
+            wrote, why = ranks.communicate(timeout=LIMIT), f"failed with {ranks.returncode}"
+        except subprocess.TimeoutExpired:
+            ranks.terminate()  # torchrun ends its workers
+            wrote, why = ranks.communicate(), f"did not end in {LIMIT} s"
+    if ranks.returncode:
+        raise SystemExit("\n".join([f"{library} {why}:", *(text[-4000:] for text in wrote)]))
 
 
 def difference(ours: Rows, theirs: Rows, column: int) -> float:

@@ -101,6 +101,8 @@ def parity_case(world, zero, accumulation, max_norm):
     engine, seen = trained(world, config)
     assert seen == pytest.approx(expected, rel=1e-8)
     assert engine.zero_optimization_stage() == zero
+    assert not engine.zero_cpu_offload()
+    assert engine.autotp_size() == 1
     assert (engine.global_steps, engine.micro_steps) == (STEPS, STEPS * accumulation)
     state = engine.module_state_dict()
     if world.is_main:
@@ -121,9 +123,12 @@ def test_arithmetic_is_deepspeeds(group, size):
 
 def sum_case(world):
     config = json_of(2, gradient_allreduce_op="sum", gradient_clipping=0)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     expected, _ = plain(world.size, 1, 0, averages=False)
     engine, seen = trained(world, config)
     assert seen == pytest.approx(expected, rel=1e-8)
+    assert engine.zero_cpu_offload()
+    assert engine.zero_use_cpu_optimizer()
     close(engine, world)
 
 
@@ -191,6 +196,12 @@ def checkpoint_case(world, folder):
         engine.load_checkpoint(f"{folder}/global_step2", "step-2")
     world.barrier()
     if world.is_main:
+        (Path(folder) / "global_step2/step-2/checkpoint.json").unlink()
+    world.barrier()
+    with pytest.raises(BrokenCheckpoint, match=r"step-2 lacks checkpoint\.json"):
+        engine.load_checkpoint(folder)
+    world.barrier()
+    if world.is_main:
         (Path(folder) / "latest").write_bytes(b"\xff")
     world.barrier()
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -254,6 +265,9 @@ def copied_case(world, folder):
         assert weight.ds_status == ZeroParamStatus.AVAILABLE
         copied = weight.data.clone()
     assert weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    assert (whole is not None) == world.is_main
+    assert whole is None or torch.equal(whole["0.weight"], copied)
     engine.save_checkpoint(folder)
     state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
     assert state["0.weight"].dtype == torch.float32

@@ -74,6 +74,17 @@ def test_what_a_dataclass_of_ours_refuses() -> None:
     assert refusal_sentence(caught.value).endswith(" > <string>:1]")
 
 
+def test_lines_of_ours_in_a_module_that_is_the_scripts() -> None:
+    """`python -m shardwise.adopt` runs a script in its own module, `__main__`."""
+    names: dict[str, Any] = {"sw": sw, "__file__": "train.py"}
+    exec(compile("def train():\n    sw.init(exact=0)", "train.py", "exec"), names)
+    ours = str(Path(sw.__file__).parent / "adopt.py")
+    exec(compile("def main():\n    train()", ours, "exec"), names)
+    said = refusal_sentence(raised(names["main"]))
+    assert said.endswith(" > train.py:2]")
+    assert "adopt.py" not in said
+
+
 def test_what_comes_from_the_users_code(solo: World) -> None:
     model, good = Careless(2, 1), torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(good.parameters())

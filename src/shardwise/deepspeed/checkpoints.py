@@ -293,6 +293,11 @@ def _found(
             "client_state for load_checkpoint: give the folder and the tag that save_checkpoint "
             "was given."
         )
+    if not saves and (cut := sorted(place.glob("step-*"))):
+        return BrokenCheckpoint(
+            f"{cut[-1]} lacks {DOCUMENT}: its save was cut off, or the file is lost. Load another "
+            "tag."
+        )
     if not saves:
         return place, place, None  # DeepSpeed's own files, or an error of engine.load
     path = saves[-1].path

@@ -187,6 +187,38 @@ class Configured(nn.Module):
         """Whether parameters are sharded."""
         return self.zero_optimization_stage() == 3
 
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer state rests in the host's memory."""
+        return self._optimizer_tier() == "cpu"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether optimizer state rests in the host's memory or on its disk."""
+        return self._optimizer_tier() in ("cpu", "nvme")
+
+    def _optimizer_tier(self) -> str:
+        engine = self._trained.engine
+        return "device" if engine is None else engine.placement.tier("optimizer").kind
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether save_16bit_model writes whole weights: it does in every stage."""
+        return True
+
+    def autotp_size(self) -> int:
+        """How many workers of a replica a layer is split over."""
+        return self.world.tensor_size
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether `step` prints its times: --timeline writes them instead."""
+        return False
+
+    def curriculum_learning_enabled(self) -> bool:
+        """Whether batches grow as a curriculum: the JSON's is refused."""
+        return False
+
+    def data_efficiency_enabled(self) -> bool:
+        """Whether data is sampled or dropped while training: the JSON's is refused."""
+        return False
+
     def loss_scale(self) -> float:
         """The present loss scale, 1 where there is none."""
         return 1.0 if self._trained.engine is None else self._trained.engine.loss_scale

@@ -234,6 +234,12 @@ class DeepSpeedEngine(Configured):
         drop = frozen if exclude_frozen_parameters else set()
         return {name: value for name, value in found.items() if name not in drop}
 
+    def _zero3_consolidated_16bit_state_dict(self) -> dict[str, Any] | None:
+        """What scripts for DeepSpeed save after training: `module_state_dict` on the main worker,
+        None on others. Collective."""
+        state = self.module_state_dict()
+        return state if self.world.is_main else None
+
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
         """The state_dict that the optimizer would have in one process, whole on every worker; where
         states are sharded `optimizer.state_dict()` cannot give it. Collective."""

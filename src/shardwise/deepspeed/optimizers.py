@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,10 +39,13 @@ def _adam_of(named: Named, parameters: Parameters) -> optim.Optimizer:
     decoupled = params.pop("adam_w_mode", True) or named.name == "AdamW"
     if params.pop("torch_adam", False):
         params.pop("fp32_optimizer_states", None)
-        return (optim.AdamW if decoupled else optim.Adam)(parameters, **params)
+        kind = optim.AdamW if decoupled else optim.Adam
+        _check_keywords(kind, params)
+        return kind(parameters, **params)
     states = params.pop("fp32_optimizer_states", True)
     if states is False:
         raise ValueError("fp32_optimizer_states=false: optimizer state is fp32; leave it out")
+    _check_keywords(FusedAdam, params)
     return FusedAdam(parameters, adam_w_mode=decoupled, **params)
 
 
@@ -52,7 +56,18 @@ def _of_torch(named: Named, parameters: Parameters, name: str) -> optim.Optimize
             f"{name}: there is no optimizer {named.name!r}: take Adam, AdamW, Adagrad, Muon or one "
             "of torch.optim, or give an optimizer of your own to initialize."
         )
+    _check_keywords(kind, named.params)
     return kind(parameters, **named.params)
+
+
+def _check_keywords(kind: Any, params: Mapping[str, Any]) -> None:
+    """Raise ValueError for one of `params` that `kind` does not take beside its first argument."""
+    _, *known = inspect.signature(kind).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in known):
+        return
+    takes = [each.name for each in known]
+    if unknown := [name for name in params if name not in takes]:
+        raise ValueError(f"it takes {', '.join(takes)}, not {unknown[0]}")
 
 
 def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
@@ -65,6 +80,7 @@ def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
             f"{', '.join(schedules.BY_NAME)}, or one of torch.optim.lr_scheduler."
         )
     try:
+        _check_keywords(kind, named.params)
         return kind(optimizer, **named.params)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: scheduler {named.name}: {error}.") from None

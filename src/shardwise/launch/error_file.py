@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from shardwise.errors import CollectiveError, LaunchError, ShardwiseError
@@ -191,12 +191,15 @@ def _place(frame: traceback.FrameSummary) -> str:
 
 
 def _files(trace: TracebackType | None) -> list[Path]:
-    """The files of the modules that a traceback goes through, outermost first: what a dataclass
-    generates is in none of its own."""
-    return [
-        Path(frame.f_globals.get("__file__") or frame.f_code.co_filename)
-        for frame, _ in traceback.walk_tb(trace)
-    ]
+    """The files whose code a traceback goes through, outermost first."""
+    return [_file(frame) for frame, _ in traceback.walk_tb(trace)]
+
+
+def _file(frame: FrameType) -> Path:
+    """The file of the code that runs in `frame`; that of its module where a dataclass, say, has
+    generated it. A module may have another one: a script takes that of `--adopt`'s module."""
+    named = frame.f_code.co_filename
+    return Path(frame.f_globals.get("__file__", named) if named.startswith("<") else named)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
