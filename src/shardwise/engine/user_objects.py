@@ -251,8 +251,7 @@ class UserObjects:
         disorder, on all ranks alike, and writes that reach no shard."""
         self.spec.gather_order.check()
         if self.states.shown is not None:
-            self.states.shown.residency.finish_checks()
-            self.states.parameters.check()
+            self.states.shown.residency.check_passes()
 
     def look_for_changes(self) -> None:
         """Follow what user code did since the last call: replace, write or add parameters."""

@@ -247,9 +247,12 @@ class Residency:
                 self._whole.end_own(number, here=here)
             self._whole.allow_writes(False)
 
-    def finish_checks(self) -> None:
-        """Wait until it is known of all passes so far whether anything was written in them."""
+    def check_passes(self) -> None:
+        """Raise BrokenView where something was written in a pass, which reaches no shard. Waits
+        until that is known of all so far."""
         self._whole.finish_checks()
+        if not self.in_block:  # what a block around has written is that block's to store
+            self._parameters.check()
 
     @property
     def in_block(self) -> bool:
