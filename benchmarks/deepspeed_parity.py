@@ -5,10 +5,11 @@
     python benchmarks/deepspeed_parity.py --figures tests/unit/deepspeed_schedules.json
 
 Each library runs all cases in one start of torchrun, with DS_ACCELERATOR=cpu; Adams are torch's
-there too, so that DeepSpeed compiles none. Printed are the
-largest relative differences of the mean loss over the ranks, of the gradient's norm before
-clipping, where DeepSpeed has one, and of the learning rate. With `--figures` the rates and betas of
-DeepSpeed's schedules are written instead, which a test compares ours with.
+there too, so that DeepSpeed compiles none. Its first start on several ranks still compiles what it
+has for shared memory, for one minute or two; later ones take seconds. Printed are the largest
+relative differences of the mean loss over the ranks, of the gradient's norm before clipping, where
+DeepSpeed has one, and of the learning rate. With `--figures` the rates and betas of DeepSpeed's
+schedules are written instead, which a test compares ours with.
 """
 
 from __future__ import annotations
