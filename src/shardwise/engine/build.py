@@ -77,22 +77,17 @@ class States:
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state, averages and anchor on this rank now."""
         gradients = self.gradients.reducer.state_bytes
-        return self.parameters.state_bytes + gradients + self.optimizer.state_bytes + self._beside
-
-    @property
-    def _beside(self) -> int:
-        return sum(self.bytes_beside().values())
+        states = self.parameters.state_bytes + gradients + self.optimizer.state_bytes
+        return states + sum(self.bytes_beside().values())
 
     def bytes_beside(self) -> dict[str, int]:
-        """Bytes of what is kept beside the three states, by its name; what there is none of is left
-        out."""
+        """Bytes of what is kept beside the three states, by its name, where there is some."""
         kept = {
             "averages": self.averages,
             "what islands have in common": self.islands,
             "gradients between islands": self.delayed,
         }
-        found = {name: each.state_bytes for name, each in kept.items() if each is not None}
-        return {name: nbytes for name, nbytes in found.items() if nbytes}
+        return {name: x.state_bytes for name, x in kept.items() if x and x.state_bytes}
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
         """The numbers of the buckets by `key` of the parameters in them."""
@@ -104,7 +99,7 @@ class States:
 
     def expected_bytes(self) -> int:
         """The same once the optimizers have made all of their state."""
-        return self._beside + sum(self.bytes_by_state().values())
+        return sum(self.bytes_beside().values()) + sum(self.bytes_by_state().values())
 
     def bytes_by_state(self) -> dict[str, int]:
         """Bytes on this rank by name of STATES, wherever they rest, averages and anchor left out;
