@@ -87,7 +87,8 @@ def refused_without_step(world, how, folder):
 
 @pytest.mark.parametrize("how", ["save", "export"])
 def test_forwards_in_disorder_are_refused_before_their_statistics_are_kept(phantom, how, tmp_path):
-    assert all("one order" in said for said in phantom(2, refused_without_step, how, tmp_path))
+    found = phantom(2, refused_without_step, how, tmp_path)
+    assert all("one order" in said for said in found), found
     assert not list(tmp_path.glob("*.safetensors")) + list(tmp_path.glob("step-*"))
 
 
