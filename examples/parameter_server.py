@@ -182,8 +182,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("runs/parameter_server"))
     args = parser.parse_args()
-    if args.tokens < 20 * args.batch_size * args.context:
-        parser.error(f"--tokens {args.tokens} are less than 20 steps have: give more")
+    least = 20 * args.batch_size * args.context
+    if args.tokens < least:
+        parser.error(f"--tokens {args.tokens} are less than 20 steps have: give {least} or more")
     args.is_started = "SHARDWISE_LAUNCH_RANK" in os.environ or "RANK" in os.environ
     return args
 

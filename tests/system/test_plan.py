@@ -83,6 +83,7 @@ def test_islands_are_refused_by_name():
     [
         ("loss.detach().numpy()", "train.py:20"),
         ("raise SystemExit(0)", "ended before its first step"),
+        ("import accelerate.nowhere", "A script of accelerate is observed with --adopt accelerate"),
     ],
 )
 def test_what_cannot_be_observed_is_named(tmp_path, line, words):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from shardwise.errors import LaunchError
+from shardwise.launch.flags import ADOPTED
 from shardwise.planning.record import Operation, StepRecord, TensorLife
 
 LINES_OF_OUTPUT = 12
@@ -130,13 +132,25 @@ def _why(script: Script, error: Path, output: bytes, code: int) -> str:
     if error.exists():
         found = json.loads(error.read_text())
         line = f" at {found['line']}" if found["line"] else ""
-        return (
-            f"{script.name} could not be observed{line}: {found['why']} "
-            "Parameters have no values while it is observed: let the lines before the first "
-            "engine.step() do without those, behind a flag if need be."
-        )
+        why = found["why"].rstrip(".")
+        return f"{script.name} could not be observed{line}: {why}. {_advice(why)}"
     lines = output.decode(errors="replace").strip().splitlines()[-LINES_OF_OUTPUT:]
     return "\n".join([f"{script.name} failed (exit code {code}) before its first step:", *lines])
+
+
+def _advice(why: str) -> str:
+    """What to do where a script could not be observed, for the reason `why`."""
+    missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", why)
+    if missing and missing[1] in ADOPTED:
+        return f"A script of {missing[1]} is observed with --adopt {missing[1]}."
+    if missing:
+        return "Install it where shardwise is."
+    if "of an sw.Engine" in why:
+        return f"A script of {', '.join(ADOPTED)} is observed with --adopt and its name."
+    return (
+        "Parameters have no values while it is observed: let the lines before the first "
+        "engine.step() do without those, behind a flag if need be."
+    )
 
 
 def _alike(one: StepRecord, other: StepRecord) -> bool:

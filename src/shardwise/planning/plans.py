@@ -20,6 +20,9 @@ from shardwise.planning.record import StepRecord
 from shardwise.planning.search import Line, Question, Way
 from shardwise.printable import in_bytes
 
+OWN_BATCHES = ("accelerate", "transformers", "lightning")
+"""Libraries that give every worker batches of its own, with --adopt."""
+
 LONGEST = 8
 """Bytes of the longest element: float64."""
 
@@ -121,6 +124,11 @@ class Plan:
                 "micro-batches were not tried: the script's loop takes each batch in one backward "
                 "(loader.steps() in the loop changes that)"
             )
+        if not record.total_batch:
+            yield (
+                "no sw.Loader cuts the batch: every worker is planned with the rows that one "
+                "worker took here, whatever their number"
+            )
         yield from question.excluded
         yield from (f"assumed: {each}" for each in record.assumed)
 
@@ -179,6 +187,13 @@ def _observe_parts(
     script: Script, cluster: Cluster, steps: dict[Way, ObservedStep]
 ) -> Iterator[str]:
     """Observe the script's tensor-parallel parts; says why where it has none, or no pipeline."""
+    if owner := next((name for name in script.adopt.split(",") if name in OWN_BATCHES), None):
+        if cluster.devices > 1:
+            yield (
+                f"--tensor and --pipeline were not tried: {owner} gives every worker batches of "
+                "its own, and the workers of a replica need the same"
+            )
+        return
     for parts in tensor_sizes(cluster)[1:]:
         try:
             steps["kept", parts] = observe_sizes(script, activations="kept", tensor=parts)
@@ -186,7 +201,8 @@ def _observe_parts(
             yield f"--tensor {parts} was not tried: {error}"
             break
     if cluster.devices > 1 and (why := steps["kept", 1].large.no_pipeline):
-        yield f"--pipeline was not tried: {why}"
+        stages = "a PipelineModule says how many stages it has" if script.adopt else why
+        yield f"--pipeline was not tried: {stages}"
 
 
 def tokens_per_sample(record: StepRecord) -> int:
