@@ -21,7 +21,8 @@ def stray_backward(name: str) -> UsageError:
     """The error for a `loss.backward()` that reached parameter `name` without the engine."""
     return UsageError(
         f"loss.backward() reached {name} without the engine, so its gradient would never be "
-        "averaged over the workers. Write engine.backward(loss) instead."
+        "averaged over the workers. Write engine.backward(loss) instead; with Accelerate or Fabric "
+        "their backward(loss), in a LightningModule self.manual_backward(loss)."
     )
 
 
