@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -34,6 +35,11 @@ _RANKS = re.compile(r"(environ|getenv).*\b(LOCAL_)?RANK\b")
 
 _NARROWER = {torch.float32, torch.float16, torch.bfloat16}
 _CASTS: set[Any] = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_LOSSES: set[Any] = {
+    *(functional.mse_loss, functional.l1_loss),
+    *(functional.smooth_l1_loss, functional.huber_loss),
+}
+"""These take both side by side in forward, and with torch 2.9 fail in backward."""
 
 
 class Promoting(TorchFunctionMode):
@@ -53,13 +59,15 @@ class Promoting(TorchFunctionMode):
             if func in _CASTS:
                 return args[0]
             args, kwargs = pytree.tree_map_only(torch.dtype, _widened, (args, kwargs))
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError:
-            leaves = pytree.tree_leaves((args, kwargs))
-            dtypes = {each.dtype for each in leaves if isinstance(each, Tensor)}
-            if not {torch.float32, torch.float64} <= dtypes:
-                raise
+        leaves = pytree.tree_leaves((args, kwargs))
+        dtypes = {each.dtype for each in leaves if isinstance(each, Tensor)}
+        mixed = {torch.float32, torch.float64} <= dtypes
+        if not (mixed and func in _LOSSES):
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError:
+                if not mixed:
+                    raise
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         first = next(each for each in pytree.tree_leaves(args) if isinstance(each, Tensor))
