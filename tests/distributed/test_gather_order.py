@@ -228,6 +228,26 @@ def test_batch_norms_that_ranks_come_to_in_other_orders_are_refused(group, order
         assert "one order" in message
 
 
+def crossed_whole(world, zero):
+    """The same where parameters are whole, so that nobody takes turns."""
+    model = seeded(Crossed)
+    engine = sw.Engine(
+        model, torch.optim.SGD(model.parameters(), 0.1), zero=zero, sync_batch_norm=True
+    )
+    order = [(0, 1), (1, 0)][world.rank]
+    try:
+        engine.backward(model(batch(world.rank), order).square().mean())
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_batch_norms_in_other_orders_are_refused_in_every_row(group, zero):
+    for name, message in group(2, transport="gloo").errors(crossed_whole, zero, limit=LIMIT):
+        assert name == OrderError.__name__
+        assert "one order" in message
+
+
 def other_backward(world):
     """Two forwards, of which ranks take other ones into their losses."""
     model = seeded(Crossed)

@@ -89,7 +89,7 @@ class StatisticsExchange:
     ) -> None:
         self.turns = turns
         self._number = number
-        self._name = name
+        self.name = name
         self._module = module
         self._width = 2 * module.num_features + 1
         self._forwards = 0
@@ -117,7 +117,7 @@ class StatisticsExchange:
         if here.device.type == "cpu":
             met = self._check(here.tolist(), use)
         elif use is not None:
-            self.turns.look_later(_Unseen(self._name, use, *start_to_host(here.contiguous())))
+            self.turns.look_later(_Unseen(self.name, use, *start_to_host(here.contiguous())))
             met = call
         else:
             met = self._skipped(here.tolist())
@@ -141,7 +141,7 @@ class StatisticsExchange:
     def _check_length(self, row: Tensor) -> None:
         if row.numel() > self._width:
             raise ModelError(
-                f"{self._name} was built for {(self._width - 1) // 2} channels and got others, "
+                f"{self.name} was built for {(self._width - 1) // 2} channels and got others, "
                 "which synchronised BatchNorm cannot have: build it for those that it gets."
             )
 
@@ -151,7 +151,7 @@ class StatisticsExchange:
         call = next((int(call) for here, call, _ in rows if here), None)
         if call is not None and not (use or self._used(call)).is_of(rows):
             self.turns.order.abandon()
-            raise _apart(self._name)
+            raise _apart(self.name)
         return call
 
     def _skipped(self, rows: list[list[float]]) -> int | None:
@@ -160,7 +160,7 @@ class StatisticsExchange:
         call = next((int(call) for here, call, _ in rows if here), None)
         if call is None or self._used(call).is_of(rows):
             return call
-        self.turns.refuse_later(self._name)
+        self.turns.refuse_later(self.name)
         return None
 
     def _used(self, call: int) -> _Use:
@@ -209,12 +209,22 @@ class StatisticsExchanges:
     def exchange(self, number: int, row: Tensor, call: int) -> Tensor:
         """The rows of all ranks, those of ranks that skip this one zero."""
         if not self.are_taken:
-            return self.order.group.gather_rows(row)
+            return self._without_turns(number, row)
         self._pending = row, call
         self.order.reach(self._first + number)
         rows, self._rows = self._rows, None
         assert rows is not None
         return rows
+
+    def _without_turns(self, number: int, row: Tensor) -> Tensor:
+        """The rows of all ranks, which come by themselves. On the CPU, where the host has the rows
+        anyway, raises OrderError, on all ranks alike, where one came with another BatchNorm's."""
+        if row.device.type != "cpu":
+            return self.order.group.gather_rows(row)
+        rows = self.order.group.gather_rows(torch.cat([row, row.new_tensor([float(number)])]))
+        if bool((rows[:, -1] != number).any()):
+            raise _apart(self.each[number].name)
+        return rows[:, :-1]
 
     def look_later(self, unseen: _Unseen) -> None:
         """Keep it for `check`. Those before it that have come down go: forwards without a step
