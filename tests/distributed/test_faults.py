@@ -67,8 +67,8 @@ class Faults:
         assert self._process.stdin
         assert self._process.stdout
         print(json.dumps(asdict(case)), file=self._process.stdin, flush=True)
-        # torch 2.9's Gloo says there whom it is connected to.
-        said = next(line for line in self._process.stdout if not line.startswith("[Gloo]"))
+        # torch 2.9's Gloo says there, too, whom it is connected to.
+        said = next(line for line in self._process.stdout if line.startswith("[{"))
         return [Outcome(**outcome) for outcome in json.loads(said)]
 
     def close(self) -> None:
