@@ -119,7 +119,16 @@ def written_last(world, how):
     return said
 
 
-@pytest.mark.parametrize("how", ["model_state_dict", "optimizer_state_dict", "close"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "close",
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("model_state_dict", "optimizer_state_dict")
+        ),
+    ],
+)
 def test_a_write_in_the_last_forward_is_told_before_the_states_are_read(phantom, how):
     for said in phantom(2, written_last, how):
         assert "head.weight was written while sharded" in said
