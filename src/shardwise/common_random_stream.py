@@ -36,7 +36,7 @@ class CommonRandomStream:
         self._calls = 0
         self._inside = 0
         self._boundary: GeneratorStates | None = None
-        self._is_one = False
+        self.is_one = False
         """Whether all ranks are known to have it from now on, whatever they draw besides."""
         self.used = False
         """Whether anything was drawn from it, or it was taken up from a checkpoint."""
@@ -84,25 +84,16 @@ class CommonRandomStream:
         `gather` gives every rank's value to all. Collective until all ranks draw for themselves:
         before, whatever one of them draws alone takes it away from the others.
         """
-        if self._is_one:
+        if self.is_one:
             return False
         apart, mine = self._end is not None, self._now()
         told = gather((apart, mine.digest()))
         if len({digest for _, digest in told}) == 1:
-            self._is_one = all(each for each, _ in told)
+            self.is_one = all(each for each, _ in told)
             return False
         first, *_ = gather(mine.plain())
-        self._end, self._is_one = GeneratorStates.of_plain(first), True
+        self._end, self.is_one = GeneratorStates.of_plain(first), True
         return True
-
-    @property
-    def is_one(self) -> bool:
-        """Whether all ranks are known to have it from now on."""
-        return self._is_one
-
-    def trust(self, *, is_one: bool) -> None:
-        """Know what others know of it, whose stream was taken up."""
-        self._is_one = is_one
 
     def draw(self, make: Callable[[], T], *, step: object, batch: object, goes_on: bool) -> T:
         """What `make` draws from the stream, alike on all ranks.

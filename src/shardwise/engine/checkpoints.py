@@ -150,7 +150,7 @@ class Checkpoints:
         over this island."""
         options = _SaveOptions(about["keep"], about["split"])
         self._go_on(Path(about["home"]), Path(about["path"]), options)
-        self._world.draws.trust(is_one=about["draws_are_one"])
+        self._world.draws.is_one = about["draws_are_one"]  # the stream is theirs
 
     def _pass_over(self, why: object) -> None:
         self._world.print(f"shardwise: passed over: {why}", file=sys.stderr)

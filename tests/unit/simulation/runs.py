@@ -1,6 +1,13 @@
 """Runs of ten days on 128 hosts, and failures of so many a day, for tests of the simulation."""
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
 from shardwise.simulation.failure_classes import DAY, FailureClass, Topology
+from shardwise.simulation.goodput import simulate
 from shardwise.simulation.run_model import RunModel
 
 HOSTS = Topology(hosts=128, devices_per_host=8, hosts_per_rack=4, racks_per_pod=8)
@@ -16,3 +23,14 @@ def model(*failures: FailureClass, **more: float) -> RunModel:
     """A run of ten days on HOSTS."""
     given = {"work": 10 * DAY, "step": 10.0, "interval": 1000.0, "save": 20.0, "restart": 300.0}
     return RunModel(topology=HOSTS, failures=failures, **given | more)  # type: ignore[arg-type]
+
+
+def check_goodput(made: RunModel, trials: int, one_by_one: Sequence[float]) -> None:
+    """The mean goodput of so many trials of `made` is that of runs simulated one by one, within
+    three standard errors of both, which are small."""
+    folded = [outcome.goodput for outcome in simulate(made, trials, 0).outcomes]
+    error = math.hypot(
+        np.std(one_by_one) / math.sqrt(len(one_by_one)), np.std(folded) / math.sqrt(len(folded))
+    )
+    assert error < 0.01
+    assert np.mean(folded) == pytest.approx(np.mean(one_by_one), abs=3 * error)

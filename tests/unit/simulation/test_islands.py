@@ -1,6 +1,5 @@
 """Simulated islands: against islands one by one, against formulas, and how they are cut."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +20,7 @@ from shardwise.simulation.island_trial import IslandTrial
 from shardwise.simulation.run_model import CAUSES, RunModel, young
 from shardwise.simulation.slow_links import SlowLinks
 from shardwise.simulation.trial import Trial
-from tests.unit.simulation.runs import HOSTS, failing, model
+from tests.unit.simulation.runs import HOSTS, check_goodput, failing, model
 
 
 def island_by_island(made: RunModel, random: np.random.Generator) -> float:
@@ -88,12 +87,7 @@ class TestIslands:
         )  # fmt: skip
         random = np.random.default_rng(0)
         one_by_one = [island_by_island(made, random) for _ in range(40)]
-        folded = [outcome.goodput for outcome in simulate(made, 200, 0).outcomes]
-        error = math.hypot(
-            np.std(one_by_one) / math.sqrt(len(one_by_one)), np.std(folded) / math.sqrt(len(folded))
-        )
-        assert error < 0.01
-        assert np.mean(folded) == pytest.approx(np.mean(one_by_one), abs=3 * error)
+        check_goodput(made, 200, one_by_one)
 
     @pytest.mark.parametrize("seed", range(4))
     def test_time_is_spent_once(self, seed: int) -> None:

@@ -25,7 +25,7 @@ from shardwise.simulation.goodput import (
 )
 from shardwise.simulation.run_model import CAUSES, RunModel, daly, slowest_of, young
 from shardwise.simulation.trial import Trial
-from tests.unit.simulation.runs import failing, model
+from tests.unit.simulation.runs import check_goodput, failing, model
 
 
 class TestWithoutFailures:
@@ -169,12 +169,7 @@ def test_folded_devices_are_1024_devices() -> None:
     )
     random = np.random.default_rng(0)
     one_by_one = [device_by_device(made, random) for _ in range(60)]
-    folded = [outcome.goodput for outcome in simulate(made, 400, 0).outcomes]
-    error = math.hypot(
-        np.std(one_by_one) / math.sqrt(len(one_by_one)), np.std(folded) / math.sqrt(len(folded))
-    )
-    assert error < 0.01
-    assert np.mean(folded) == pytest.approx(np.mean(one_by_one), abs=3 * error)
+    check_goodput(made, 400, one_by_one)
 
 
 class TestCatalogue:
