@@ -16,6 +16,7 @@ import pytest
 from shardwise.collectives.island_link import IslandLink
 from shardwise.errors import CollectiveError, LaunchError
 from shardwise.launch import island_run
+from shardwise.launch.island_desk import IslandDesk
 from shardwise.launch.island_hub import IslandHub
 from shardwise.launch.island_membership import Membership
 from shardwise.launch.island_place import IslandPlace
@@ -42,8 +43,11 @@ class Hub:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.answered: list[Sequence[int]] = []
-        self.hub = IslandHub(Membership(count=2, size=1), self.selector, self.answered.append)
-        self.ends = [self.hub.open(rank) for rank in range(2)]
+        self.hub = IslandHub(Membership(count=2, size=1), self.answered.append)
+        self.desk = IslandDesk(self.selector, self.hub)
+        self.hub.attach(self.desk, range(2))
+        self.hub.link(range(2))
+        self.ends = [self.desk.open(rank) for rank in range(2)]
 
     def bring(self, *ranks: int) -> None:
         """These ranks come to an exchange."""
@@ -59,7 +63,7 @@ class Hub:
             key.data()
 
     def close(self) -> None:
-        self.hub.close()
+        self.desk.close()
         self.selector.close()
         for end in self.ends:
             end.close()

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 from shardwise.errors import CheckpointNotWritten, CollectiveError, UsageError
-from shardwise.launch.island_hub import LONGEST, TOO_MANY
+from shardwise.launch.island_desk import LONGEST, TOO_MANY
 from shardwise.launch.island_membership import admission
 from shardwise.launch.island_place import IslandPlace
 from shardwise.watch.wait_graph import named

@@ -1,143 +1,180 @@
-"""Carries the exchanges between elastic islands: the launcher's ends of a socket to each rank.
+"""Leads the exchanges between elastic islands: who takes part, and where what they bring has to be.
 
-    rank  ─▶ {"come": label, "alone": false} + a file in memory      what it brings
-    rank  ─▶ {"back": true}                                           it asks to be let in
-    rank  ─▶ {"who": true}                                            for whom does it wait?
-    rank ◀─  {"islands": [...], "members": [...], ...} + files        what the others have brought
+    desk of a host ─▶ a rank came with this ─▶ the desks of those who get it have it ─▶ it is here
+                   ◀─ all are here: give these ranks that                  (island_membership.py)
 
-What is exchanged lies in anonymous files in memory: only their descriptors come here, and go on, so
-what a rank has brought is there for the others when it has ended since. The sockets have no name,
-and no process but the ranks has their other ends.
+A rank counts as come once all hosts have what it brings that will need it. So when an exchange is
+complete, its answers can be given everywhere, whichever host ends meanwhile: there is none that has
+succeeded on one rank and failed on another.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import selectors
-import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from shardwise.errors import LaunchError
+from shardwise.launch.island_desk import Contribution, Delivery, Key
 from shardwise.launch.island_membership import Answer, Arrival, Membership
 
-LONGEST = 1 << 16
-"""Bytes of a message."""
 
-TOO_MANY = (
-    "there are too many open files for so many islands, or as many as `ulimit -n` allows. Raise "
-    "that, or take fewer islands."
-)
-"""What there is to say where a file in memory does not arrive."""
+class Desk(Protocol):
+    """The links of one host: an IslandDesk here, or one on another host."""
+
+    def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
+        """Give ranks what is for them, and then forget what is known by the keys `dropped`."""
+
+    def shut(self, ranks: Sequence[int]) -> None:
+        """Close the links to `ranks`."""
+
+
+class RemoteDesks(Protocol):
+    """Moves what is brought between hosts."""
+
+    def bring(self, what: Contribution, data: str | None, source: Desk, target: Desk) -> bool:
+        """Let `target` have what the desk `source` has, of which `data` is all where it is little.
+        Whether it has it at once; else `IslandHub.fetched` is called when it has."""
+
+
+@dataclass
+class _Held:
+    """What a rank has brought: at which desks it is, and at which it is wanted. `counts`: the rank
+    has come."""
+
+    what: Contribution
+    there: set[Desk]
+    wanted: set[Desk]
+    counts: bool = field(default=False)
 
 
 class IslandHub:
-    """The launcher's side of all exchanges of `membership`, in its event loop.
+    """The exchanges of `membership` over the desks of all hosts.
 
-    `answered` is called after an exchange, with the numbers of the islands that took part.
+    `answered` is called after an exchange, with the numbers of the islands that took part; `ways`
+    lead from desk to desk, None where there is one.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        selector: selectors.BaseSelector,
-        answered: Callable[[Sequence[int]], None],
-    ) -> None:
+    def __init__(self, membership: Membership, answered: Callable[[Sequence[int]], None]) -> None:
         self.membership = membership
-        self._selector = selector
+        self.ways: RemoteDesks | None = None
         self._answered = answered
-        self._links: dict[int, socket.socket] = {}
-        self._brought: dict[int, int] = {}
+        self._desks: dict[int, Desk] = {}
+        self._held: dict[int, _Held] = {}
+        self._linked: set[int] = set()
+        """The ranks that are heard."""
 
-    def open(self, rank: int) -> socket.socket:
-        """A new link to `rank`; returns the rank's end, which it is to inherit."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        self.shut(rank)
-        self._links[rank] = ours
-        self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, rank, ours))
-        return theirs
+    # -- desks and ranks ------------------------------------------------------------------
 
-    def shut(self, rank: int) -> None:
-        """Close the link to `rank`, if there is one, and forget what it has brought."""
-        self._unlink(rank)
-        self._drop(rank)
+    def attach(self, desk: Desk, ranks: Iterable[int]) -> None:
+        """The links of `ranks` are those of `desk`."""
+        self._desks |= dict.fromkeys(ranks, desk)
 
-    def _unlink(self, rank: int) -> None:
-        if (link := self._links.pop(rank, None)) is not None:
-            self._selector.unregister(link)
-            link.close()
+    def detach(self, desk: Desk) -> None:
+        """The host of `desk` is lost, whose islands take part no longer: nothing is wanted there
+        any more."""
+        self._desks = {rank: each for rank, each in self._desks.items() if each is not desk}
+        for held in list(self._held.values()):
+            held.there.discard(desk)
+            held.wanted.discard(desk)
+            self._count(held)
 
-    def close(self) -> None:
-        """Close all links."""
-        for rank in {*self._links, *self._brought}:
-            self.shut(rank)
+    def link(self, ranks: Iterable[int]) -> None:
+        """Hear these ranks, which are about to start."""
+        self._linked.update(ranks)
 
     def lose(self, island: int) -> None:
         """`island` takes part no longer: nobody waits for it, nor is it heard."""
-        for rank in self.membership.ranks(island):
-            self.shut(rank)
+        ranks = self.membership.ranks(island)
+        self._linked.difference_update(ranks)
+        for rank in ranks:
+            if (desk := self._desks.get(rank)) is not None:
+                desk.shut([rank])
+        self._settle((), ranks)
         self._answer(self.membership.lose(island))
 
-    def _drop(self, rank: int) -> None:
-        """Forget what `rank` has brought."""
-        if (fd := self._brought.pop(rank, None)) is not None:
-            os.close(fd)
+    # -- what ranks bring and ask ---------------------------------------------------------
 
-    def _hear(self, rank: int, link: socket.socket) -> None:
-        """Take one message of `rank`."""
-        if self._links.get(rank) is not link:  # it was closed in this turn of the loop
+    def came(self, what: Contribution, data: str | None = None) -> None:
+        """A rank has come to an exchange; `data` is what it brings, where that is little and to go
+        to other hosts."""
+        desk = self._desks[what.rank]
+        if what.rank not in self._linked:  # its island was lost meanwhile
+            desk.settle((), [what.key])
             return
-        try:
-            data, fds, flags, _ = socket.recv_fds(link, LONGEST, 1)
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            data, fds, flags = b"", [], 0
-        if flags & socket.MSG_CTRUNC:
-            raise LaunchError(f"What rank {rank} brings cannot be opened: {TOO_MANY}")
-        if not data:  # it has ended, or is about to; what it has brought is as good as before
-            self._unlink(rank)
-            return
-        message = json.loads(data)
-        if "back" in message:
+        self._settle((), [what.rank])
+        held = _Held(what, {desk}, self._readers(what) - {desk})
+        self._held[what.rank] = held
+        for other in list(held.wanted):
+            assert self.ways is not None, "ranks are at several desks"
+            if self.ways.bring(what, data, desk, other):
+                self._has(held, other)
+        self._count(held)
+
+    def fetched(self, desk: Desk, key: Key) -> None:
+        """`desk` has what is known by `key` now."""
+        held = self._held.get(key[0])
+        if held is not None and held.what.key == key and desk in held.wanted:
+            self._has(held, desk)
+            self._count(held)
+
+    def asks_back(self, rank: int) -> None:
+        """`rank`, of an island that is gone, asks to be let in."""
+        if rank in self._linked:
             self.membership.ask_back(rank)
-        elif "who" in message:
-            self._send(rank, {"missing": self._missing(rank)}, ())
-        else:
-            self._drop(rank)
-            (self._brought[rank],) = fds
-            arrival = Arrival(label=message["come"], alone=message["alone"])
-            self._answer(self.membership.arrive(rank, arrival))
+
+    def asks_who(self, rank: int) -> None:
+        """Tell `rank` for whom it waits; nobody where its answer is on the way."""
+        if rank in self._linked:
+            words = {"missing": self._missing(rank)}
+            self._desks[rank].settle([Delivery(rank=rank, words=words)], ())
 
     def _missing(self, rank: int) -> list[int]:
-        """For whom `rank` waits; nobody where its answer is on the way."""
-        with suppress(KeyError):
+        held = self._held.get(rank)
+        if held is None:
+            return []
+        if held.counts:
             return self.membership.missing(rank)
-        return []
+        readers = self.membership.readers(rank, held.what.label)
+        return [each for each in readers if self._desks.get(each) in held.wanted]
+
+    def _readers(self, what: Contribution) -> set[Desk]:
+        """The desks of those who get `what`."""
+        readers = self.membership.readers(what.rank, what.label)
+        return {self._desks[rank] for rank in readers if rank in self._desks}
+
+    def _has(self, held: _Held, desk: Desk) -> None:
+        held.wanted.discard(desk)
+        held.there.add(desk)
+
+    def _count(self, held: _Held) -> None:
+        """Let who has brought this be here, once it is wherever it is wanted."""
+        if not held.wanted and not held.counts:
+            held.counts = True
+            arrival = Arrival(label=held.what.label, alone=held.what.alone)
+            self._answer(self.membership.arrive(held.what.rank, arrival))
+
+    # -- answers --------------------------------------------------------------------------
 
     def _answer(self, answers: Sequence[Answer]) -> None:
-        """Send all answers; what was brought has been passed on then."""
-        for answer in answers:
-            fds = tuple(self._brought[source] for source in answer.sources)
-            self._send(answer.rank, answer.words, fds)
-        for answer in answers:
-            self._drop(answer.rank)
+        """Give all answers; what was brought has been passed on then."""
+        self._settle(answers, [answer.rank for answer in answers])
         for islands in {tuple(answer.words.get("islands", ())) for answer in answers}:
             if islands:
                 self._answered(islands)
 
-    def _send(self, rank: int, words: dict[str, object], fds: Sequence[int]) -> None:
-        link = self._links.get(rank)
-        if link is not None:
-            try:
-                socket.send_fds(link, [json.dumps(words).encode()], list(fds))
-            except ConnectionError:  # it has just ended
-                return
-            except OSError as error:
-                raise LaunchError(
-                    f"What islands bring cannot be passed on to rank {rank} ({error.strerror}): "
-                    f"{TOO_MANY}"
-                ) from None
+    def _settle(self, answers: Sequence[Answer], ranks: Iterable[int]) -> None:
+        """Give `answers`, and forget everywhere what `ranks` have brought."""
+        given: dict[Desk, list[Delivery]] = defaultdict(list)
+        dropped: dict[Desk, list[Key]] = defaultdict(list)
+        for answer in answers:
+            keys = [self._held[source].what.key for source in answer.sources]
+            delivery = Delivery(rank=answer.rank, words=answer.words, keys=keys)
+            if (desk := self._desks.get(answer.rank)) is not None:
+                given[desk].append(delivery)
+        for rank in ranks:
+            if (held := self._held.pop(rank, None)) is not None:
+                for desk in held.there | held.wanted:
+                    dropped[desk].append(held.what.key)
+        for desk in dict.fromkeys([*given, *dropped]):
+            desk.settle(given[desk], dropped[desk])

@@ -26,6 +26,12 @@ def admission(islands: Sequence[int], step: int) -> str:
     return f"{ADMITS} {' '.join(map(str, islands))} after {step}"
 
 
+def _admitted_by(label: str) -> tuple[list[int], int]:
+    """The islands and the step that `admission` was given."""
+    named, _, step = label.removeprefix(ADMITS).partition("after")
+    return [int(number) for number in named.split()], int(step)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
     """A rank that waits in an exchange: `label` says which. `alone`: only with the ranks of equal
@@ -93,6 +99,15 @@ class Membership:
             self._asking.discard(rank)
         return list(self._completed())
 
+    def readers(self, rank: int, label: str) -> list[int]:
+        """The ranks that get what `rank` brings to the exchange `label`: those of its place in the
+        members, and all of those islands that are let in by it."""
+        place = rank % self.size
+        found = [island * self.size + place for island in self.members]
+        if label.startswith(ADMITS) and place == 0:
+            found += [each for island in _admitted_by(label)[0] for each in self.ranks(island)]
+        return [each for each in found if each != rank]
+
     def missing(self, rank: int) -> list[int]:
         """The ranks for which `rank`, which waits in an exchange, waits."""
         return [each for each in self._partners(rank) if each not in self._arrived]
@@ -137,14 +152,13 @@ class Membership:
         """Let in those that `label` names and that still wait; returns them."""
         if not label.startswith(ADMITS):
             return []
-        named, _, step = label.removeprefix(ADMITS).partition("after")
-        numbers = named.split()
-        admitted = [island for island in self.waiting if str(island) in numbers]
+        named, step = _admitted_by(label)
+        admitted = [island for island in self.waiting if island in named]
         self.members = sorted([*self.members, *admitted])
         self.fresh.update(admitted)
         for island in admitted:
             self._asking.difference_update(self.ranks(island))
-            self.admitted[island] = int(step)
+            self.admitted[island] = step
         return admitted
 
     def _refused(self, everybody: list[int]) -> Iterator[Answer]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch import network
 from shardwise.launch.console import Console
 from shardwise.launch.hosts import LOOPBACK
+from shardwise.launch.island_desk import IslandDesk
 from shardwise.launch.island_supervisor import IslandSupervisor
 from shardwise.launch.island_workers import IslandWorkers
 from shardwise.launch.job import Job
@@ -53,7 +55,13 @@ def once(
             restarts=restarts,
         )
         sinks = supervisor.hear, supervisor.left, supervisor.saves_first
+        desk = IslandDesk(supervisor.selector, supervisor.hub)
+        supervisor.hub.attach(desk, range(job.size))
         numbers = count()
+
+        def link(rank: int) -> socket.socket:
+            supervisor.hub.link([rank])
+            return desk.open(rank)
 
         def start(island: int, returns: bool) -> IslandWorkers:
             own = folder / f"start-{next(numbers)}"
@@ -71,7 +79,7 @@ def once(
                     *sinks,
                     island=island,
                     count=job.elastic_islands,
-                    link=supervisor.hub.open,
+                    link=link,
                     returns=returns,
                 )
                 try:
@@ -81,7 +89,7 @@ def once(
                     raise
             return workers
 
-        with closing(supervisor):
+        with closing(supervisor), closing(desk):
             ending = supervisor.watch_islands(start)
         for workers in [*supervisor.ended, *supervisor.islands]:
             workers.release()

@@ -37,7 +37,7 @@ class IslandSupervisor(Supervisor):
 
     def __init__(self, *given: Any, count: int, size: int, restarts: Restarts, **more: Any) -> None:
         super().__init__(*given, **more)
-        self.hub = IslandHub(Membership(count=count, size=size), self.selector, self._exchanged)
+        self.hub = IslandHub(Membership(count=count, size=size), self._exchanged)
         self._size = size
         self._restarts = restarts
         self.islands: list[IslandWorkers] = []
@@ -64,10 +64,6 @@ class IslandSupervisor(Supervisor):
         self._start = start
         self.islands += [start(island, False) for island in range(self._membership.count)]
         return self.watch(self.islands)
-
-    def close(self) -> None:
-        self.hub.close()
-        super().close()
 
     @property
     def _membership(self) -> Membership:
