@@ -96,13 +96,20 @@ def _joined(
             f"shardwise run --elastic-islands was told of {place.count} islands, and here they are "
             f"{chosen.islands}: give --islands there, and nothing else that overrides it."
         )
-    local = identity.rank - place.first
-    alone = replace(identity, rank=local, size=place.size, local_rank=local, local_size=place.size)
-    ranks = tuple(range(place.first, place.first + place.size))
-    of_run = collectives.GroupRanks(ranks, identity.size, place.first)
-    island = collectives.connect(alone, *how, of_run=of_run)
+    island = range(place.first, place.first + place.size)
+    host = identity.rank - identity.local_rank
+    here = island_place.ranks_here(island, host, identity.local_size)
+    alone = replace(
+        identity,
+        rank=island.index(identity.rank),
+        size=place.size,
+        local_rank=here.index(identity.rank),
+        local_size=len(here),
+    )
+    of_run = collectives.GroupRanks(tuple(island), identity.size, place.first)
+    group = collectives.connect(alone, *how, of_run=of_run)
     link = collectives.IslandLink(place, identity.rank, chosen.timeout, chosen.warn_after)
-    return collectives.ElasticRun(island, link)
+    return collectives.ElasticRun(group, link)
 
 
 def divide(world: World, axes: dict[str, int]) -> None:

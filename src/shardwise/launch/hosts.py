@@ -47,6 +47,11 @@ class Share:
     count: int
 
     @property
+    def numbers(self) -> range:
+        """The numbers of its ranks."""
+        return range(self.first, self.first + self.count)
+
+    @property
     def ranks(self) -> str:
         """In words: rank 3, or ranks 0-3."""
         last = self.first + self.count - 1

@@ -116,6 +116,18 @@ class IslandDesk:
         with self._lock:
             self._files[key] = fd
 
+    def read(self, key: Key) -> bytes:
+        """What is known by `key`."""
+        fd = self._files[key]
+        return os.pread(fd, os.fstat(fd).st_size, 0)
+
+    def write(self, key: Key, data: bytes) -> None:
+        """Have `data`, known by `key`."""
+        fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
+        with os.fdopen(os.dup(fd), "wb") as file:
+            file.write(data)
+        self.keep(key, fd)
+
     def copy(self, key: Key) -> int | None:
         """A descriptor of the caller's own for what is known by `key`; None where it is not here.
         Any thread may ask."""

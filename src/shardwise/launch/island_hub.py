@@ -29,7 +29,7 @@ class Desk(Protocol):
         """Close the links to `ranks`."""
 
 
-class RemoteDesks(Protocol):
+class Transfers(Protocol):
     """Moves what is brought between hosts."""
 
     def bring(self, what: Contribution, data: str | None, source: Desk, target: Desk) -> bool:
@@ -51,13 +51,13 @@ class _Held:
 class IslandHub:
     """The exchanges of `membership` over the desks of all hosts.
 
-    `answered` is called after an exchange, with the numbers of the islands that took part; `ways`
-    lead from desk to desk, None where there is one.
+    `answered` is called after an exchange, with the numbers of the islands that took part;
+    `transfers` move what is brought from desk to desk, None where there is one.
     """
 
     def __init__(self, membership: Membership, answered: Callable[[Sequence[int]], None]) -> None:
         self.membership = membership
-        self.ways: RemoteDesks | None = None
+        self.transfers: Transfers | None = None
         self._answered = answered
         self._desks: dict[int, Desk] = {}
         self._held: dict[int, _Held] = {}
@@ -106,8 +106,8 @@ class IslandHub:
         held = _Held(what, {desk}, self._readers(what) - {desk})
         self._held[what.rank] = held
         for other in list(held.wanted):
-            assert self.ways is not None, "ranks are at several desks"
-            if self.ways.bring(what, data, desk, other):
+            assert self.transfers is not None, "ranks are at several desks"
+            if self.transfers.bring(what, data, desk, other):
                 self._has(held, other)
         self._count(held)
 

@@ -37,3 +37,9 @@ def read(environ: Mapping[str, str]) -> IslandPlace | None:
     """The place that `variables` wrote down; None where islands are not elastic."""
     text = environ.get(VARIABLE)
     return None if text is None else IslandPlace(**json.loads(text))
+
+
+def ranks_here(island: range, first: int, count: int) -> range:
+    """Those of an island's ranks that are on the host of the `count` ranks from `first` on."""
+    start = max(island.start, first)
+    return range(start, max(start, min(island.stop, first + count)))

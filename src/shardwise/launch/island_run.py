@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import resource
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -19,7 +17,7 @@ from shardwise.launch.console import Console
 from shardwise.launch.hosts import LOOPBACK
 from shardwise.launch.island_desk import IslandDesk
 from shardwise.launch.island_supervisor import IslandSupervisor
-from shardwise.launch.island_workers import IslandWorkers
+from shardwise.launch.island_workers import IslandWorkers, allow_files
 from shardwise.launch.job import Job
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.restarts import Ending, Restarts
@@ -28,18 +26,13 @@ from shardwise.launch.signals import Signals
 MOST = 253
 """So many files Linux passes on in one message (SCM_MAX_FD)."""
 
-FILES_OF_A_RANK = 8
-"""That the launcher holds open of each: its link, what it brought, its output and log."""
-
-FILES = 64
-"""That it holds open besides."""
-
 
 def once(
     job: Job, command: tuple[str, ...], console: Console, signals: Signals, restarts: Restarts
 ) -> Ending:
     """Start all islands, and watch them to the end of the run; islands that are started again count
     among `restarts`."""
+    allow_files(job.size, job.elastic_islands)
     address = LOOPBACK if job.interface is None else network.address_of_interface(job.interface)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
     size = job.size // job.elastic_islands
@@ -96,19 +89,13 @@ def once(
         return ending
 
 
-def checked(size: int, settings: Mapping[str, str]) -> int:
-    """How many islands a run of `size` ranks with `settings` has, of which each may end and come
-    back. Raises LaunchError where that cannot be."""
+def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+    """How many islands, of which each may end and come back, a run has that has so many ranks on
+    each of its hosts, and its `settings` with that number. Raises LaunchError where that cannot
+    be."""
     if not sys.platform.startswith("linux"):
         raise LaunchError("--elastic-islands needs Linux: leave it out.")
-    text = settings.get("islands", "1")
-    try:
-        islands = values.whole(2)(text)
-    except ValueError:
-        raise LaunchError(
-            f"--elastic-islands with --islands {text}: say how many islands there are, 2 or more, "
-            "such as --islands 2."
-        ) from None
+    islands, size = _count(counts, settings.get("islands", "1")), sum(counts)
     if islands > MOST:
         raise LaunchError(
             f"--elastic-islands with --islands {islands}: no more than {MOST} islands, of which an "
@@ -122,20 +109,23 @@ def checked(size: int, settings: Mapping[str, str]) -> int:
         value = settings.get(name, is_off)
         if value != is_off:
             raise LaunchError(BESIDE_ELASTIC.format(given=f"--{name} {value}"))
-    _allow_files(size, islands)
-    return islands
+    return islands, {**settings, "islands": str(islands)}
 
 
-def _allow_files(size: int, islands: int) -> None:
-    """See to it that an exchange may pass on all files at once. Raises LaunchError."""
-    needed = size * (islands - 1 + FILES_OF_A_RANK) + FILES
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)
-    if soft >= needed:
-        return
-    if hard < needed:
+def _count(counts: Sequence[int], text: str) -> int:
+    """The number of islands that `--islands TEXT` means. Raises LaunchError for what is none."""
+    if text == "host" and len(counts) > 1:
+        if len(set(counts)) > 1:
+            raise LaunchError(
+                f"--islands host needs as many workers on every host; these have "
+                f"{', '.join(map(str, counts))}. Start equal numbers (-H a:4,b:4), or write "
+                "--islands with a number."
+            )
+        return len(counts)
+    try:
+        return values.whole(2)(text)
+    except ValueError:
         raise LaunchError(
-            f"--islands {islands} of {size} workers with --elastic-islands takes {needed} open "
-            f"files, and {hard} are allowed here: raise that by `ulimit -n`, or take fewer islands."
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, limits[1]))
+            f"--elastic-islands with --islands {text}: say how many islands there are, 2 or more, "
+            "such as --islands 2."
+        ) from None

@@ -12,23 +12,54 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from shardwise.errors import LaunchError
 from shardwise.launch import failure_report
 from shardwise.launch.error_file import ErrorReport
 from shardwise.launch.island_hub import IslandHub
 from shardwise.launch.island_membership import Membership
-from shardwise.launch.island_workers import IslandWorkers
 from shardwise.launch.local_workers import RankExit
 from shardwise.launch.restarts import STUCK, Ending, Restarts
-from shardwise.launch.supervisor import SETTLE, UNEXPLAINED, Supervisor
+from shardwise.launch.supervisor import SETTLE, UNEXPLAINED, Site, Supervisor
 
 NEVER = math.inf
 
-Start = Callable[[int, bool], IslandWorkers]
+
+class IslandSite(Site, Protocol):
+    """The ranks of an island: IslandWorkers here, RemoteIsland on other hosts."""
+
+    def end(self) -> None:
+        """End all that is left of its ranks, at once."""
+
+    def release(self) -> bool:
+        """Whether nothing is left of it."""
+
+
+Start = Callable[[int, bool], IslandSite]
 """Starts an island; whether it comes back to others that have gone on."""
+
+
+@dataclass
+class IslandFailure:
+    """How the ranks of an island ended that failed, and why some of them are out of reach."""
+
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+
+    @property
+    def reports(self) -> dict[int, ErrorReport]:
+        """What its ranks have reported."""
+        found = {rank: each.report for rank, each in self.exits.items()}
+        return {rank: report for rank, report in found.items() if report is not None}
+
+    @property
+    def step(self) -> int:
+        """How many steps they have made."""
+        found = [each.progress.step for each in self.exits.values() if each.progress is not None]
+        return max(found, default=0)
 
 
 class IslandSupervisor(Supervisor):
@@ -40,13 +71,15 @@ class IslandSupervisor(Supervisor):
         self.hub = IslandHub(Membership(count=count, size=size), self._exchanged)
         self._size = size
         self._restarts = restarts
-        self.islands: list[IslandWorkers] = []
+        self.islands: list[IslandSite] = []
         self._failing: dict[int, float] = {}
         """By island that fails: when its other ranks are ended."""
-        self._failures: dict[int, dict[int, RankExit]] = {}
-        """By island that has failed last, how its ranks ended."""
+        self._failures: dict[int, IslandFailure] = {}
+        """The islands that have failed, and have not taken part since."""
         self._outlived: set[int] = set()
         """Of these, those without which the others have gone on."""
+        self.also: Callable[[], float | None] = lambda: None
+        """What else is to be done in each turn; seconds until the next one at most."""
         self._resuming: set[int] = set()
         """The islands that take up a checkpoint when they are started."""
         self._tries: Counter[int] = Counter()
@@ -56,7 +89,7 @@ class IslandSupervisor(Supervisor):
         self._said: set[int] = set()
         """Of these, those of which it was said that the others go on."""
         self._unneeded: set[int] = set()
-        self.ended: list[IslandWorkers] = []
+        self.ended: list[IslandSite] = []
         """Those whose ranks have ended, while some of what these had started may be left."""
 
     def watch_islands(self, start: Start) -> Ending:
@@ -77,9 +110,9 @@ class IslandSupervisor(Supervisor):
 
     def turn(self, limit: float | None = None) -> None:
         """The same; islands that have failed are ended at their time."""
+        waits = [each for each in (limit, self.also()) if each is not None]
         now = time.monotonic()
-        waits = [max(0.0, at - now) for at in self._failing.values() if at < NEVER]
-        waits += [] if limit is None else [limit]
+        waits += [max(0.0, at - now) for at in self._failing.values() if at < NEVER]
         super().turn(min(waits, default=None))
         # Others may get the numbers of their processes, which must not end with ours.
         self.ended = [each for each in self.ended if not each.release()]
@@ -93,12 +126,14 @@ class IslandSupervisor(Supervisor):
     def left(self, rank_exit: RankExit) -> None:
         rank = rank_exit.end.rank
         island = rank // self._size
+        if rank not in self._running:  # it was out of reach, and its island has failed
+            return
         if rank_exit.progress is not None and rank_exit.progress.resumes:
             self._resuming.add(island)
         ended_well = rank_exit.end.code == 0 or rank_exit.saved
-        is_alone = not self._blames_another(island, rank_exit.report) and self._is_alone(island)
+        is_alone = not self._blames_another(island, rank_exit.report) and self._are_alone([island])
         if island in self._failing or (not ended_well and is_alone):
-            self._fail(island, rank_exit)
+            self._fail(island, [rank], rank_exit)
             return
         if not ended_well:
             self._recall()
@@ -107,6 +142,29 @@ class IslandSupervisor(Supervisor):
             self._finished.add(island)
             self.hub.lose(island)
         self._end_unneeded()
+
+    def not_started(self, ranks: Sequence[int]) -> None:
+        """Note that these ranks of an island, which was to start, do not."""
+        self._running.difference_update(ranks)
+
+    def cut_off(self, ranks: Sequence[int], why: str) -> None:
+        """Let the islands of these ranks, which run and can serve no longer, fail."""
+        islands = sorted({rank // self._size for rank in ranks if rank in self._running})
+        if self._are_alone([each for each in islands if each not in self._failing]):
+            for island in islands:
+                self._fail(island, (), why=why)
+        else:
+            self.lost(ranks, why)
+
+    def lost(self, ranks: Sequence[int], why: str) -> None:
+        islands = sorted({rank // self._size for rank in ranks if rank in self._running})
+        if not self._are_alone([each for each in islands if each not in self._failing]):
+            self._recall()
+            super().lost(ranks, why)
+            return
+        for island in islands:
+            gone = self._living(island) & set(ranks)
+            self._fail(island, gone, why=why)
 
     def _living(self, island: int) -> set[int]:
         """The ranks of an island that run."""
@@ -117,32 +175,40 @@ class IslandSupervisor(Supervisor):
         at_fault = () if report is None else report.at_fault
         return not set(at_fault) <= set(self._membership.ranks(island))
 
-    def _is_alone(self, island: int) -> bool:
-        """Whether a failure of `island` is its own: the others go on."""
-        if island in self._unneeded:
+    def _are_alone(self, islands: Collection[int]) -> bool:
+        """Whether a failure of `islands` is their own: the others go on."""
+        failed = set(islands)
+        if failed <= self._unneeded:
             return True
-        away = island in self._away
+        away = failed <= self._away
         if self._asked is not None or self._stopping:
             return away
-        others = set(self._membership.members) - {island} - set(self._failing)
+        others = set(self._membership.members) - failed - set(self._failing)
         return self._membership.begun and bool(others or (away and self._finished))
 
-    def _fail(self, island: int, rank_exit: RankExit) -> None:
-        """A rank of `island` has ended, which goes down with it."""
-        self._running.discard(rank_exit.end.rank)
+    def _fail(
+        self,
+        island: int,
+        ranks: Collection[int],
+        rank_exit: RankExit | None = None,
+        why: str | None = None,
+    ) -> None:
+        """Ranks of `island`, which goes down with them, have ended, or are out of reach."""
+        self._running.difference_update(ranks)
         if island not in self._failing:
-            self._failures[island] = {}
+            self._failures[island] = IslandFailure()
             self._outlived.discard(island)
             self._failing[island] = NEVER
-        exits = self._failures[island]
-        exits[rank_exit.end.rank] = rank_exit
-        if len(exits) == 1:
             self.hub.lose(island)
+        failure = self._failures[island]
+        if rank_exit is not None:
+            failure.exits[rank_exit.end.rank] = rank_exit
+        failure.losses += [] if why is None else [why]
         if not self._living(island):
             self._failed(island)
             return
-        ends = [each.end for each in exits.values()]
-        explained = failure_report.is_explained(ends, _reports(exits))
+        ends = [each.end for each in failure.exits.values()]
+        explained = failure.losses or failure_report.is_explained(ends, failure.reports)
         wait = SETTLE if explained else UNEXPLAINED
         self._failing[island] = min(self._failing[island], time.monotonic() + wait)
 
@@ -159,19 +225,20 @@ class IslandSupervisor(Supervisor):
             self._end_unneeded()
             return
         comes, what_next = self._next(island)
+        failure = self._failures[island]
         self.say(
-            f"shardwise: island {island} has ended at step {workers.step} "
-            f"({self._cause(self._failures[island])}). {_named(others)} without it, from the next "
-            f"boundary on. {what_next}\n"
+            f"shardwise: island {island} has ended{_at(failure)} ({self._cause(failure)}). "
+            f"{_named(others)} without it, from the next boundary on. {what_next}\n"
         )
         if comes:
             self._start_again(island)
 
-    def _cause(self, exits: Mapping[int, RankExit]) -> str:
+    def _cause(self, failure: IslandFailure) -> str:
         """Who of an island failed, and why."""
-        reports = _reports(exits)
+        reports, exits = failure.reports, failure.exits
         judged = failure_report.judge([each.end for each in exits.values()], reports)
-        assert judged is not None, "a rank has failed"
+        if judged is None or (failure.losses and failure_report.is_consequence(judged, reports)):
+            return failure.losses[0].partition(". ")[0].removesuffix(".")
         count = len(self._outputs)
         found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
         what, why = failure_report.in_few_words(judged, exits[judged.rank].how, count, found)
@@ -233,9 +300,10 @@ class IslandSupervisor(Supervisor):
 
     def _recall(self) -> None:
         """The run fails: what has ended an island may be why, unless the others outlived it."""
-        for island, exits in self._failures.items():
+        for island, failure in self._failures.items():
             if island not in self._outlived:
-                self._exits |= exits
+                self._exits |= failure.exits
+                self._losses += [each for each in failure.losses if each not in self._losses]
 
     def _conclude(self) -> Ending:
         if not self._finished:
@@ -243,8 +311,9 @@ class IslandSupervisor(Supervisor):
         return super()._conclude()
 
 
-def _reports(exits: Mapping[int, RankExit]) -> dict[int, ErrorReport]:
-    return {rank: each.report for rank, each in exits.items() if each.report is not None}
+def _at(failure: IslandFailure) -> str:
+    """At which step an island has ended, as far as that is known."""
+    return f" at step {failure.step}" if failure.exits else ""
 
 
 def _named(islands: Sequence[int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import resource
 import selectors
 import signal
 import socket
@@ -10,21 +12,30 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from shardwise.errors import LaunchError
 from shardwise.launch import progress
 from shardwise.launch.identity import Identity
-from shardwise.launch.island_place import IslandPlace
+from shardwise.launch.island_place import IslandPlace, ranks_here
 from shardwise.launch.local_workers import Hear, HostTask, LocalWorkers, RankExit
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.worker import Worker, WorkerStreams
 
+FILES_OF_A_RANK = 8
+"""That who starts ranks holds open of each: its link, what it brought, its output and log."""
+
+FILES = 64
+"""That it holds open besides."""
+
 OpenLink = Callable[[int], socket.socket]
-"""Makes the link of a rank to the launcher; returns the rank's end."""
+"""Makes the link of a rank to where islands exchange; returns the rank's end."""
 
 
 class IslandWorkers(LocalWorkers):
-    """The ranks of `task` that are of island `island` of `count`: they meet at its first one.
+    """Those of the ranks of `task`, all of this host, that are of island `island` of `count`: they
+    meet at its first one.
 
-    `link` makes the link of each to the launcher; `returns`: the others have gone on without them.
+    `link` makes the link of each to where islands exchange; `returns`: the others have gone on
+    without them.
     """
 
     def __init__(
@@ -43,13 +54,16 @@ class IslandWorkers(LocalWorkers):
         returns: bool,
     ) -> None:
         size = task.size // count
-        of_island = replace(task, first=island * size, count=size)
+        self._ranks = range(island * size, (island + 1) * size)
+        self._host = task
+        here = ranks_here(self._ranks, task.first, task.count)
+        of_island = replace(task, first=here.start, count=len(here))
         super().__init__(of_island, folder, reaper, selector, hear, left, saves)
         self._island, self._count, self._link, self._returns = island, count, link, returns
 
     @property
     def _meets_at(self) -> int:
-        return self._task.first
+        return self._ranks.start
 
     def _start(
         self, worker: Worker, environ: dict[str, str], fds: list[int], outlet: WorkerStreams
@@ -58,22 +72,21 @@ class IslandWorkers(LocalWorkers):
             place = IslandPlace(
                 island=self._island,
                 count=self._count,
-                size=self._task.count,
+                size=len(self._ranks),
                 fd=link.fileno(),
                 returns=self._returns,
             )
             super()._start(worker, environ | place.variables(), [*fds, link.fileno()], outlet)
 
     def _identity(self, local_rank: int, listen_fd: int | None) -> Identity:
-        """Who a rank is in the run; all islands are on this host."""
-        found = super()._identity(local_rank, listen_fd)
-        return replace(found, local_rank=found.rank, local_size=found.size)
+        """Who a rank is in the run: on its host are those of other islands too."""
+        found, host = super()._identity(local_rank, listen_fd), self._host
+        return replace(found, local_rank=found.rank - host.first, local_size=host.count)
 
     def ended_well(self, rank: int) -> None:
         """Ranks wait for those of their island alone, which they count from 0."""
-        place = rank - self._task.first
-        if 0 <= place < self._task.count:
-            progress.mark_ended_early(self._folder, place)
+        if rank in self._ranks:
+            progress.mark_ended_early(self._folder, rank - self._ranks.start)
 
     def end(self) -> None:
         """End all that is left of the ranks, at once."""
@@ -89,9 +102,19 @@ class IslandWorkers(LocalWorkers):
                 source.drain()
         self.release()
 
-    @property
-    def step(self) -> int:
-        """How many steps the ranks have made."""
-        ranks = range(self._task.first, self._task.first + self._task.count)
-        found = (progress.read(self._folder, rank) for rank in ranks)
-        return max((each.step for each in found if each is not None), default=0)
+
+def allow_files(ranks: int, islands: int, kept: int = 0) -> None:
+    """See to it that this process may pass on what is for `ranks` ranks, of `islands` islands, at
+    once, and keep the files of `kept` islands for each. Raises LaunchError."""
+    needed = ranks * (islands - 1 + kept + FILES_OF_A_RANK) + FILES
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)
+    if soft >= needed:
+        return
+    if hard < needed:
+        raise LaunchError(
+            f"{ranks} workers of {islands} islands with --elastic-islands take {needed} open files "
+            f"on their host, and {hard} are allowed there: raise that by `ulimit -n`, or take "
+            "fewer islands."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, limits[1]))

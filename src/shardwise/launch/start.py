@@ -92,22 +92,20 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
     if asked.hosts is None and asked.hostfile is None:
         flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(asked), **asked.settings})
     size = sum(share.count for share in shares)
-    if asked.elastic_islands and not is_alone:
-        raise LaunchError(
-            "--elastic-islands is for islands on one host: over several an island that fails ends "
-            "the run, and --restarts starts all again. Leave it out, or -H and --hostfile."
-        )
+    islands, settings = 0, asked.settings
+    if asked.elastic_islands:
+        islands, settings = island_run.checked([share.count for share in shares], settings)
     job = Job(
         words=asked.words,
         shares=shares,
-        flags=asked.settings,
+        flags=settings,
         passed=passed,
         shown=None if asked.shown is None else hosts.ranks(asked.shown, size, "--show"),
         module=asked.module,
         port=asked.port or 0,
         grace=GRACE if asked.grace is None else asked.grace,
         restarts=asked.restarts,
-        elastic_islands=island_run.checked(size, asked.settings) if asked.elastic_islands else 0,
+        elastic_islands=islands,
         interface=asked.interface,
         log_dir=asked.log_dir,
     )
@@ -192,8 +190,8 @@ def _refuse_elastic(asked: RunRequest, where: str) -> None:
     """Raise LaunchError for `--elastic-islands` where others than us start the ranks."""
     if asked.elastic_islands:
         raise LaunchError(
-            f"--elastic-islands is for ranks that we start on one host, and {where} others start "
-            "them: leave it out."
+            f"--elastic-islands is for ranks that we start, and {where} others start them: leave "
+            "it out, or name the hosts with -H or --hostfile."
         )
 
 

@@ -4,7 +4,7 @@
         <- hello              versions, clock, where it was reached
     check ->                  is the program here? which address, which port?
         <- ready | refused
-    start ->                  the ranks run
+    start ->                  the ranks run           (of islands: see agent_islands.py)
         <- output, end, saves ...
     signal, ask, resize, ended ->
     close ->                  it ends, as it does when the connection ends or falls silent
@@ -20,10 +20,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from shardwise.launch.local_workers import HostTask, LocalWorkers, RankExit
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import protocol
+from shardwise.launch.ssh.agent_islands import AgentIslands
 from shardwise.launch.worker import WorkerStreams
 
 IN, OUT = 0, 1
@@ -53,11 +56,17 @@ class Agent:
         self._out = b""
         self._paused = False
         self._listener: socket.socket | None = None
-        self._workers: LocalWorkers | None = None
+        self._parts: dict[int, LocalWorkers] = {}
+        """The ranks that run here, together as part 0, or each island by itself."""
+        self._former: list[LocalWorkers] = []
+        """Islands that were started anew, of which something may be left."""
+        self._starts = count()
+        self._islands = AgentIslands(self._send, self._selector, stack, self._run_part)
         self._patience = FIRST_PATIENCE
         self._heard = time.monotonic()
         self._open = True
-        self._receiver = protocol.MessageReader(protocol.TO_AGENT, self._obey, lambda noise: None)
+        kinds = {**protocol.TO_AGENT, **protocol.TO_ISLANDS}
+        self._receiver = protocol.MessageReader(kinds, self._obey, lambda noise: None)
 
     def run(self) -> None:
         """Obey the launcher until it closes the connection, or falls silent."""
@@ -69,13 +78,20 @@ class Agent:
         while self._open:
             left = self._heard + self._patience - time.monotonic()
             for key, _ in self._selector.select(max(0.0, left)):
-                key.data()
+                self._guarded(key.data)
+            self._former = [each for each in self._former if not each.release()]
             if time.monotonic() > self._heard + self._patience:
                 return
 
     def _obey(self, message: protocol.Message) -> None:
+        kind = message.pop("kind")
+        obeys = self._islands if kind in protocol.TO_ISLANDS else self
+        self._guarded(partial(getattr(obeys, f"on_{kind}"), **message))
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """Do something; what goes wrong with it is the launcher's to tell."""
         try:
-            getattr(self, f"_on_{message.pop('kind')}")(**message)
+            call()
         except protocol.ProtocolError:
             raise
         except LaunchError as error:
@@ -83,7 +99,7 @@ class Agent:
         except OSError as error:
             self._send("refused", why=failure_report.os_error_sentence(error))
 
-    def _on_check(
+    def on_check(
         self,
         *,
         words: list[str],
@@ -109,45 +125,66 @@ class Agent:
         if listens:
             address = address or network.address_towards(towards)
             self._listener = self._stack.enter_context(network.listen(address, port))
+            self._islands.listener = self._listener
             spare = self._stack.enter_context(network.reserve_port(address))
             where = {"port": self._listener.getsockname()[1], "master_port": spare.getsockname()[1]}
         self._send("ready", command=command, address=address, **where)
 
-    def _on_start(self, task: dict[str, Any]) -> None:
+    def on_start(self, task: dict[str, Any]) -> None:
         """Start the ranks."""
+        self._run_part(0, task, LocalWorkers, self._listener)
+        if self._listener is not None:
+            self._listener.close()
+
+    def _run_part(
+        self,
+        part: int,
+        task: dict[str, Any],
+        make: Callable[..., LocalWorkers],
+        listener: socket.socket | None,
+    ) -> None:
+        """Start the ranks of a part, which `make` makes of what LocalWorkers take."""
         streams = task.pop("outlet", None)
         outlet = protocol.build(WorkerStreams, streams if isinstance(streams, dict) else {})
         checked = protocol.build(HostTask, task, outlet=outlet)
         leads = network.interface_of(network.address_towards(checked.address))
         given = replace(checked, command=tuple(checked.command), interface=leads)
-        folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
-        reaper = self._stack.enter_context(OrphanReaper(folder))
-        self._workers = LocalWorkers(
-            given, folder, reaper, self._selector, self._hear, self._left, self._saves
-        )
-        self._workers.start(self._listener)
-        if self._listener is not None:
-            self._listener.close()
+        folder = self._folder / f"start-{next(self._starts)}"
+        folder.mkdir(mode=0o700)
+        sinks = self._hear, self._left, self._saves
+        workers = make(given, folder, self._reaper, self._selector, *sinks)
+        self._former += [self._parts[part]] if part in self._parts else []
+        self._parts[part] = workers
+        workers.start(listener)
 
-    def _on_signal(self, number: int) -> None:
-        if self._workers is not None:
-            self._workers.send_signal(protocol.signal_of(number))
+    @cached_property
+    def _folder(self) -> Path:
+        """Where the error files of ranks are."""
+        return Path(tempfile.mkdtemp(prefix="shardwise-"))
 
-    def _on_ask(self, number: int) -> None:
-        if self._workers is not None:
-            self._workers.ask_to_end(protocol.signal_of(number))
+    @cached_property
+    def _reaper(self) -> OrphanReaper:
+        return self._stack.enter_context(OrphanReaper(self._folder))
 
-    def _on_ended(self, rank: int) -> None:
-        if self._workers is not None:
-            self._workers.ended_well(rank)
+    def on_signal(self, number: int, part: int) -> None:
+        if part in self._parts:
+            self._parts[part].send_signal(protocol.signal_of(number))
 
-    def _on_resize(self, window: tuple[int, int]) -> None:
-        if self._workers is not None:
-            self._workers.resize(window)
+    def on_ask(self, number: int, part: int) -> None:
+        if part in self._parts:
+            self._parts[part].ask_to_end(protocol.signal_of(number))
 
-    def _on_close(self) -> None:
-        if self._workers is not None:
-            self._workers.release()
+    def on_ended(self, rank: int, part: int) -> None:
+        if part in self._parts:
+            self._parts[part].ended_well(rank)
+
+    def on_resize(self, window: tuple[int, int]) -> None:
+        for workers in self._parts.values():
+            workers.resize(window)
+
+    def on_close(self) -> None:
+        for workers in self._parts.values():
+            workers.release()
         self._open = False
 
     def _hear(self, rank: int, stream: int, data: bytes) -> None:
@@ -195,15 +232,16 @@ class Agent:
             self._selector.register(OUT, selectors.EVENT_WRITE, self._write)
         elif waiting and not self._out:
             self._selector.unregister(OUT)
-        if self._workers is not None and self._paused != (len(self._out) > FULL):
+        if self._parts and self._paused != (len(self._out) > FULL):
             self._paused = not self._paused
-            (self._workers.pause if self._paused else self._workers.listen)()
+            for workers in self._parts.values():
+                (workers.pause if self._paused else workers.listen)()
 
     def _on_signals(self) -> None:
         for number in self._signals.arrived():
             if number == signal.SIGCHLD:
-                if self._workers is not None:
-                    self._workers.reap()
+                for workers in self._parts.values():
+                    workers.reap()
             elif number != signal.SIGWINCH:
                 self._open = False
 

@@ -47,12 +47,23 @@ TO_AGENT: Kinds = {
         "port": int,
     },
     "start": {"task": dict},
-    "signal": {"number": int},
-    "ask": {"number": int},
-    "ended": {"rank": int},
+    "signal": {"number": int, "part": int},
+    "ask": {"number": int, "part": int},
+    "ended": {"rank": int, "part": int},
     "resize": {"window": [int]},
     "close": {},
 }
+TO_ISLANDS: Kinds = {
+    "serve": {"secret": str, "ranks": int, "islands": int},
+    "listen": {"island": int, "address": str},
+    "start_island": {"task": dict, "island": int, "count": int, "returns": bool},
+    "keep": {"rank": int, "number": int, "data": str},
+    "fetch": {"rank": int, "number": int, "address": str, "port": int},
+    "settle": {"deliveries": [dict], "dropped": [[int]]},
+    "shut": {"ranks": [int]},
+}
+"""The same where islands may end and come back: see agent_islands.py."""
+
 FROM_AGENT: Kinds = {
     "hello": {
         "version": str,
@@ -74,6 +85,25 @@ FROM_AGENT: Kinds = {
     },
     "saves": {"number": int},
 }
+FROM_ISLANDS: Kinds = {
+    "serving": {},
+    "listening": {"island": int, "port": int, "master_port": int},
+    "unstarted": {"island": int, "why": str},
+    "came": {
+        "rank": int,
+        "number": int,
+        "size": int,
+        "label": str,
+        "alone": bool,
+        "data": _TEXT_OR_NONE,
+    },
+    "back": {"rank": int},
+    "who": {"rank": int},
+    "fetched": {"rank": int, "number": int},
+    "unfetched": {"rank": int, "number": int, "why": str},
+}
+OF_A_RANK = ("came", "back", "who")
+"""Those of them that tell of a rank that runs there."""
 
 MOST = 2**26
 """Bytes of the longest line."""

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
@@ -20,6 +20,7 @@ from shardwise.launch.local_workers import HostTask
 from shardwise.launch.screen import Lines, Tail
 from shardwise.launch.ssh import command, protocol
 from shardwise.launch.ssh.command import SshOptions
+from shardwise.launch.ssh.remote_desk import RemoteDesk
 from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.worker_output import LIVE
 
@@ -51,8 +52,11 @@ class RemoteHost:
         self._say = say
         self._lines = Lines(f"{share.host.name}: ".encode())
         self._offset = 0.0
+        self.desk: RemoteDesk | None = None
+        """Its desk, where islands may end and come back."""
+        kinds = {**protocol.FROM_AGENT, **protocol.FROM_ISLANDS}
         self._receiver = protocol.MessageReader(
-            protocol.FROM_AGENT, self._take, lambda noise: say(self._lines.feed(noise))
+            kinds, self._take, lambda noise: say(self._lines.feed(noise))
         )
         self._process = _start(
             command.agent_words(sys.executable)
@@ -80,39 +84,56 @@ class RemoteHost:
         selector.register(self._process.stdout, selectors.EVENT_READ, self._read)
         selector.register(self._process.stderr, selectors.EVENT_READ, self._read_errors)
 
+    def disconnect(self) -> None:
+        """Read no more of what comes from there."""
+        for stream in (self._process.stdout, self._process.stderr):
+            assert stream is not None
+            with suppress(KeyError):  # it has ended before
+                self._selector.unregister(stream)
+
     def check(self, **values: Any) -> None:
         """Ask whether the run can start there."""
-        self._send(
-            "check", listens=self.share.first == 0, patience=self._options.patience, **values
-        )
+        self.send("check", patience=self._options.patience, **values)
 
     def start(self, task: HostTask, supervisor: Supervisor) -> None:
         """Start the ranks; from now on their messages go to `supervisor`."""
         self._supervisor = supervisor
-        self._send("start", task=asdict(task))
+        self.send("start", task=asdict(task))
+
+    def serve(self, desk: RemoteDesk, supervisor: Supervisor, **values: Any) -> None:
+        """Open the desk of that host, which `desk` leads to; islands' messages go to
+        `supervisor`."""
+        self.desk, self._supervisor = desk, supervisor
+        self._left.update(self.share.numbers)
+        self.send("serve", **values)
+
+    def start_island(self, task: HostTask, ranks: Collection[int], **about: Any) -> None:
+        """Start those ranks of an island that are there."""
+        self._left.difference_update(ranks)
+        self.send("start_island", task=asdict(task), **about)
 
     def reap(self) -> None:
         """Do nothing: the agent reports the ends of its ranks, and its own output ends with it."""
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the ranks there."""
-        self._send("signal", number=int(number))
+    def send_signal(self, number: signal.Signals, part: int = 0) -> None:
+        """Send a signal to the ranks there, those of an island where `part` says which."""
+        self.send("signal", number=int(number), part=part)
 
-    def ask_to_end(self, number: signal.Signals) -> None:
+    def ask_to_end(self, number: signal.Signals, part: int = 0) -> None:
         """Pass on to the ranks there that someone wants them to end."""
-        self._send("ask", number=int(number))
+        self.send("ask", number=int(number), part=part)
 
-    def ended_well(self, rank: int) -> None:
+    def ended_well(self, rank: int, part: int = 0) -> None:
         """Let the ranks there know that `rank`, of any host, ended with code 0."""
-        self._send("ended", rank=rank)
+        self.send("ended", rank=rank, part=part)
 
     def resize(self, window: tuple[int, int]) -> None:
         """Send the new rows and columns of the terminal."""
-        self._send("resize", window=window)
+        self.send("resize", window=window)
 
     def close(self) -> None:
         """Tell the agent that the run is over."""
-        self._send("close")
+        self.send("close")
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -133,10 +154,12 @@ class RemoteHost:
         """Whether nothing is left of ssh and what it started on its options."""
         return not orphan_reaper.signal_group(self.group, 0)
 
-    def _send(self, kind: str, **values: Any) -> None:
+    def send(self, kind: str, **values: Any) -> None:
+        """Send a message to the agent."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # its end is noticed where its output ends
-            self._process.stdin.write(protocol.encode(kind, **values))
+        if not self._process.stdin.closed:
+            with suppress(BrokenPipeError):  # its end is noticed where its output ends
+                self._process.stdin.write(protocol.encode(kind, **values))
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -183,7 +206,14 @@ class RemoteHost:
                 self._selector.unregister(self._process.stderr)
 
     def _take(self, message: protocol.Message) -> None:
-        getattr(self, f"_on_{message['kind']}")(message)
+        kind = message["kind"]
+        if kind not in protocol.FROM_ISLANDS:
+            getattr(self, f"_on_{kind}")(message)
+            return
+        self._started(message["rank"] if kind in protocol.OF_A_RANK else None)
+        if self.desk is None:
+            raise protocol.ProtocolError("it tells of islands, of which this run has none")
+        self.desk.hear(message)
 
     def _on_hello(self, message: protocol.Message) -> None:
         self.hello = message
@@ -217,8 +247,7 @@ class RemoteHost:
 
     def _started(self, rank: int | None = None) -> Supervisor:
         """The supervisor. Raises ProtocolError for a rank that was not started there."""
-        first, count = self.share.first, self.share.count
-        if self._supervisor is None or not (rank is None or first <= rank < first + count):
+        if self._supervisor is None or (rank is not None and rank not in self.share.numbers):
             raise protocol.ProtocolError("it tells of ranks that were not started there")
         return self._supervisor
 
@@ -227,8 +256,7 @@ class RemoteHost:
         if self.fault is not None:
             return
         self.fault = why
-        first, count = self.share.first, self.share.count
-        gone = [rank for rank in range(first, first + count) if rank not in self._left]
+        gone = [rank for rank in self.share.numbers if rank not in self._left]
         if self._supervisor is not None and gone:
             self._supervisor.lost(gone, why)
 

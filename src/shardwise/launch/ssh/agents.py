@@ -1,0 +1,180 @@
+"""Starts an agent on each host of a run, and waits until all are ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from shardwise.errors import LaunchError
+from shardwise.launch.hosts import LOOPBACK, Share
+from shardwise.launch.job import Job
+from shardwise.launch.orphan_reaper import OrphanReaper
+from shardwise.launch.ssh import command, heartbeat
+from shardwise.launch.ssh.command import SshOptions
+from shardwise.launch.ssh.protocol import Message
+from shardwise.launch.ssh.remote_host import RemoteHost
+from shardwise.launch.supervisor import Supervisor
+
+START_LIMIT = 60.0
+"""Seconds that a host may take to log us in and answer."""
+
+
+class Agents:
+    """The agents of a run; a context, after which all are gone. `say` shows lines of theirs."""
+
+    def __init__(
+        self, options: SshOptions, supervisor: Supervisor, say: Callable[[bytes], None]
+    ) -> None:
+        self._options, self._supervisor, self._say = options, supervisor, say
+        self._remotes: list[RemoteHost] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Agents:
+        self._reaper = self._stack.enter_context(OrphanReaper())
+        self._stack.callback(self._end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, shares: Iterable[Share]) -> list[RemoteHost]:
+        """Start an agent on the host of each of `shares`. Raises LaunchError without an ssh."""
+        made = []
+        for share in shares:
+            made.append(RemoteHost(self._options, share, self._say))
+            self._remotes.append(made[-1])
+            self._reaper.started(made[-1].group)
+            made[-1].connect(self._supervisor.selector)
+        self._stack.enter_context(heartbeat.heartbeats([remote.input_fd for remote in made]))
+        return made
+
+    def forget(self, remote: RemoteHost) -> None:
+        """Wait for the end of an agent that was closed, and forget it, once."""
+        if remote in self._remotes:
+            self._remotes.remove(remote)
+            remote.disconnect()
+            self._wait(remote, time.monotonic())
+
+    def _end(self) -> None:
+        for remote in self._remotes:
+            remote.close()
+        began = time.monotonic()
+        for remote in self._remotes:
+            self._wait(remote, began)
+
+    def _wait(self, remote: RemoteHost, since: float) -> None:
+        remote.wait(since)
+        if remote.is_gone():
+            self._reaper.ended(remote.group)
+
+
+_NOWHERE: dict[str, Any] = {"address": LOOPBACK, "port": 0, "master_port": 0}
+
+
+def prepare(
+    job: Job, remotes: Sequence[RemoteHost], supervisor: Supervisor, listening: Collection[Share]
+) -> dict[str, Any]:
+    """Wait until every host can start; the hosts of the shares `listening` listen on the job's
+    port. Returns rank 0's address, port and master_port.
+
+    Raises LaunchError with all that is wrong on any of them.
+    """
+    wait_for(remotes, supervisor, lambda remote: remote.hello)
+    if supervisor.is_asked:
+        return _NOWHERE
+    _refuse_twice(remotes)
+    _compare(remotes, supervisor)
+    known = [address(remote) for remote in remotes]
+    towards = next((each for each in known if each), LOOPBACK)
+    for remote in remotes:
+        check(job, remote, towards, listens=remote.share in listening)
+    wait_for(remotes, supervisor, lambda remote: remote.ready)
+    first = remotes[0].ready
+    if first is None:
+        return _NOWHERE
+    return {name: first[name] for name in _NOWHERE}
+
+
+def address(remote: RemoteHost) -> str:
+    """Where a host was reached, as it says; "" for this one."""
+    return remote.hello["address"] if remote.hello and not remote.is_here else ""
+
+
+def check(job: Job, remote: RemoteHost, towards: str, *, listens: bool) -> None:
+    """Ask a host whether it can start: it listens where it was reached, else on the way `towards`
+    another one."""
+    remote.check(
+        words=job.words,
+        module=job.module,
+        interface_name=job.interface,
+        listens=listens,
+        address=address(remote),
+        port=job.port,
+        towards=towards,
+    )
+
+
+def wait_for(
+    remotes: Sequence[RemoteHost],
+    supervisor: Supervisor,
+    word: Callable[[RemoteHost], Message | bool | None],
+) -> None:
+    """Wait until all have sent a message, or someone wants the run to end. Raises LaunchError."""
+    until = time.monotonic() + START_LIMIT
+    while not supervisor.is_asked:
+        silent = [remote for remote in remotes if not word(remote) and remote.fault is None]
+        left = until - time.monotonic()
+        if not silent or left <= 0:
+            break
+        supervisor.turn(left)
+    else:
+        return
+    faults = [remote.fault for remote in remotes if remote.fault is not None]
+    faults += [
+        f"{remote.share.host.name} has not answered in {START_LIMIT:g} s. "
+        f"Does this work: ssh {remote.share.host.login} true"
+        for remote in silent
+    ]
+    if faults:
+        raise LaunchError(command.refusals(faults))
+
+
+def _refuse_twice(remotes: Sequence[RemoteHost]) -> None:
+    """Raise LaunchError where two names are one host: its local ranks would clash."""
+    found: dict[str, Share] = {}
+    for remote in remotes:
+        machine, share = (remote.hello or {}).get("machine"), remote.share
+        if machine in found:
+            other = found[machine]
+            raise LaunchError(
+                f"{other.host.name} and {share.host.name} are the same host: name it once, with "
+                f"all of its ranks ({other.host.name}:{other.count + share.count})."
+            )
+        if machine is not None:
+            found[machine] = share
+
+
+def _compare(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> None:
+    """Warn of hosts with another torch or Python than the first."""
+    first, *others = remotes
+    for remote in others:
+        for what in ("torch", "python"):
+            assert first.hello is not None
+            assert remote.hello is not None
+            here, there = first.hello[what], remote.hello[what]
+            if here != there:
+                supervisor.say(
+                    f"shardwise: {remote.share.host.name} has {what} {there}, "
+                    f"{first.share.host.name} {here}: results may differ.\n"
+                )
+
+
+def names(shares: Sequence[Share]) -> dict[int, str]:
+    """By rank, the name of its host."""
+    return {
+        rank: share.host.name
+        for share in shares
+        for rank in range(share.first, share.first + share.count)
+    }
