@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.lab import Lab, lab
 from tests.system.launcher import Launcher
 from tests.system.warm import WarmPython
 
@@ -33,6 +34,19 @@ def warm_programs(warm: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripts that this test starts, and that those start, are forked from warm processes."""
     for name, value in warm.environ().items():
         monkeypatch.setenv(name, value)
+
+
+HIDDEN = "only-on-some"
+"""A folder that node3 has empty."""
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Three hosts."""
+    hidden = tmp_path_factory.mktemp(HIDDEN, numbered=False)
+    (hidden / "script.py").write_text("print('here')")
+    with lab(tmp_path_factory.mktemp("lab"), 3, hidden) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

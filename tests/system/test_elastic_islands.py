@@ -64,9 +64,9 @@ def back_at(ran: Ran, island: int) -> int:
 class Plain:
     """One island of the plain loop: a model with its optimizer and schedule."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+        self.model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.9)
 
@@ -77,12 +77,12 @@ class Plain:
         self.scheduler.step()
 
 
-def plain(steps: int, gone: int, back: int, absent: int) -> torch.Tensor:
+def plain(steps: int, gone: int, back: int, absent: int, width: int = 40) -> torch.Tensor:
     """Local SGD of two islands, of which `absent` is missing from the boundaries after step `gone`
     on, and goes on from the anchor of step `back`, with the other's optimizer state."""
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(64, 6, generator=generator, dtype=torch.float64)
-    islands = [Plain(), Plain()]
+    islands = [Plain(width), Plain(width)]
     for step in range(1, steps + 1):
         there = [k for k in (0, 1) if k != absent or not gone < step <= back]
         batch = rows[(step - 1) * BATCH % 64 :][:BATCH].chunk(2)
@@ -317,7 +317,14 @@ class Watched:
 
     def read(self, words: str) -> bool:
         """Return when a rank has printed `words`; False where the run has ended before."""
-        while not any(words in line for line in list(self._lines)):
+        return self._wait_for(words, self._lines)
+
+    def says(self, words: str) -> bool:
+        """The same of what is said on stderr."""
+        return self._wait_for(words, self._errors)
+
+    def _wait_for(self, words: str, lines: list[str]) -> bool:
+        while not any(words in line for line in list(lines)):
             if self.process.poll() is not None:
                 return False
             time.sleep(0.01)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.launch.restarts import SAVED
-from tests.system.lab import PORT, Lab, lab
+from tests.system.conftest import HIDDEN
+from tests.system.lab import PORT, Lab
 from tests.system.launcher import Launcher, script
 from tests.system.warm import WarmPython
 
@@ -22,9 +23,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux
 WARM = pytest.mark.usefixtures("warm_programs")
 PASSED_ON = ("PYTHONPATH", "TESTS_WARM")
 """Variables for ranks on other hosts: where sources are, and programs that are forked."""
-
-HIDDEN = "only-on-some"
-"""A folder that node3 has empty."""
 
 MEETING = """
 import shardwise as sw
@@ -36,16 +34,6 @@ while True:
 """
 
 UP = "import time; print('up'); time.sleep(100)"
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Three hosts."""
-    folder = tmp_path_factory.mktemp("lab")
-    hidden = tmp_path_factory.mktemp(HIDDEN, numbered=False)
-    (hidden / "script.py").write_text("print('here')")
-    with lab(folder, 3, hidden) as found:
-        yield found
 
 
 @pytest.fixture

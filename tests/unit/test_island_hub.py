@@ -54,7 +54,7 @@ class Hub:
         for rank in ranks:
             fd = os.memfd_create("brought")
             os.write(fd, b"%d" % rank)
-            message = json.dumps({"come": "a barrier", "alone": False}).encode()
+            message = json.dumps({"come": "a barrier", "alone": False, "resumes": True}).encode()
             socket.send_fds(self.ends[rank], [message], [fd])
             os.close(fd)
 

@@ -54,6 +54,8 @@ class IslandLink:
         if self.outside:
             self.members = (place.island,)
         self.waiting: tuple[int, ...] = ()
+        self.resumes = False
+        """Whether the script goes on from a checkpoint when it is started again."""
         self.changed: Callable[[], None] = _nothing
         self._rank = rank
         self._limit, self._warn_after = PATIENCE * timeout, min(warn_after, timeout)
@@ -93,7 +95,7 @@ class IslandLink:
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
         try:
             _write(fd, mine)
-            message = json.dumps({"come": label, "alone": alone}).encode()
+            message = json.dumps({"come": label, "alone": alone, "resumes": self.resumes}).encode()
             self._guarded(lambda: socket.send_fds(self._socket, [message], [fd]))
         finally:
             os.close(fd)

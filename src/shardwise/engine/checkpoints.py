@@ -110,7 +110,7 @@ class Checkpoints:
             line = f"resumed from {loaded}, at step {self._state.steps}"
         self._resumes, self._saved = True, None if loaded is None else self._moment()
         self._settle_in(home, _SaveOptions())
-        self._world.progress.resumes()
+        self._tell_that_it_resumes()
         if not self._state.spec.settings.quiet:
             self._world.print(f"shardwise: {line}")
         return self._state.steps
@@ -125,7 +125,13 @@ class Checkpoints:
             self.load(path)
         self._resumes, self._saved = True, None if path is None else self._moment()
         self._settle_in(home, options)
+        self._tell_that_it_resumes()
+
+    def _tell_that_it_resumes(self) -> None:
+        """Let the launcher know that what starts anew goes on from a checkpoint."""
         self._world.progress.resumes()
+        if self._returns is not None:
+            self._returns.are_expected()
 
     # -- for an elastic island that comes back ----------------------------------------------
 

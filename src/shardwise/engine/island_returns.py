@@ -66,6 +66,10 @@ class IslandReturns:
             self._checkpoints.saver.leave()  # another rank leads, and claims the folders
         run.link.admit(waiting, self._state.steps, json.dumps(about).encode())
 
+    def are_expected(self) -> None:
+        """Let the launcher know that this island comes back where it has ended."""
+        self._run.link.resumes = True
+
     @property
     def is_due(self) -> bool:
         """Whether this island is to come back."""

@@ -1,6 +1,6 @@
 """Serves the links to the ranks of one host whose islands may end: what they bring, what they get.
 
-    rank  ─▶ {"come": label, "alone": false} + a file in memory      what it brings
+    rank  ─▶ {"come": label, ...} + a file in memory                  what it brings
     rank  ─▶ {"back": true}                                           it asks to be let in
     rank  ─▶ {"who": true}                                            for whom does it wait?
     rank ◀─  {"islands": [...], "members": [...], ...} + files        what the others have brought
@@ -41,13 +41,14 @@ Key = tuple[int, int]
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
     """What a rank brings to the exchange `label`: `size` bytes. `alone`: the exchange is between
-    the ranks of equal place in the islands."""
+    the ranks of equal place in the islands. `resumes`: started again, it goes on from a checkpoint."""
 
     rank: int
     number: int
     size: int
     label: str
     alone: bool
+    resumes: bool
 
     @property
     def key(self) -> Key:
@@ -175,6 +176,7 @@ class IslandDesk:
             size=os.fstat(fd).st_size,
             label=message["come"],
             alone=message["alone"],
+            resumes=message["resumes"],
         )
         self.keep(what.key, fd)
         self._told.came(what)

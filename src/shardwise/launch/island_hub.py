@@ -61,6 +61,8 @@ class IslandHub:
         self._answered = answered
         self._desks: dict[int, Desk] = {}
         self._held: dict[int, _Held] = {}
+        self.resuming: set[int] = set()
+        """The islands that go on from a checkpoint when they are started again."""
         self._linked: set[int] = set()
         """The ranks that are heard."""
 
@@ -102,6 +104,8 @@ class IslandHub:
         if what.rank not in self._linked:  # its island was lost meanwhile
             desk.settle((), [what.key])
             return
+        if what.resumes:
+            self.resuming.add(what.rank // self.membership.size)
         self._settle((), [what.rank])
         held = _Held(what, {desk}, self._readers(what) - {desk})
         self._held[what.rank] = held

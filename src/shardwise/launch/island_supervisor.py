@@ -80,8 +80,6 @@ class IslandSupervisor(Supervisor):
         """Of these, those without which the others have gone on."""
         self.also: Callable[[], float | None] = lambda: None
         """What else is to be done in each turn; seconds until the next one at most."""
-        self._resuming: set[int] = set()
-        """The islands that take up a checkpoint when they are started."""
         self._tries: Counter[int] = Counter()
         """How often an island was started again since it last took part."""
         self._finished: set[int] = set()
@@ -128,8 +126,6 @@ class IslandSupervisor(Supervisor):
         island = rank // self._size
         if rank not in self._running:  # it was out of reach, and its island has failed
             return
-        if rank_exit.progress is not None and rank_exit.progress.resumes:
-            self._resuming.add(island)
         ended_well = rank_exit.end.code == 0 or rank_exit.saved
         is_alone = not self._blames_another(island, rank_exit.report) and self._are_alone([island])
         if island in self._failing or (not ended_well and is_alone):
@@ -246,7 +242,7 @@ class IslandSupervisor(Supervisor):
 
     def _next(self, island: int) -> tuple[bool, str]:
         """Whether `island` is started again, and what to say of it."""
-        if island not in self._resuming:
+        if island not in self.hub.resuming:
             return False, "It does not come back: the script calls no engine.resume(folder)."
         if self._tries[island] == STUCK:
             return False, f"It does not come back: it has failed {STUCK} times on its way."

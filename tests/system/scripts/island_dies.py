@@ -31,11 +31,12 @@ parser.add_argument("--measure", action="store_true", help="the loss over all ra
 parser.add_argument("--common", action="store_true", help="draw alike, and broadcast, each step")
 parser.add_argument("--share", action="store_true", help="without a Loader; draw before a batch")
 parser.add_argument("--slow-load", type=float, default=0.0, help="seconds of who comes back")
+parser.add_argument("--width", type=int, default=40, help="of the hidden layer")
 args = parser.parse_args()
 
 world = sw.init(seed=0, device="cpu", quiet=True)
 torch.set_num_threads(1)
-model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+model = nn.Sequential(nn.Linear(6, args.width), nn.Tanh(), nn.Linear(args.width, 3)).double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
 engine = sw.Engine(model, optimizer)

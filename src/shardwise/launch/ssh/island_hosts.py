@@ -231,7 +231,8 @@ class IslandHosts:
 
     def _replaced(self, host: IslandHost) -> Iterator[None]:
         """End the agent that is there, and wait as long as what it started takes to end."""
-        self._hub.detach(host.desk)
+        if host.remote.desk is not None:
+            self._hub.detach(host.remote.desk)
         host.remote.close()
         until = time.monotonic() + self._options.patience
         while time.monotonic() < until:

@@ -95,6 +95,7 @@ FROM_ISLANDS: Kinds = {
         "size": int,
         "label": str,
         "alone": bool,
+        "resumes": bool,
         "data": _TEXT_OR_NONE,
     },
     "back": {"rank": int},
