@@ -46,7 +46,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["-n", "2", "--elastic-islands", "--islands", "2", "--late", "3"],
             "--late 3 and --elastic-islands cannot be had together",
         ),
-        (["-H", "a:2,b:2", "--elastic-islands"], "--elastic-islands is for islands on one host"),
+        (
+            ["-H", "a:2,b:1", "--elastic-islands", "--islands", "host"],
+            "--islands host needs as many workers on every host; these have 2, 1",
+        ),
         (["--nnodes", "1", "--elastic-islands"], "--elastic-islands is for ranks that we start"),
         (["-H", "a" * 300], "is longer than the name of any host"),
         (["-x", "RANK=1"], "shardwise run tells each rank who it is"),

@@ -41,7 +41,8 @@ Key = tuple[int, int]
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
     """What a rank brings to the exchange `label`: `size` bytes. `alone`: the exchange is between
-    the ranks of equal place in the islands. `resumes`: started again, it goes on from a checkpoint."""
+    the ranks of equal place in the islands. `resumes`: the rank goes on from a checkpoint when it
+    is started again."""
 
     rank: int
     number: int
