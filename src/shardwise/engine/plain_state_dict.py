@@ -23,6 +23,7 @@ from torch import Tensor, nn, optim
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import UsageError
+from shardwise.model.precision import widened_state
 from shardwise.states.optimizer_kind import placed, state_shape
 
 MASTERS = "fp32_master_weights"
@@ -107,7 +108,8 @@ def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
 
 
 def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Let `optimizer` have the options and the state of `state`, in the dtypes that these have."""
+    """Let `optimizer` have the options and the state of `state`, in the dtypes that these have; in
+    fp32 what a plain optimizer has kept in the 16 bits of a parameter."""
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
     options = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -116,10 +118,21 @@ def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
             key: placed(key, value, parameter.device, options[parameter])
             for key, value in entries.items()
         }
-        for parameter, entries in _by_parameter(optimizer, state, state["state"]).items()
+        for parameter, entries in _as_updated(optimizer, state).items()
     }
     optimizer.state.clear()
     optimizer.state.update(taken)  # type: ignore[arg-type]
+
+
+def _as_updated(
+    optimizer: optim.Optimizer, state: Mapping[str, Any]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """What `state` has by parameter, in the dtypes in which updates are made here."""
+    mastered = _masters(optimizer, state)
+    return {
+        parameter: entries if parameter in mastered else widened_state(parameter, entries)
+        for parameter, entries in _by_parameter(optimizer, state, state["state"]).items()
+    }
 
 
 def masters(

@@ -64,6 +64,7 @@ class UserObjects:
         self._distribute(plan)
         try:
             self._prepare_modules()
+            precision.widen_narrow_states(spec.optimizers)
             self.buffers = self._all_buffers()
             self._release_other_stages()
             spec.parameter_uses.watch()
