@@ -197,19 +197,36 @@ class ReadsOn(Model):
         return Batches(done % (ROWS // BATCH), rank, size)
 
 
-def resume_case(world, folder, zero, every):
+class States(pl.Callback):
+    """The optimizer's state before the first step and after the last one."""
+
+    def on_train_start(self, trainer, module):
+        self.first = copy.deepcopy(trainer.strategy.optimizer_state(trainer.optimizers[0]))
+
+    def on_train_end(self, trainer, module):
+        self.last = trainer.strategy.optimizer_state(trainer.optimizers[0])
+
+
+def resume_case(world, folder, zero, every, precision="32-true"):
     """Saved at `every` steps; what follows is the same as without a break."""
     saves = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
-    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0}
-    _, whole, _ = fitted(ours(zero), world.size, ReadsOn(world.size), callbacks=[saves], **options)
+    states, after = States(), States()
+    whole, again = ReadsOn(world.size), ReadsOn(world.size)
+    options = {"num_sanity_val_steps": 0, "precision": precision}
+    kept = {"callbacks": [saves, states], "enable_checkpointing": True}
+    fitted(ours(zero), world.size, whole, **kept, **options)
     world.barrier()
     path = Path(folder) / f"step={every}.ckpt"
-    again = ReadsOn(world.size)
-    fitted(ours(zero), world.size, again, path, num_sanity_val_steps=0)
+    fitted(ours(zero), world.size, again, path, callbacks=[after], **options)
     assert again.seen == whole.seen[every:]
-    for name, value in whole.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
+    assert_same(again.state_dict(), whole.state_dict())
+    assert_same(after.last, states.last)
     return whole.seen
+
+
+def assert_same(found, expected):
+    """To the bit, with all that `expected` has."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("zero", [3, pytest.param(1, marks=pytest.mark.full)])
@@ -228,6 +245,33 @@ def elsewhere_case(world, path, expected):
     with calm():
         loaded = Model.load_from_checkpoint(path, weights_only=False)
     assert all(p.numel() for p in loaded.parameters())
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_resumed_run_in_bf16_goes_on_from_the_masters(group, tmp_path, zero):
+    """In the middle of an epoch; then at another size, and in stock Lightning."""
+    ranks(group, 2)(resume_case, str(tmp_path), zero, 3, "bf16-true")
+    ranks(group, 1)(in_bf16_elsewhere_case, str(tmp_path / "step=3.ckpt"))
+
+
+def in_bf16_elsewhere_case(world, path):
+    """One worker begins with what was saved; stock Lightning has no masters."""
+    saved = torch.load(path, weights_only=False)
+    weights, (state,) = list(saved["state_dict"].values()), saved["optimizer_states"]
+    assert all(value.dtype == torch.bfloat16 for value in weights)
+    masters = state["fp32_master_weights"]
+    assert masters.keys() == state["state"].keys()
+    assert_same([m.bfloat16() for m in masters.values()], [weights[i] for i in masters])
+    assert any((m.bfloat16() != m).any() for m in masters.values())
+    for strategy in (ours(2), "auto"):
+        states = States()
+        options = {"precision": "bf16-true", "num_sanity_val_steps": 0, "callbacks": [states]}
+        fitted(strategy, 1, ReadsOn(), path, **options)
+        if strategy == "auto":
+            assert states.last.keys() == {"state", "param_groups"}
+            assert states.last["state"][0].keys() == state["state"][0].keys()
+        else:
+            assert_same(states.first, state)
 
 
 def best_case(world, folder):
@@ -456,14 +500,17 @@ def test_what_is_refused(group):
 
 
 def looped(fabric, share=1, folder=None, start=None, dtype=torch.float32):
-    """Losses and norms of a loop with Fabric, and the model."""
+    """Losses and norms of a loop with Fabric, and the model.
+
+    After steps 2 and 4 it saves FOLDER/step=2.ckpt and step=4.ckpt.
+    """
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)]
     model = nn.Sequential(nn.Linear(4, 6), *blocks, nn.Linear(6, 1)).to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(DataLoader(samples(ROWS), batch_size=BATCH // share))
-    state = {"model": model, "optimizer": optimizer, "step": 0}
+    state = {"optimizer": optimizer, "model": model, "step": 0}
     if start:
         fabric.load(start, state, weights_only=False)
     seen = []
@@ -481,30 +528,27 @@ def looped(fabric, share=1, folder=None, start=None, dtype=torch.float32):
             optimizer.zero_grad()
             seen.append(norm.item())
             state["step"] = number + 1
-        if folder and state["step"] == 2:
-            fabric.save(folder, state)
+            if folder:
+                fabric.save(f"{folder}/step={state['step']}.ckpt", state)
     return seen, fabric.strategy.get_module_state_dict(model.module)
 
 
-def fabric_case(world, path):
+def fabric_case(world, folder):
     from shardwise.lightning import ShardwiseFabricStrategy
 
-    def made(strategy):
-        fabric = fabric_library.Fabric(accelerator="cpu", devices=1, strategy=strategy)
-        fabric.launch()
-        return fabric
+    made = partial(launched, "32-true")
 
     with calm():
         expected, weights = looped(made("auto"))
         for zero in range(4):
             ours = made(ShardwiseFabricStrategy(zero=zero, quiet=True))
-            seen, state = looped(ours, world.size, path)
+            seen, state = looped(ours, world.size, folder)
             assert seen == pytest.approx(expected, rel=1e-5)
             for name, value in state.items():
                 assert torch.allclose(value, weights[name], atol=1e-5), name
             ours.strategy.training.close()
             again = made(ShardwiseFabricStrategy(zero=zero, quiet=True))
-            resumed, last = looped(again, world.size, start=path)
+            resumed, last = looped(again, world.size, start=f"{folder}/step=2.ckpt")
             assert resumed == seen[3:]
             assert all(torch.equal(last[name], state[name]) for name in state)
             again.strategy.training.close()
@@ -560,4 +604,36 @@ def test_fabric_in_fp64(group, size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_results_of_stock_fabric(group, tmp_path, size):
-    ranks(group, size)(fabric_case, str(tmp_path / "saved.ckpt"))
+    ranks(group, size)(fabric_case, str(tmp_path))
+
+
+def launched(precision, strategy):
+    fabric = fabric_library.Fabric(
+        accelerator="cpu", devices=1, strategy=strategy, precision=precision
+    )
+    fabric.launch()
+    return fabric
+
+
+def fabric_in_bf16_case(world, folder, zero):
+    """What a resumed run saves last is what the whole one has saved."""
+    from shardwise.lightning import ShardwiseFabricStrategy
+
+    def run(name, start=None):
+        ours = launched("bf16-true", ShardwiseFabricStrategy(zero=zero, quiet=True))
+        seen, _ = looped(ours, world.size, f"{folder}/{name}", start)
+        ours.strategy.training.close()
+        return seen, torch.load(f"{folder}/{name}/step=4.ckpt", weights_only=False)
+
+    with calm():
+        whole, last = run("whole")
+        resumed, end = run("resumed", f"{folder}/whole/step=2.ckpt")
+    assert resumed == whole[3:]
+    assert_same(end, last)
+    assert last["model"]["0.weight"].dtype == torch.bfloat16
+    assert last["optimizer"]["fp32_master_weights"][0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_fabric_in_bf16_goes_on_from_the_masters(group, tmp_path, zero):
+    ranks(group, 2)(fabric_in_bf16_case, str(tmp_path), zero)

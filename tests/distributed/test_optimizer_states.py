@@ -185,3 +185,143 @@ def split_case(world):
 def test_parts_are_refused_by_name(group):
     with pytest.raises(RankFailed, match="with --tensor or --pipeline, where the state"):
         group(2, tensor=2)(split_case)
+
+
+# -- masters ----------------------------------------------------------------------------------
+
+
+def narrow(zero, make=torch.optim.AdamW):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).bfloat16()
+    optimizer = make(model.parameters(), lr=0.05)
+    return model, optimizer, sw.Engine(model, optimizer, zero=zero)
+
+
+def narrow_steps(world, model, engine, count=3, backwards=1):
+    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(3)).bfloat16()
+    losses = []
+    for _ in range(count):
+        for _ in range(backwards):
+            loss = model(world.share(x)).float().square().mean()
+            engine.backward(loss)
+            losses.append(loss.item())
+        engine.step()
+    return losses
+
+
+def put(engine, model, weights):
+    with engine.full_parameters(write=True):
+        model.load_state_dict(weights)
+
+
+def weights_of(engine, model):
+    with engine.full_parameters():
+        return copy.deepcopy(model.state_dict())
+
+
+def resumed_case(world, zero, backwards):
+    """Losses, weights and state of the last steps: without a break, and by plain state_dicts."""
+    model, _, engine = narrow(zero)
+    narrow_steps(world, model, engine, backwards=backwards)
+    weights, state = weights_of(engine, model), copy.deepcopy(engine.optimizer_state_dict())
+    found = []
+    for _ in range(2):
+        losses = narrow_steps(world, model, engine, backwards=backwards)
+        found.append((losses, weights_of(engine, model), engine.optimizer_state_dict()))
+        engine.close()
+        model, _, engine = narrow(zero)
+        put(engine, model, weights)
+        engine.load_optimizer_state_dict(state if world.is_main else None)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(("zero", "backwards"), [(1, 1), (3, 2)])
+def test_a_run_in_16_bits_goes_on_with_the_same_bits(group, zero, backwards):
+    for whole, resumed in group(2)(resumed_case, zero, backwards):
+        torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+        masters = whole[2]["fp32_master_weights"]
+        weights = list(whole[1].values())
+        assert [masters[i].bfloat16().equal(weight) for i, weight in enumerate(weights)]
+        assert any(not master.equal(master.bfloat16()) for master in masters.values())
+        assert whole[2]["fp32_gradients"] == (backwards > 1)
+
+
+def other_weights_case(world):
+    """Masters are taken where they round to the weights that there are; no weight is changed."""
+    model, _, engine = narrow(1)
+    narrow_steps(world, model, engine)
+    state = copy.deepcopy(engine.optimizer_state_dict())
+    weights = weights_of(engine, model)
+    weights["0.weight"][3:] += 1
+    put(engine, model, weights)
+    engine.load_optimizer_state_dict(state)
+    found = engine.optimizer_state_dict()["fp32_master_weights"]
+    after = weights_of(engine, model)
+    state["fp32_master_weights"][1] = torch.zeros(3)
+    with pytest.raises(CheckpointMismatch, match=r"fp32_master_weights has .* shape \(3,\)"):
+        engine.load_optimizer_state_dict(state)
+    engine.close()
+    return weights, after, state["fp32_master_weights"], found
+
+
+def test_masters_change_no_weights(group):
+    weights, after, saved, found = group(2)(other_weights_case)[1]
+    torch.testing.assert_close(after, weights, rtol=0, atol=0)
+    assert found[0][:3].equal(saved[0][:3])
+    assert found[0][3:].equal(weights["0.weight"][3:].float())
+    assert found[2].equal(saved[2])
+
+
+def plain_narrow_case(world, name):
+    """A plain optimizer keeps 16 bits beside 16-bit weights: before the engine, and loaded."""
+    make = getattr(torch.optim, name)
+    model, optimizer, engine = narrow(0, make)
+    engine.close()
+    model(torch.ones(2, 5).bfloat16()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = copy.deepcopy(optimizer.state_dict())
+    found = []
+    for zero in (0, 3):
+        engine = sw.Engine(model, optimizer, zero=zero)
+        for _ in range(2):
+            narrow_steps(world, model, engine, 1)
+            found.append(copy.deepcopy(engine.optimizer_state_dict()["state"][0]))
+            engine.load_optimizer_state_dict(saved)
+        engine.close()
+        optimizer.load_state_dict(saved)
+    return saved["state"][0], found
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad"])
+def test_what_is_kept_in_16_bits_goes_on_in_fp32(group, name):
+    saved, found = group(2)(plain_narrow_case, name)[1]
+    for state in found:
+        assert state.keys() == saved.keys()
+        assert float(state["step"]) == 2
+        assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+def whole_masters_case(world):
+    """Of layers that are shared out, and of tensors that are split."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = {"0": "colwise", "2": "rowwise"} if world.settings.tensor > 1 else None
+    engine = sw.Engine(model, optimizer, precision="bf16", tensor_plan=plan)
+    engine.forward_backward(lambda x: model(x).square().mean(), torch.ones(4, 4))
+    engine.step()
+    masters = engine.optimizer_state_dict()["fp32_master_weights"]
+    with engine.full_parameters():
+        weights = [p.detach().clone() for p in model.parameters()]
+    engine.close()
+    return weights, masters
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"pipeline": 2}])
+def test_masters_are_whole_in_every_mesh(group, mesh):
+    for weights, masters in group(2, **mesh)(whole_masters_case):
+        assert list(masters) == list(range(len(weights)))
+        for weight, master in zip(weights, masters.values(), strict=True):
+            assert master.dtype == torch.float32
+            assert master.bfloat16().equal(weight)

@@ -289,17 +289,17 @@ class Engine:
         return self._access.model_state_dict(model)
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
-        """The state_dict that `optimizer` (default: the only one) would have in one process.
-
-        Every rank gets the whole of it. Collective.
-        """
+        """The state_dict that `optimizer` (default: the only one) would have in one process, and
+        `fp32_master_weights` of 16-bit parameters, which torch's load_state_dict leaves alone.
+        Every rank gets the whole of it. Collective."""
         return self._access.optimizer_state_dict(optimizer)
 
     def load_optimizer_state_dict(
         self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
     ) -> None:
         """Let `optimizer` (default: the only one) go on from `state`, the state_dict of a plain
-        one over the same parameters, in the dtypes that its tensors have.
+        one over the same parameters. Weights are loaded before: a master of `state` counts where it
+        rounds to the weight, and without any a run goes on from the weights.
 
         Every rank gives it, or rank 0 alone, the others None. Collective. Raises
         CheckpointMismatch where it is another optimizer's, UsageError between backward and step

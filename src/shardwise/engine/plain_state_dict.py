@@ -1,16 +1,33 @@
-"""Makes a plain state_dict of an engine's optimizer state, and gives one to a user's optimizer."""
+"""Makes a plain state_dict of an engine's optimizer state, and gives one to a user's optimizer.
+
+What 16-bit parameters have in fp32 stands beside what torch knows, which takes `state` and
+`param_groups` out of a state_dict and leaves the rest alone:
+
+    state                {0: {"step": ..., "exp_avg": ...}, ...}
+    param_groups         [{"lr": ..., "params": [0, ...]}, ...]
+    fp32_master_weights  {0: ..., ...}
+    fp32_gradients       whether gradients are summed up in fp32: since a step of several backwards
+
+In `state` torch would round masters to 16 bits, keep them for good, and take a parameter that has
+nothing else there for one that was updated before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import UsageError
+from shardwise.model.precision import widened_state
 from shardwise.states.optimizer_kind import placed, state_shape
+
+MASTERS = "fp32_master_weights"
+WIDE = "fp32_gradients"
 
 
 def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer:
@@ -26,22 +43,33 @@ def make(spec: EngineSpec, states: States, optimizer: optim.Optimizer | None) ->
     """See Engine.optimizer_state_dict."""
     optimizer = only(spec, optimizer)
     # A parameter that was frozen on the way has left its state with the user's optimizer.
-    held: dict[Any, Any] = dict(optimizer.state)
-    held |= states.gathering.optimizer_state()
-    if spec.pipeline is not None:
-        held |= spec.pipeline.ownership.states_of_others(held, spec.optimizers)
-    if spec.tensor is not None:
-        order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
-        held = {p: spec.tensor.whole_state(p, held[p]) for p in order}
+    held = _whole(spec, optimizer, {**optimizer.state, **states.gathering.optimizer_state()})
+    wide = {p: {MASTERS: master} for p, master in states.gathering.wide_masters().items()}
+    masters = _whole(spec, optimizer, wide)
     numbers: dict[nn.Parameter, int] = {}
     groups = []
     for group in optimizer.param_groups:
         members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
         groups.append({**group, "params": members})
-    return {
+    made = {
         "state": {number: held[p] for p, number in numbers.items() if p in held},
         "param_groups": groups,
     }
+    found = {number: masters[p][MASTERS] for p, number in numbers.items() if p in masters}
+    return made | {MASTERS: found, WIDE: states.gradients.wide} if found else made
+
+
+def _whole(
+    spec: EngineSpec, optimizer: optim.Optimizer, held: dict[Any, dict[str, Any]]
+) -> dict[Any, dict[str, Any]]:
+    """`held` by parameter, of all layers and of whole tensors, where a replica has its model in
+    parts. Collective."""
+    if spec.pipeline is not None:
+        held = held | spec.pipeline.ownership.states_of_others(held, spec.optimizers)
+    if spec.tensor is not None:
+        order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
+        held = {p: spec.tensor.whole_state(p, held[p]) for p in order}
+    return held
 
 
 def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
@@ -59,7 +87,13 @@ def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
             f"This state_dict has parameter groups of {theirs} parameters, and {name} has {ours}. "
             "Build the optimizer over the same parameters, in the same groups."
         )
-    for parameter, entries in _by_parameter(optimizer, state).items():
+    for parameter, master in _masters(optimizer, state).items():
+        if master.shape != parameter.shape:
+            return (
+                f"{MASTERS} has a tensor of shape {tuple(master.shape)} in this state_dict, for a "
+                f"parameter of shape {tuple(parameter.shape)}: it is another model's."
+            )
+    for parameter, entries in _by_parameter(optimizer, state, state["state"]).items():
         for key, value in entries.items():
             if not isinstance(value, Tensor) or not value.ndim:
                 continue
@@ -74,7 +108,8 @@ def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
 
 
 def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Let `optimizer` have the options and the state of `state`, in the dtypes that these have."""
+    """Let `optimizer` have the options and the state of `state`, in the dtypes that these have; in
+    fp32 what a plain optimizer has kept in the 16 bits of a parameter."""
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
     options = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -83,18 +118,51 @@ def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
             key: placed(key, value, parameter.device, options[parameter])
             for key, value in entries.items()
         }
-        for parameter, entries in _by_parameter(optimizer, state).items()
+        for parameter, entries in _as_updated(optimizer, state).items()
     }
     optimizer.state.clear()
     optimizer.state.update(taken)  # type: ignore[arg-type]
 
 
-def _by_parameter(
+def _as_updated(
     optimizer: optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    found: dict[nn.Parameter, dict[str, Any]] = {}
+    """What `state` has by parameter, in the dtypes in which updates are made here."""
+    mastered = _masters(optimizer, state)
+    return {
+        parameter: entries if parameter in mastered else widened_state(parameter, entries)
+        for parameter, entries in _by_parameter(optimizer, state, state["state"]).items()
+    }
+
+
+def masters(
+    optimizer: optim.Optimizer, state: Mapping[str, Any], now: Mapping[nn.Parameter, Tensor]
+) -> dict[nn.Parameter, Tensor]:
+    """The masters of `now`, and in their place those of `state` wherever these round to what the
+    parameter holds: a state_dict of an optimizer changes no weights."""
+    saved = _masters(optimizer, state)
+    return {
+        parameter: _finer(parameter, saved[parameter], master) if parameter in saved else master
+        for parameter, master in now.items()
+    }
+
+
+def _finer(parameter: nn.Parameter, saved: Tensor, now: Tensor) -> Tensor:
+    saved = saved.to(now.device, now.dtype)
+    return torch.where(saved.to(parameter.dtype) == parameter.detach(), saved, now)
+
+
+def _masters(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
+    return _by_parameter(optimizer, state, state.get(MASTERS, {}))
+
+
+def _by_parameter(
+    optimizer: optim.Optimizer, state: Mapping[str, Any], entries: Mapping[int, Any]
+) -> dict[nn.Parameter, Any]:
+    """What `entries` have by the numbers of parameters in `state`."""
+    found: dict[nn.Parameter, Any] = {}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
-            if number in state["state"]:
-                found[parameter] = state["state"][number]
+            if number in entries:
+                found[parameter] = entries[number]
     return found

@@ -64,6 +64,7 @@ class UserObjects:
         self._distribute(plan)
         try:
             self._prepare_modules()
+            precision.widen_narrow_states(spec.optimizers)
             self.buffers = self._all_buffers()
             self._release_other_stages()
             spec.parameter_uses.watch()
@@ -331,9 +332,12 @@ class UserObjects:
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
-        kept = self._taken_apart()
+        masters, averages, anchor = self._taken_apart()
+        masters = plain_state_dict.masters(optimizer, state, masters)
         plain_state_dict.give(optimizer, state)
-        self._rebuild_states(*kept)
+        self._rebuild_states(masters, averages, anchor)
+        if state.get(plain_state_dict.WIDE) and self.spec.settings.reduce_dtype == "fp32":
+            self.states.gradients.widen()
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Rebuild the states with averages for those of the parameters `names` that are frozen and

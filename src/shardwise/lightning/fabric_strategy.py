@@ -131,6 +131,19 @@ class FabricStrategy(OverEngines):
         """Let `module` have the weights of `state_dict`. Collective."""
         self.training.load_state_dict(module, state_dict, strict=strict)
 
+    def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> Any:
+        """Restore what `state` has from the file `path`; what the file has beside. Collective.
+
+        Modules come first, whatever their order: where weights are of 16 bits, an optimizer's state
+        has what they were rounded from, which weights that are loaded after it would replace.
+        """
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, **options)  # type: ignore[misc]
+        ordered = dict(sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module)))
+        rest = super().load_checkpoint(path, ordered, **options)  # type: ignore[misc]
+        state.update(ordered)
+        return rest
+
     def get_optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The whole state of `optimizer`, as it is in one process. Collective."""
         return self.training.optimizer_state(optimizer)

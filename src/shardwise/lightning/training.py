@@ -195,15 +195,11 @@ class Training:
         The engines are made anew where there is a loss scale, which they read as they are made.
         """
         self.engines.forget()
-        if self.scaler is None:
-            for optimizer, state in zip(self._optimizers, states, strict=True):
-                self.load_optimizer_state(optimizer, state)
-            return
-        models, optimizers = self._models, self._optimizers
-        self.engines.close()
-        for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(dict(state))
-        self.engines.form(models, optimizers)
+        if self.scaler is not None:
+            self.engines.close()
+            self.engines.form(self._models, self._optimizers)
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            self.load_optimizer_state(optimizer, state)
 
     # -- a step -----------------------------------------------------------------------------
 

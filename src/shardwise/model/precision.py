@@ -16,7 +16,7 @@ without naming a dtype is fp64 too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -160,3 +160,23 @@ def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype
                 and parameter.dtype == dtype
             ):
                 kept[key] = value.to(dtype)
+
+
+def widen_narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Cast to fp32 what plain optimizers keep in 16 bits for parameters of those."""
+    for optimizer in optimizers:
+        for parameter, kept in optimizer.state.items():
+            if isinstance(parameter, Tensor):
+                kept.update(widened_state(parameter, kept))
+
+
+def widened_state(parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plain optimizer has `kept` for `parameter`, as it is for a master: in fp32 where it
+    has the 16 bits of the parameter."""
+    if parameter.dtype not in NARROW:
+        return dict(kept)
+    narrow = parameter.dtype
+    return {
+        key: value.float() if isinstance(value, Tensor) and value.dtype == narrow else value
+        for key, value in kept.items()
+    }

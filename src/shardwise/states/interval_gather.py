@@ -58,6 +58,15 @@ class IntervalGather:
         """By parameter, its value in the master dtype."""
         return self.tensors([part.master.loaded() for part in self._optimizer.intervals])
 
+    def wide_masters(self) -> dict[nn.Parameter, Tensor]:
+        """By parameter of 16 bits, its master; of others the value is the parameter's own."""
+        return {
+            parameter: master
+            for index, part in enumerate(self._optimizer.intervals)
+            if part.master.dtype != part.target.dtype
+            for parameter, master in self._bucket(index, part.master.loaded()).items()
+        }
+
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """By parameter, its state as the user's optimizer would hold it."""
         states: dict[nn.Parameter, dict[str, Any]] = {}
