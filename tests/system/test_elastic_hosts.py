@@ -43,7 +43,7 @@ def on(hosts: Lab, where: str, *more: str, islands: int = 2, every: int = 4) -> 
     """The words of a run of elastic islands on these hosts."""
     shape = ["--equal-every", str(every), "--elastic-islands"]
     shape += [] if "--islands" in more else ["--islands", str(islands)]
-    return [*over(hosts, "-H", where), *shape, *more]
+    return [*over(hosts, "-H", where), "-x", "TEST_MARK", *shape, *more]
 
 
 WIDE = 1500
