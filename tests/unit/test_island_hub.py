@@ -3,20 +3,24 @@
 import errno
 import json
 import os
+import random
 import resource
 import selectors
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any, NoReturn
 
 import pytest
 
 from shardwise.collectives.island_link import IslandLink
 from shardwise.errors import CollectiveError, LaunchError
-from shardwise.launch.island_desk import IslandDesk
-from shardwise.launch.island_hub import IslandHub
+from shardwise.launch.island_desk import Contribution, Delivery, IslandDesk, Key
+from shardwise.launch.island_hub import Desk, IslandHub
 from shardwise.launch.island_membership import Membership
 from shardwise.launch.island_place import IslandPlace
 from shardwise.launch.island_workers import allow_files
@@ -160,3 +164,147 @@ def test_open_files_of_a_run(monkeypatch: pytest.MonkeyPatch, hard: int, soft: i
     else:
         allow_files(64, 2)
         assert given == [(soft, hard)]
+
+
+class Elsewhere:
+    """A desk on another host, with what it holds; what it is to do is done in its order, later."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.held: set[Key] = set()
+        self.orders: deque[Callable[[], None]] = deque()
+        self.given: list[Delivery] = []
+
+    def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
+        self.orders.append(partial(self._settle, list(deliveries), list(dropped)))
+
+    def _settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
+        for delivery in deliveries:
+            assert self.held.issuperset(delivery.keys), "it gives what it does not have"
+            self.given.append(delivery)
+        self.held.difference_update(dropped)
+
+    def shut(self, ranks: Sequence[int]) -> None:
+        return
+
+
+class Cluster:
+    """Islands of two ranks on hosts that may be lost: all that is on its way is delivered in an
+    order that is drawn, but that of each connection holds."""
+
+    def __init__(self, draw: random.Random, hosts: Sequence[Sequence[int]], islands: int) -> None:
+        self.draw = draw
+        self.islands = islands
+        self.hub = IslandHub(Membership(count=islands, size=2), lambda found: None)
+        self.hub.transfers = self
+        self.desks = [Elsewhere(number) for number in range(len(hosts))]
+        self.home = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
+        for desk, ranks in zip(self.desks, hosts, strict=True):
+            self.hub.attach(desk, ranks)
+        self.hub.link(self.home)
+        self.fetches: list[tuple[Elsewhere, Key, Elsewhere]] = []
+        self.lost: set[int] = set()
+        self.numbers = count(1)
+        self.living = set(range(islands))
+        self.waiting: set[int] = set()
+        self.learned: dict[int, list[list[int]]] = {rank: [] for rank in self.home}
+
+    def bring(self, what: Contribution, data: str | None, source: Desk, target: Desk) -> bool:
+        assert isinstance(source, Elsewhere)
+        assert isinstance(target, Elsewhere)
+        assert what.key in source.held
+        if data is not None:
+            target.orders.append(partial(target.held.add, what.key))
+        else:
+            self.fetches.append((target, what.key, source))
+        return data is not None
+
+    def come(self, rank: int) -> None:
+        """`rank` comes to its next exchange."""
+        what = Contribution(
+            rank=rank,
+            number=next(self.numbers),
+            size=1,
+            label=f"number {len(self.learned[rank])}",
+            alone=len(self.learned[rank]) % 3 == 1,
+            resumes=False,
+        )
+        self.waiting.add(rank)
+        self.desks[self.home[rank]].held.add(what.key)
+        self.hub.came(what, "" if self.draw.random() < 0.5 else None)
+
+    def lose(self, islands: set[int]) -> None:
+        """The ranks of `islands` have ended."""
+        self.living -= islands
+        for island in islands:
+            self.hub.lose(island)
+            self.waiting.difference_update(self.hub.membership.ranks(island))
+
+    def lose_host(self, number: int) -> None:
+        """A host is gone, with the islands that have ranks there."""
+        self.lost.add(number)
+        self.lose({rank // 2 for rank, home in self.home.items() if home == number} & self.living)
+        self.hub.detach(self.desks[number])
+
+    def turn(self) -> None:
+        """One of the things that are on their way arrives."""
+        ready = [desk for desk in self.desks if desk.orders and desk.number not in self.lost]
+        if self.fetches and (not ready or self.draw.random() < 0.5):
+            target, key, source = self.fetches.pop(self.draw.randrange(len(self.fetches)))
+            gone = self.lost & {target.number, source.number}
+            if not gone and key in source.held:
+                target.held.add(key)
+                self.hub.fetched(target, key)
+        elif ready:
+            desk = self.draw.choice(ready)
+            desk.orders.popleft()()
+            for delivery in desk.given:
+                if delivery.rank // 2 in self.living:
+                    self.learned[delivery.rank].append(delivery.words["islands"])
+                    self.waiting.discard(delivery.rank)
+            desk.given.clear()
+
+
+HOSTS = (
+    [[0, 1], [2, 3], [4, 5]],
+    [[0, 1, 2, 3], [4, 5]],
+    [[0], [1, 2, 3], [4, 5]],
+    [[0, 2, 4], [1, 3, 5]],
+)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_lost_when_all_learn_the_same(seed: int) -> None:
+    """Nobody is given what is not there, all who live get on, and nothing stays anywhere."""
+    draw = random.Random(seed)
+    found = Cluster(draw, HOSTS[seed % len(HOSTS)], 3)
+    while min(len(found.learned[2 * island]) for island in found.living) < 20:
+        hosts = {found.home[rank] for rank in found.home} - found.lost
+        chance = draw.random()
+        if chance < 0.004 and len(found.living) > 1:
+            found.lose({draw.choice(sorted(found.living))})
+        elif chance < 0.008:
+            number = draw.choice(sorted(hosts))
+            if {rank // 2 for rank, home in found.home.items() if home != number} & {
+                island
+                for island in found.living
+                if all(found.home[rank] != number for rank in (2 * island, 2 * island + 1))
+            }:
+                found.lose_host(number)
+        free = [r for island in found.living for r in (2 * island, 2 * island + 1)]
+        free = [rank for rank in free if rank not in found.waiting]
+        if free and draw.random() < 0.5:
+            found.come(draw.choice(free))
+        else:
+            found.turn()
+    for rank, known in found.learned.items():
+        for number, islands in enumerate(known):
+            alike = [r for r in found.home if number % 3 != 1 or r % 2 == rank % 2]
+            others = [found.learned[r][number] for r in alike if number < len(found.learned[r])]
+            assert others == [islands] * len(others)
+    found.lose(set(found.living))
+    while found.fetches or any(d.orders for d in found.desks if d.number not in found.lost):
+        found.turn()
+    assert [desk.held for desk in found.desks if desk.number not in found.lost] == [set()] * (
+        len(found.desks) - len(found.lost)
+    )

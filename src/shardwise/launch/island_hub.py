@@ -94,6 +94,12 @@ class IslandHub:
                 desk.shut([rank])
         self._settle((), ranks)
         self._answer(self.membership.lose(island))
+        for held in list(self._held.values()):
+            unread = held.wanted - self._readers(held.what)
+            for desk in unread:
+                desk.settle((), [held.what.key])
+            held.wanted -= unread
+            self._count(held)
 
     # -- what ranks bring and ask ---------------------------------------------------------
 

@@ -143,15 +143,6 @@ class IslandSupervisor(Supervisor):
         """Note that these ranks of an island, which was to start, do not."""
         self._running.difference_update(ranks)
 
-    def cut_off(self, ranks: Sequence[int], why: str) -> None:
-        """Let the islands of these ranks, which run and can serve no longer, fail."""
-        islands = sorted({rank // self._size for rank in ranks if rank in self._running})
-        if self._are_alone([each for each in islands if each not in self._failing]):
-            for island in islands:
-                self._fail(island, (), why=why)
-        else:
-            self.lost(ranks, why)
-
     def lost(self, ranks: Sequence[int], why: str) -> None:
         islands = sorted({rank // self._size for rank in ranks if rank in self._running})
         if not self._are_alone([each for each in islands if each not in self._failing]):
@@ -159,8 +150,9 @@ class IslandSupervisor(Supervisor):
             super().lost(ranks, why)
             return
         for island in islands:
-            gone = self._living(island) & set(ranks)
-            self._fail(island, gone, why=why)
+            self._begin_failing(island)
+        for island in islands:
+            self._fail(island, self._living(island) & set(ranks), why=why)
 
     def _living(self, island: int) -> set[int]:
         """The ranks of an island that run."""
@@ -191,11 +183,7 @@ class IslandSupervisor(Supervisor):
     ) -> None:
         """Ranks of `island`, which goes down with them, have ended, or are out of reach."""
         self._running.difference_update(ranks)
-        if island not in self._failing:
-            self._failures[island] = IslandFailure()
-            self._outlived.discard(island)
-            self._failing[island] = NEVER
-            self.hub.lose(island)
+        self._begin_failing(island)
         failure = self._failures[island]
         if rank_exit is not None:
             failure.exits[rank_exit.end.rank] = rank_exit
@@ -207,6 +195,14 @@ class IslandSupervisor(Supervisor):
         explained = failure.losses or failure_report.is_explained(ends, failure.reports)
         wait = SETTLE if explained else UNEXPLAINED
         self._failing[island] = min(self._failing[island], time.monotonic() + wait)
+
+    def _begin_failing(self, island: int) -> None:
+        """Nobody waits for `island` any more, as soon as something of it has failed."""
+        if island not in self._failing:
+            self._failures[island] = IslandFailure()
+            self._outlived.discard(island)
+            self._failing[island] = NEVER
+            self.hub.lose(island)
 
     def _failed(self, island: int) -> None:
         """All ranks of `island` have ended: say so, and start it again where that is to be."""

@@ -31,6 +31,8 @@ from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.ssh.remote_desk import RemoteDesk
 from shardwise.launch.ssh.remote_host import RemoteHost
 
+Pairs = Sequence[tuple["IslandHost", "IslandHost"]]
+
 STALLED = 3.0
 """How many times the seconds of silence after which a host is lost a host may fail to fetch from
 another one, while both are heard."""
@@ -118,7 +120,12 @@ class IslandHosts:
         for host in self._hosts:
             self._serve(host)
         agents.wait_for(remotes, supervisor, _serves)
-        self._see_that_all_are_reached()
+        pairs = [(one, other) for one in self._hosts for other in self._hosts if one is not other]
+        until = time.monotonic() + START_LIMIT
+        for _ in self._reaching(pairs, until):
+            if supervisor.is_asked:
+                return
+            supervisor.turn(1.0)
         for host in self._hosts:
             host.is_up = True
 
@@ -134,28 +141,23 @@ class IslandHosts:
         )
         self._hub.attach(desk, host.share.numbers)
 
-    def _see_that_all_are_reached(self) -> None:
-        """Let each host fetch nothing from each other one. Raises LaunchError where one cannot."""
-        pairs = [(one, other) for one in self._hosts for other in self._hosts if one is not other]
+    def _reaching(self, pairs: Pairs, until: float) -> Iterator[None]:
+        """Wait until of each pair the one has fetched nothing from the other. Raises LaunchError
+        where one cannot."""
         for one, other in pairs:
+            one.desk.forget_reached(other.share.first)
             one.desk.fetch((other.share.first, transfers.NOTHING), other.desk)
-        until = time.monotonic() + START_LIMIT
-        while not self._supervisor.is_asked:
-            waiting = [(one, o) for one, o in pairs if o.share.first not in one.desk.reached]
-            faults = [
-                _unreachable(one, other, one.desk.unreached[other.share.first])
-                for one, other in waiting
-                if other.share.first in one.desk.unreached
-            ]
-            faults += [host.remote.fault for host in self._hosts if host.remote.fault is not None]
-            left = until - time.monotonic()
-            if waiting and left <= 0 and not faults:
-                faults = [_unreachable(*pair, "nothing is heard") for pair in waiting]
-            if faults:
-                raise LaunchError(command.refusals(faults))
-            if not waiting:
-                return
-            self._supervisor.turn(left)
+        try:
+            while waiting := [pair for pair in pairs if not _has_reached(*pair)]:
+                for host in {host for pair in pairs for host in pair}:
+                    _see_no_fault(host, until)
+                faults = [_unreachable(*pair) for pair in waiting if _reason(*pair)]
+                if faults:
+                    raise LaunchError(command.refusals(faults))
+                yield
+        finally:
+            for one, other in pairs:
+                one.desk.settle((), [(other.share.first, transfers.NOTHING)])
 
     # -- islands --------------------------------------------------------------------------
 
@@ -250,6 +252,8 @@ class IslandHosts:
         while not host.desk.serving:
             _see_no_fault(host, until)
             yield
+        pairs = [(host, other) for other in self._hosts if other.is_up]
+        yield from self._reaching([*pairs, *((other, one) for one, other in pairs)], until)
 
     # -- what ranks bring -----------------------------------------------------------------
 
@@ -271,11 +275,10 @@ class IslandHosts:
         desk.stalls_since = desk.stalls_since or now
         if now - desk.stalls_since < STALLED * self._options.patience:
             return
-        desk.stalls_since = None
         host = next((each for each in self._hosts if each.remote.desk is desk), None)
         source = next(each for each in self._hosts if key[0] in each.share.numbers)
         if host is not None and host.is_up and source.is_up:
-            self._supervisor.cut_off(host.share.numbers, _unreachable(host, source, why))
+            host.remote.give_up(_unreachable(host, source, why))
 
 
 class RemoteIsland:
@@ -371,10 +374,20 @@ def _see_no_fault(host: IslandHost, until: float) -> None:
         raise LaunchError(f"{host.name} has not answered in {START_LIMIT:g} s.")
 
 
-def _unreachable(one: IslandHost, other: IslandHost, why: str) -> str:
+def _has_reached(one: IslandHost, other: IslandHost) -> bool:
+    return other.share.first in one.desk.reached
+
+
+def _reason(one: IslandHost, other: IslandHost) -> str:
+    """Why one host could not fetch from another one last; "" where nothing is known."""
+    return one.desk.unreached.get(other.share.first, "")
+
+
+def _unreachable(one: IslandHost, other: IslandHost, why: str = "") -> str:
     address, port = other.desk.place
     return (
-        f"{one.name} cannot fetch from {other.name}, at port {port} of {address}: {why}. Elastic "
-        "islands send what they exchange from host to host: let hosts connect to each other, on "
-        "one port with --port, or name the network that they share with --interface."
+        f"{one.name} cannot fetch from {other.name}, at port {port} of {address}: "
+        f"{why or _reason(one, other)}. Elastic islands send what they exchange from host to host: "
+        "let hosts connect to each other, on one port with --port, or name the network that they "
+        "share with --interface."
     )

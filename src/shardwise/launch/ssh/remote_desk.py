@@ -51,6 +51,11 @@ class RemoteDesk:
         """Close the links to `ranks`."""
         self._send("shut", ranks=list(ranks))
 
+    def forget_reached(self, rank: int) -> None:
+        """Know no more whether it can fetch from the host that `rank` stands for."""
+        self.reached.discard(rank)
+        self.unreached.pop(rank, None)
+
     def keep(self, key: Key, data: str) -> None:
         """Have `data`, in base64, known by `key`."""
         self._send("keep", rank=key[0], number=key[1], data=data)

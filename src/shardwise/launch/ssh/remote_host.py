@@ -172,9 +172,9 @@ class RemoteHost:
         self._read_errors()
         said = self._errors.text()
         if self._supervisor is None:
-            self._give_up(command.start_failure(self._options, self.share.host, code, said))
+            self.give_up(command.start_failure(self._options, self.share.host, code, said))
         else:
-            self._give_up(command.lost_host(self._options, self.share, code, said))
+            self.give_up(command.lost_host(self._options, self.share, code, said))
 
     def _hear(self, data: bytes) -> None:
         """Take bytes of the agent; one that breaks the protocol is heard no more."""
@@ -183,7 +183,7 @@ class RemoteHost:
             self._receiver.feed(data)
         except protocol.ProtocolError as fault:
             self._selector.unregister(self._process.stdout)
-            self._give_up(
+            self.give_up(
                 f"{self.share.host.name} says what no agent of shardwise {version('shardwise')} "
                 f"does: {fault}. Install the same version on all hosts, and see what else writes "
                 "to the output there."
@@ -228,7 +228,7 @@ class RemoteHost:
         self.ready = message
 
     def _on_refused(self, message: protocol.Message) -> None:
-        self._give_up(f"On {self.share.host.name}: {message['why']}")
+        self.give_up(f"On {self.share.host.name}: {message['why']}")
 
     def _on_output(self, message: protocol.Message) -> None:
         rank, stream = message["rank"], message["stream"]
@@ -251,8 +251,8 @@ class RemoteHost:
             raise protocol.ProtocolError("it tells of ranks that were not started there")
         return self._supervisor
 
-    def _give_up(self, why: str) -> None:
-        """Note that nothing more comes from there, and why."""
+    def give_up(self, why: str) -> None:
+        """Take the host for lost, and say why."""
         if self.fault is not None:
             return
         self.fault = why

@@ -109,6 +109,7 @@ class Fetches:
         self._secret, self._done, self._failed = secret, done, failed
         self._selector = selector
         self._running: dict[Key, _Fetch] = {}
+        self._cancelled: list[_Fetch] = []
         self._news: SimpleQueue[tuple[_Fetch, int | str]] = SimpleQueue()
         self._bell, self._rung = socket.socketpair()
         self._rung.setblocking(False)
@@ -124,13 +125,14 @@ class Fetches:
         """Fetch it no longer, if it is under way."""
         if (fetch := self._running.pop(key, None)) is not None:
             fetch.cancel()
+            self._cancelled = [each for each in self._cancelled if each.is_alive()]
+            self._cancelled.append(fetch)
 
     def close(self) -> None:
         """Fetch nothing any more."""
-        fetches = list(self._running.values())
-        for fetch in fetches:
-            self.cancel(fetch.key)
-        for fetch in fetches:
+        for key in list(self._running):
+            self.cancel(key)
+        for fetch in self._cancelled:
             fetch.join()
         self._selector.unregister(self._rung)
         self._take()
@@ -200,10 +202,18 @@ class _Fetch(Thread):
 
     def _fetched(self) -> int:
         """The descriptor of the file. Raises OSError."""
-        with socket.create_connection(self._source, CONNECT) as peer:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            *self._source, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as peer:
+            peer.settimeout(CONNECT)
             with self._lock:
                 self._peer = peer
             try:
+                # Only now can a cancel be seen by the socket: one that came before is seen here.
+                if self._cancelled.is_set():
+                    raise ConnectionError("it is fetched no longer")
+                peer.connect(place)
                 return self._read(peer)
             finally:
                 with self._lock:

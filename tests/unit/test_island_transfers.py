@@ -1,0 +1,168 @@
+"""What elastic islands bring moves from host to host: served, fetched, cancelled, refused."""
+
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+
+from shardwise.launch.island_desk import Key
+from shardwise.launch.ssh import transfers
+from shardwise.launch.ssh.transfers import NOTHING, Fetches, Server
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+SECRET = b"what only the processes of a run know"
+DATA = os.urandom(3 * transfers.CHUNK + 5)
+
+
+class Fetching:
+    """Fetches, and what has come of them."""
+
+    def __init__(self, secret: bytes = SECRET) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.came: dict[Key, bytes] = {}
+        self.failed: list[tuple[Key, str]] = []
+        self.fetches = Fetches(self.selector, secret, self._done, self._fail)
+
+    def _done(self, key: Key, fd: int) -> None:
+        with os.fdopen(fd, "rb") as file:
+            file.seek(0)
+            self.came[key] = file.read()
+
+    def _fail(self, key: Key, why: str) -> None:
+        self.failed.append((key, why))
+
+    def until(self, is_done: Callable[[], bool]) -> None:
+        """Let things happen until something holds."""
+        until = time.monotonic() + 20
+        while not is_done():
+            assert time.monotonic() < until
+            for key, _ in self.selector.select(0.1):
+                key.data()
+
+    def close(self) -> None:
+        self.fetches.close()
+        self.selector.close()
+
+
+def brought(data: bytes) -> int:
+    fd = os.memfd_create("brought")
+    os.write(fd, data)
+    return fd
+
+
+@contextmanager
+def serving(held: dict[Key, bytes]) -> Iterator[tuple[str, int]]:
+    """The address at which `held` is served."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found = {key: brought(data) for key, data in held.items()}
+        server = Server(listener, SECRET, lambda key: os.dup(found[key]) if key in found else None)
+        with closing(server):
+            yield listener.getsockname()
+        for fd in found.values():
+            os.close(fd)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No thread, and no file."""
+    files = os.listdir("/proc/self/fd")
+    yield
+    assert [each.name for each in threading.enumerate() if "islands" in each.name] == []
+    assert len(os.listdir("/proc/self/fd")) == len(files)
+
+
+def test_what_is_there_is_fetched() -> None:
+    held = {(0, 1): DATA, (1, 7): b"little", (2, 3): b""}
+    with serving(held) as place, closing(Fetching()) as found:
+        for key in [*held, (0, NOTHING)]:
+            found.fetches.begin(key, place)
+        found.until(lambda: len(found.came) == 4)
+    assert found.came == {**held, (0, NOTHING): b""}
+    assert found.failed == []
+
+
+def test_what_is_not_there_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "AGAIN", 0.01)
+    with serving({}) as place, closing(Fetching()) as found:
+        found.fetches.begin((0, 1), place)
+        found.until(lambda: len(found.failed) > 1)
+        found.fetches.cancel((0, 1))
+    assert found.failed[0] == ((0, 1), "(0, 1) is not there")
+    assert found.came == {}
+
+
+def test_another_secret() -> None:
+    with serving({(0, 1): DATA}) as place, closing(Fetching(b"another")) as found:
+        found.fetches.begin((0, 1), place)
+        found.until(lambda: bool(found.failed))
+    assert "another secret" in found.failed[0][1]
+
+
+def test_nobody_is_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = listener.getsockname()
+    with closing(Fetching()) as found:
+        found.fetches.begin((0, 1), place)
+        found.until(lambda: bool(found.failed))
+    assert found.failed[0] == ((0, 1), "Connection refused")
+
+
+def test_a_host_that_stalls_does_not_hold_up_the_end() -> None:
+    """Who is asked says nothing: the fetch is cancelled all the same."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(Fetching()) as found:
+        found.fetches.begin((0, 1), listener.getsockname())
+        peer, _ = listener.accept()
+        began = time.monotonic()
+        found.fetches.cancel((0, 1))
+        found.fetches.close()
+        assert time.monotonic() - began < 2
+        peer.close()
+        found.fetches = Fetches(found.selector, SECRET, found._done, found._fail)
+
+
+def test_who_fetches_stalls() -> None:
+    """That does not hold up the end of who serves."""
+    with serving({(0, 1): DATA}) as place, socket.create_connection(place) as peer:
+        transfers.authentication.prove(peer, SECRET, time.monotonic() + 5)
+        peer.sendall(transfers._REQUEST.pack(0, 1))
+        assert peer.recv(1)
+        began = time.monotonic()
+    assert time.monotonic() - began < 2
+
+
+def test_a_host_that_cannot_be_reached_does_not_hold_up_the_end() -> None:
+    """Its queue is full: a connection neither comes about nor is refused."""
+    with socket.socket() as listener, ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        with closing(Fetching()) as found:
+            found.fetches.begin((0, 1), listener.getsockname())
+            time.sleep(0.1)
+            began = time.monotonic()
+        assert time.monotonic() - began < 2
+    assert found.failed == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_fetches_that_are_cancelled_at_any_time(seed: int) -> None:
+    """What has come is whole, and nothing is left of the rest."""
+    held = {(rank, 1): DATA[: 1 + rank * 100_000] for rank in range(12)}
+    with serving(held) as place, closing(Fetching()) as found:
+        for key in held:
+            found.fetches.begin(key, place)
+        time.sleep(0.003 * seed)
+        for rank in range(0, 12, 2):
+            found.fetches.cancel((rank, 1))
+        found.until(lambda: {rank for rank, _ in found.came} >= set(range(1, 12, 2)))
+    assert all(held[key] == data for key, data in found.came.items())
