@@ -53,7 +53,7 @@ def ends(folder: Path, ranks: Iterable[int] = range(4)) -> torch.Tensor:
 def is_away(ran: Ran, island: int) -> bool:
     """Whether the run has ended before an island could come back."""
     lines = [line for line in ran.err.splitlines() if f"shardwise: island {island} " in line]
-    return bool(lines) and "has ended at step" in lines[-1]
+    return bool(lines) and re.search(r"has ended( at step \d+)? \(", lines[-1]) is not None
 
 
 def back_at(ran: Ran, island: int) -> int:

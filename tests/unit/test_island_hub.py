@@ -172,6 +172,8 @@ class Elsewhere:
     def __init__(self, number: int) -> None:
         self.number = number
         self.held: set[Key] = set()
+        self.dropped: set[Key] = set()
+        """What is fetched no longer."""
         self.orders: deque[Callable[[], None]] = deque()
         self.given: list[Delivery] = []
 
@@ -183,6 +185,7 @@ class Elsewhere:
             assert self.held.issuperset(delivery.keys), "it gives what it does not have"
             self.given.append(delivery)
         self.held.difference_update(dropped)
+        self.dropped.update(dropped)
 
     def shut(self, ranks: Sequence[int]) -> None:
         return
@@ -252,7 +255,7 @@ class Cluster:
         if self.fetches and (not ready or self.draw.random() < 0.5):
             target, key, source = self.fetches.pop(self.draw.randrange(len(self.fetches)))
             gone = self.lost & {target.number, source.number}
-            if not gone and key in source.held:
+            if not gone and key not in target.dropped and key in source.held:
                 target.held.add(key)
                 self.hub.fetched(target, key)
         elif ready:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise import authentication
 from shardwise.collectives.base import Collectives, Cuts, Handle, check_groups
 from shardwise.collectives.island_link import Bytes, IslandLink, IslandsChanged
 from shardwise.collectives.ordered_sums import PLAIN, Sum
@@ -25,6 +26,9 @@ from shardwise.errors import CollectiveError, ConfigError, UsageError
 from shardwise.launch.island_membership import BEGINS, BOUNDARY
 
 T = TypeVar("T")
+
+_PICKLES = "an object of elastic islands"
+"""What pickles are sealed for: they can run code, and pass between hosts."""
 
 
 class _OverLink(Collectives):
@@ -57,6 +61,20 @@ class _OverLink(Collectives):
                 "must bring as much. Let them call it with what is of one shape."
             )
         return [_tensor(row, tensor) for row in rows]
+
+    def _gather_sealed(self, label: str, value: Any) -> list[Any]:
+        """`value` (picklable) of each island that takes part."""
+        secret = self.status_server.secret
+        mine = authentication.sealed(secret, _PICKLES, pickle.dumps(value))
+        _, rows = self.link.exchange(label, mine)
+        try:
+            return [
+                pickle.loads(authentication.unsealed(secret, _PICKLES, bytes(row))) for row in rows
+            ]
+        except authentication.Forged as error:
+            raise CollectiveError(
+                f"What came to {label} is not of this run ({error}) See docs/security.md."
+            ) from None
 
     def _from_first(self, buffer: Tensor, what: str, *, alone: bool) -> Handle:
         """Let `buffer` be that of the first island, on all ranks of equal place."""
@@ -122,8 +140,7 @@ class ElasticPeers(_OverLink):
         return torch.stack(self._swap("an exchange of islands' rows", row)).to(row.device)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        # No other process has an end of the link, so that nobody else can have sent it.
-        return [pickle.loads(row) for row in self._gather_bytes(pickle.dumps(value))]
+        return self._gather_sealed("an exchange of islands", value)
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
         return [bytes(row) for row in self.link.exchange("an exchange of islands", mine)[1]]
@@ -183,10 +200,9 @@ class ElasticRun(_OverLink):
         return torch.cat([block.view(inside.shape) for block in blocks]).to(inside.device)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        inside = pickle.dumps(self.island.gather_objects(value))
-        # No other process has an end of the link, so that nobody else can have sent it.
-        rows = self.link.exchange("an exchange of all ranks", inside)[1]
-        return [each for row in rows for each in pickle.loads(row)]
+        inside = self.island.gather_objects(value)
+        rows = self._gather_sealed("an exchange of all ranks", inside)
+        return [each for row in rows for each in row]
 
     def gather_plain(self, value: Any) -> list[Any]:
         inside = json.dumps(self.island.gather_plain(value)).encode()

@@ -2,8 +2,8 @@
 
     "I am here, with this"  ─▶  launcher: all are here  ─▶  who took part, and what they brought
 
-Whatever is brought lies in an anonymous file in memory, whose descriptor travels. See
-launch/island_membership.py for who takes part.
+Whatever is brought lies in an anonymous file in memory, whose descriptor travels; on several hosts
+the agent of the rank's host stands between. See launch/island_membership.py for who takes part.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def own() -> Iterator[Flag]:
         shown="--port PORT",
         rare=True,
         type=Typed(values.whole(0, 65535)),
-        help="where rank 0 listens; left out, a port that is free",
+        help="where rank 0 listens, and each host of elastic islands; left out, one that is free",
     )
     yield Flag(
         ["--interface"],

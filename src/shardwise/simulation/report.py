@@ -16,9 +16,9 @@ from shardwise.simulation.outcome import GIVES_UP
 from shardwise.simulation.run_model import RunModel, daly, young
 
 NOT_YET = (
-    "shardwise run does less than this yet: a failure stops one island alone on one host only, "
-    "with --elastic-islands and without --late; a planned stop, and a failure of the last island, "
-    "end the run; nobody makes up for the steps of an absent island, counted here as done later."
+    "shardwise run does less than this yet: a failure stops one island alone with "
+    "--elastic-islands and without --late; a planned stop, and a failure of the last island, end "
+    "the run; nobody makes up for the steps of an absent island, counted here as done later."
 )
 """Said of every simulation of islands."""
 
@@ -141,10 +141,10 @@ def _on_checkpoints(report: Report) -> Iterator[str]:
 def _on_islands(report: Report) -> Iterator[str]:
     """What several islands make of it, and what the run would be without them.
 
-    In the simulation islands come and go on any hosts. In `shardwise run` they do so on one host
-    only, with `--elastic-islands`, which takes no `--late`: on several hosts any failure ends the
-    run. A planned stop, and a failure of the last island that is there, end it on one host too.
-    Nobody makes up for the work of an absent island there; the simulation counts it as done later.
+    In `shardwise run` islands come and go with `--elastic-islands`, which takes no `--late`: else
+    any failure ends the run. A planned stop, and a failure of the last island that is there, end it
+    all the same. Nobody makes up for the work of an absent island there; the simulation counts it
+    as done later.
     """
     model, whole = report.model, report.whole
     if whole is None:
