@@ -14,6 +14,7 @@ import torch
 
 from shardwise.checkpoint.atomic_folders import complete
 from shardwise.launch.restarts import SAVED
+from shardwise.launch.ssh.command import AGENT
 from tests.system.lab import Lab
 from tests.system.launcher import Launcher, script
 from tests.system.test_elastic_islands import Watched, back_at, ends, is_away, plain
@@ -50,13 +51,14 @@ WIDE = 1500
 """A hidden layer of which what islands exchange is fetched from host to host."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "rank", "row", "width"),
     [
         ("node1:2,node2:2", 2, "2", WIDE),
-        pytest.param("node1:2,node2:2", 0, "0", 40, marks=pytest.mark.full),
-        pytest.param("node1:1,node2:3", 1, "3", WIDE, marks=pytest.mark.full),
-        pytest.param("node2:1,node3:2,node1:1", 3, "1", WIDE, marks=pytest.mark.full),
+        ("node1:2,node2:2", 0, "0", 40),
+        ("node1:1,node2:3", 1, "3", WIDE),
+        ("node2:1,node3:2,node1:1", 3, "1", WIDE),
     ],
 )
 def test_a_rank_is_killed(
@@ -79,27 +81,51 @@ def test_a_rank_is_killed(
     assert torch.allclose(found, plain(24, 4, back, island, width), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("width", [WIDE, pytest.param(40, marks=pytest.mark.full)])
-def test_a_host_is_lost_and_found(shardwise: Launcher, hosts: Lab, width: int) -> None:
+def kill_agent(shardwise: Launcher, hosts: Lab, number: int) -> None:
+    """Kill the agent on a host, and nothing else."""
+    network = os.readlink(f"/proc/{hosts.nodes[number - 1].pid}/ns/net")
+    for pid in hosts.processes():
+        with suppress(OSError):  # it has ended meanwhile
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if AGENT.encode() in words and os.readlink(f"/proc/{pid}/ns/net") == network:
+                os.kill(pid, signal.SIGKILL)
+                return
+    raise AssertionError(f"no agent runs on node{number}")
+
+
+@pytest.mark.parametrize(
+    ("how", "width"),
+    [
+        ("its agent is killed", WIDE),
+        pytest.param("its cable is cut", WIDE, marks=pytest.mark.full),
+        pytest.param("its cable is cut", 40, marks=pytest.mark.full),
+    ],
+)
+def test_a_host_is_lost_and_found(shardwise: Launcher, hosts: Lab, how: str, width: int) -> None:
     """Its island is left out as soon as nothing is heard of it, and comes back with it."""
-    flags = ["--host-timeout", "3", "--restarts", "1", "--islands", "host"]
-    more = [script("island_dies"), "ck", "--epochs", "60", "--pause", "0.05"]
+    cut, epochs = how == "its cable is cut", 60 if how == "its cable is cut" else 16
+    flags = ["--host-timeout", "3" if cut else "2", "--restarts", "1", "--islands", "host"]
+    more = [script("island_dies"), "ck", "--epochs", str(epochs), "--pause", "0.05"]
     run = Watched(shardwise, *on(hosts, "node1:1,node2:1", *flags, *more, "--width", str(width)))
     assert run.reach(6)
-    hosts.cut(2)
-    try:
-        assert run.says("island 1 has ended (node2 (rank 1) is lost: ")
-        assert run.says("shardwise: node2 cannot be reached yet: ")
-    finally:
-        hosts.mend(2)
+    if cut:
+        hosts.cut(2)
+        try:
+            assert run.says("island 1 has ended (node2 (rank 1) is lost: ")
+            assert run.says("shardwise: node2 cannot be reached yet: ")
+        finally:
+            hosts.mend(2)
+    else:
+        kill_agent(shardwise, hosts, 2)
     ran = run.finish()
     assert ran.code == 0, ran.err
+    assert "island 1 has ended (node2 (rank 1) is lost" in ran.err
     assert "Island 0 goes on without it, from the next boundary on. Starting it again, 1" in ran.err
-    back = back_at(ran, 1)
-    gone = next(step for step in range(4, 480, 4) if f"[1] step {step + 4} " not in ran.out)
+    back, steps = back_at(ran, 1), 8 * epochs
+    gone = next(step for step in range(4, steps, 4) if f"[1] step {step + 4} " not in ran.out)
     found = ends(shardwise.folder / "ck", range(2))
     # Which boundary was the last with it, its own output does not tell for sure.
-    near = [plain(480, at, back, 1, width) for at in (gone, gone - 4)]
+    near = [plain(steps, at, back, 1, width) for at in (gone, gone - 4, gone + 4)]
     assert any(torch.allclose(found, each, rtol=1e-8, atol=1e-8) for each in near)
 
 
