@@ -272,8 +272,7 @@ class IslandHosts:
         """What is known by `key` could not be fetched at `desk`: after a while its host is taken
         for lost."""
         now = time.monotonic()
-        desk.stalls_since = desk.stalls_since or now
-        if now - desk.stalls_since < STALLED * self._options.patience:
+        if now - desk.stalls.setdefault(key, now) < STALLED * self._options.patience:
             return
         host = next((each for each in self._hosts if each.remote.desk is desk), None)
         source = next(each for each in self._hosts if key[0] in each.share.numbers)

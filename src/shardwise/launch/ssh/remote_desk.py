@@ -33,14 +33,16 @@ class RemoteDesk:
         self.reached: set[int] = set()
         self.unreached: dict[int, str] = {}
         self.unstarted: dict[int, str] = {}
-        self.stalls_since: float | None = None
-        """Since when nothing could be fetched there that was to be."""
+        self.stalls: dict[Key, float] = {}
+        """Since when something could not be fetched there that still is to be."""
         self._send, self._hub, self._failed = send, hub, failed
 
     # -- what the hub says ----------------------------------------------------------------
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
         """Give ranks what is for them, and then forget what is known by the keys `dropped`."""
+        for key in dropped:
+            self.stalls.pop(key, None)
         self._send(
             "settle",
             deliveries=[asdict(each) for each in deliveries],
@@ -94,7 +96,7 @@ class RemoteDesk:
         if number == transfers.NOTHING:
             self.reached.add(rank)
         else:
-            self.stalls_since = None
+            self.stalls.pop((rank, number), None)
             self._hub.fetched(self, (rank, number))
 
     def _on_unfetched(self, rank: int, number: int, why: str) -> None:
