@@ -8,15 +8,18 @@ import resource
 import selectors
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import count
+from threading import Thread
 from typing import Any, NoReturn
 
 import pytest
 
+from shardwise.collectives import island_link
 from shardwise.collectives.island_link import IslandLink
 from shardwise.errors import CollectiveError, LaunchError
 from shardwise.launch.island_desk import Contribution, Delivery, IslandDesk, Key
@@ -66,6 +69,13 @@ class Hub:
         for key, _ in self.selector.select(0.0):
             key.data()
 
+    def answer_for(self, seconds: float) -> None:
+        """Hear the ranks for so long."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for key, _ in self.selector.select(0.01):
+                key.data()
+
     def close(self) -> None:
         self.desk.close()
         self.selector.close()
@@ -79,9 +89,9 @@ def hub() -> Iterator[Hub]:
         yield made
 
 
-def link_of(end: socket.socket) -> IslandLink:
+def link_of(end: socket.socket, timeout: float = 5.0) -> IslandLink:
     place = IslandPlace(island=0, count=2, size=1, fd=end.detach(), returns=False)
-    return IslandLink(place, 0, timeout=5.0, warn_after=5.0)
+    return IslandLink(place, 0, timeout=timeout, warn_after=5.0)
 
 
 def refuse(*given: Any) -> NoReturn:
@@ -140,6 +150,23 @@ def test_a_rank_cannot_bring(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(CollectiveError, match=words),
     ):
         link.exchange("a barrier", b"")
+
+
+def test_one_that_is_back_may_load_for_long(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait ten times as long for it, and no longer."""
+    monkeypatch.setattr(island_link, "LAST", 0.05)
+    hub.hub.membership.fresh.add(1)
+    answering = Thread(target=hub.answer_for, args=[1.2])
+    answering.start()
+    began = time.monotonic()
+    words = r"Rank 0 has waited 1 s in a barrier for rank 1 of another island"
+    with (
+        closing(link_of(hub.ends[0], timeout=0.05)) as link,
+        pytest.raises(CollectiveError, match=words),
+    ):
+        link.exchange("a barrier", b"")
+    assert 1.0 <= time.monotonic() - began < 1.2
+    answering.join()
 
 
 def test_a_rank_that_is_left_out(hub: Hub) -> None:

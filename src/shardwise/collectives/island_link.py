@@ -28,6 +28,9 @@ PATIENCE = 2
 """How many time-outs a rank waits for other islands: within one, an island that hangs should have
 ended itself."""
 
+WHILE_IT_LOADS = 10
+"""How many times as long for one that is back, and may load a large checkpoint."""
+
 LAST = 10.0
 """Seconds beyond that in which the launcher may say who is missing."""
 
@@ -104,11 +107,12 @@ class IslandLink:
     def _answer(self, label: str) -> tuple[dict[str, Any], list[Bytes]]:
         """What the launcher says once all have come. Raises as `exchange`."""
         begun, deadlines = time.monotonic(), [self._warn_after, self._limit, self._limit + LAST]
+        longest = WHILE_IT_LOADS * self._limit
         while True:
             received = self._received(deadlines[0] - (time.monotonic() - begun))
             if received is None:
                 if len(deadlines) == 1:
-                    raise self._late(label, [])
+                    raise self._late(label, [], self._limit)
                 del deadlines[0]
                 self._guarded(lambda: self._socket.send(b'{"who": true}'))
                 continue
@@ -118,7 +122,9 @@ class IslandLink:
             if "refused" in words:
                 raise _apart(words["refused"])
             if words["missing"] and len(deadlines) == 1:
-                raise self._late(label, words["missing"])
+                if not words["loads"] or deadlines[0] > longest:
+                    raise self._late(label, words["missing"], deadlines[0] - LAST)
+                deadlines = [longest, longest + LAST]
             self._warn(label, words["missing"])
 
     def _received(self, seconds: float) -> tuple[dict[str, Any], list[Bytes]] | None:
@@ -167,10 +173,10 @@ class IslandLink:
                 flush=True,
             )
 
-    def _late(self, label: str, missing: Sequence[int]) -> CollectiveError:
+    def _late(self, label: str, missing: Sequence[int], waited: float) -> CollectiveError:
         whom = f"{named(missing)} of another island" if missing else "the launcher"
         return CollectiveError(
-            f"Rank {self._rank} has waited {self._limit:g} s in {label} for {whom}, which did not "
+            f"Rank {self._rank} has waited {waited:g} s in {label} for {whom}, which did not "
             "come. All islands must make the same calls; --timeout sets half of how long to wait."
         ).blaming(missing)
 

@@ -136,7 +136,9 @@ class IslandHub:
     def asks_who(self, rank: int) -> None:
         """Tell `rank` for whom it waits; nobody where its answer is on the way."""
         if rank in self._linked:
-            words = {"missing": self._missing(rank)}
+            missing = self._missing(rank)
+            fresh = {each for each in missing if self.membership.is_fresh(each)}
+            words = {"missing": missing, "loads": fresh == set(missing)}
             self._desks[rank].settle([Delivery(rank=rank, words=words)], ())
 
     def _missing(self, rank: int) -> list[int]:

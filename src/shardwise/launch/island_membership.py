@@ -112,6 +112,10 @@ class Membership:
         """The ranks for which `rank`, which waits in an exchange, waits."""
         return [each for each in self._partners(rank) if each not in self._arrived]
 
+    def is_fresh(self, rank: int) -> bool:
+        """Whether `rank` is of an island that is back, and has not taken part since."""
+        return rank // self.size in self.fresh
+
     def _partners(self, rank: int) -> list[int]:
         """The ranks that come to the exchange in which `rank` waits."""
         if self._arrived[rank].alone:
