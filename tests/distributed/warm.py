@@ -6,14 +6,28 @@ with others: what is imported is put aside here, once, and no rank looks at it a
 
 import contextlib
 import gc
+from importlib import import_module
 
+import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed.pipelining
 import torch.utils.data  # noqa: F401
 
 import shardwise
-import shardwise.cli  # noqa: F401
+import shardwise.cli
+import shardwise.deepspeed
+import shardwise.horovod  # noqa: F401
+
+for name in shardwise.__all__:  # else each rank imports them, when it first uses one
+    getattr(shardwise, name)
+
+for library in ("accelerate", "transformers", "lightning"):
+    with contextlib.suppress(ImportError):  # its tests are skipped
+        import_module(f"shardwise.{library}")
+
+with contextlib.suppress(ImportError):
+    import lightning.pytorch  # noqa: F401
 
 with contextlib.suppress(ImportError):
     from transformers import (  # noqa: F401
