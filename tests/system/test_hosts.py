@@ -290,6 +290,7 @@ class TestRefusing:
         assert "ssh to nowhere fails: ssh: Could not resolve hostname nowhere" in ran.err
 
 
+@WARM
 class TestDoctor:
     def test_hosts_that_reach_each_other(self, shardwise: Launcher, hosts: Lab) -> None:
         ran = shardwise.run("doctor", *over(hosts, "-H", "node1,node2")[1:])

@@ -112,6 +112,7 @@ class TestOutput:
             ["[0] last 0", "[0] out 0", "[1] last 1", "[1] out 1"],
         )
 
+    @WARM
     def test_ranks_that_never_joined_are_told_of(self, shardwise: Launcher) -> None:
         assert shardwise.run("run", "-n", "2", script("streams")).err.endswith(unjoined_copies(2))
         assert shardwise.run("run", "-n", "1", script("streams")).err == "err 0\n"
@@ -231,6 +232,7 @@ class TestFailing:
         assert 'in train_one_step\n    raise ValueError(f"no such token' in closing
         assert closing.endswith("\nValueError: no such token in step 3\n")
 
+    @WARM
     def test_who_died_first_is_not_taken_for_ended_by_somebody(self, shardwise: Launcher) -> None:
         """It was ended by the launcher, while it tidied up after an error of its own."""
         ran = shardwise.run("run", "-n", "2", script("slow_to_leave"))
@@ -616,9 +618,7 @@ def test_steps_without_an_engine_are_told_at_the_second(shardwise: Launcher) -> 
 
 def test_a_script_for_accelerate_is_told_how_ours_takes_its_place(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(
-        "try:\n    from accelerate import Accelerator\nexcept ImportError:\n    pass\n"
-    )
+    script.write_text("def main():\n    from accelerate import Accelerator\n")  # none is imported
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "run", "-n", "2", str(script)],
         capture_output=True,
