@@ -17,6 +17,7 @@ from tests.distributed.sharded import (
     at_rest,
     batch,
     buffers_made,
+    by_turns,
     every_size,
     gathered,
     on,
@@ -143,9 +144,7 @@ def two_backwards(world, in_order):
     same_weights(engine, model, plain)
 
 
-@every_size
-@pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("case", [one_backward, two_backwards])
+@by_turns(in_order=[True, False], case=[one_backward, two_backwards])
 def test_two_forwards(group, ranks, case, in_order):
     on(group, ranks)(case, in_order)
 
@@ -274,8 +273,7 @@ CASES = [
 ]
 
 
-@every_size
-@pytest.mark.parametrize("case", CASES)
+@by_turns(case=CASES)
 def test_forwards_that_nobody_trains(group, ranks, case):
     on(group, ranks)(case)
 
@@ -319,9 +317,7 @@ def failure_then_training(world, at, failing):
     same_weights(engine, model, plain)
 
 
-@every_size
-@pytest.mark.parametrize("at", [2, 1])
-@pytest.mark.parametrize("failing", [(0, 1, 2), (0,)])
+@by_turns(at=[2, 1], failing=[(0, 1, 2), (0,)])
 def test_a_forward_that_fails(group, ranks, at, failing):
     on(group, ranks)(failure_then_training, at, failing)
 

@@ -17,7 +17,7 @@ import torch.utils.data  # noqa: F401
 import shardwise
 import shardwise.cli
 import shardwise.deepspeed
-import shardwise.horovod  # noqa: F401
+import shardwise.horovod
 
 for name in shardwise.__all__:  # else each rank imports them, when it first uses one
     getattr(shardwise, name)
