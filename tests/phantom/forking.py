@@ -27,7 +27,7 @@ class _Popen(popen_forkserver.Popen):
 
 class Process(context.ForkServerProcess):
     @staticmethod
-    def _Popen(process_obj: Any) -> _Popen:
+    def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 (multiprocessing's name)
         return _Popen(process_obj)
 
 
