@@ -13,7 +13,8 @@ SERVER = forkserver.ForkServer()
 SERVER.set_forkserver_preload(
     [
         *("tests.phantom.warm", "torch._dynamo", "torch.distributed.pipelining"),
-        *("torch.utils.data", "shardwise.engine", "shardwise.initialize"),
+        *("torch.utils.data", "shardwise.engine", "shardwise.initialize", "shardwise.data.loader"),
+        *("pytest", "tests.distributed.worker", "tests.phantom.cases", "tests.phantom.report"),
     ]
 )
 
