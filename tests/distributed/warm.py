@@ -22,12 +22,10 @@ import shardwise.horovod
 for name in shardwise.__all__:  # else each rank imports them, when it first uses one
     getattr(shardwise, name)
 
-for library in ("accelerate", "transformers", "lightning"):
+# Not our bridges to them, nor lightning, which asks for its rank when it is imported.
+for library in ("accelerate", "transformers.trainer", "peft", "torchmetrics"):
     with contextlib.suppress(ImportError):  # its tests are skipped
-        import_module(f"shardwise.{library}")
-
-with contextlib.suppress(ImportError):
-    import lightning.pytorch  # noqa: F401
+        import_module(library)
 
 with contextlib.suppress(ImportError):
     from transformers import (  # noqa: F401
