@@ -74,16 +74,14 @@ def routed(model, x, step, rank):
     return model(x, step).square().mean()
 
 
-@every_size
-@pytest.mark.parametrize(
-    "loss_of",
-    [
+@by_turns(
+    loss_of=[
         by_rank_and_step,
         no_rank_at_first,
         some_take_nothing,
         skipped_in_backward,
         detached_in_parts,
-    ],
+    ]
 )
 def test_branches(group, ranks, loss_of):
     on(group, ranks)(branches_agree, loss_of)
