@@ -1,7 +1,8 @@
 """Ranks that are killed or stopped while they train: what the others say, and how soon.
 
 Started as `python -m tests.distributed.faults`: reads cases as lines of JSON, forks the ranks of
-each off itself, so that torch is imported once, and writes a line of JSON with the outcomes.
+each off itself, so that torch is imported once, and writes a line of JSON with the outcomes. A line
+holds the cases that run at the same time, as those do that wait most of theirs.
 """
 
 import json
@@ -137,12 +138,21 @@ class _Fault:
 # -- in the process that forks them ---------------------------------------------------------------
 
 
-def run(case: Case) -> list[Outcome]:
-    """The outcomes of all ranks but the victim, of which nothing is left either."""
+def run(cases: list[Case]) -> list[list[Outcome]]:
+    """By case, the outcomes of all ranks but the victim, of which nothing is left either."""
+    return [_ends(*started) for started in [(case, *_start(case)) for case in cases]]
+
+
+def _start(case: Case) -> tuple[list[tuple[int, int]], int]:
+    """What _fork returns of each rank, and the descriptor where the moment of the fault is said."""
     read, write = os.pipe()
     with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
         ranks = [_fork(case, rank, listener, write) for rank in range(case.size)]
     os.close(write)
+    return ranks, read
+
+
+def _ends(case: Case, ranks: list[tuple[int, int]], read: int) -> list[Outcome]:
     victim, fd = ranks.pop(VICTIM)
     said = [json.loads(_read_all(fd) or '{"kind": "Died"}') for _, fd in ranks]
     codes = [_ended(pid) for pid, _ in ranks]
@@ -194,8 +204,8 @@ def _ended(pid: int) -> int:
 if __name__ == "__main__":
     import torch._dynamo  # noqa: F401 (so that no rank need import it)
 
-    import shardwise  # noqa: F401
+    import shardwise.engine  # noqa: F401
 
     for line in sys.stdin:
-        outcomes = run(Case(**json.loads(line)))
-        print(json.dumps([asdict(outcome) for outcome in outcomes]), flush=True)
+        ends = run([Case(**case) for case in json.loads(line)])
+        print(json.dumps([[asdict(outcome) for outcome in end] for end in ends]), flush=True)

@@ -1,5 +1,7 @@
 """What tests of sharded parameters share: small models with units, and plain PyTorch beside."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -7,11 +9,25 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ParameterAccess
 
-THREE = pytest.param("3 gloo", marks=pytest.mark.full)
+SIZES = ["1 gloo", "2 gloo", "3 gloo", "3 shared"]
+FULL = pytest.mark.full
+RANKS = [pytest.param(ranks, marks=FULL if ranks == "3 gloo" else ()) for ranks in SIZES]
 """What neither two ranks over Gloo nor three in shared memory show is rare."""
-RANKS = ["1 gloo", "2 gloo", THREE, "3 shared"]
 every_size = pytest.mark.parametrize("ranks", RANKS)
 """Over Gloo units are gathered by all ranks together; in shared memory every bucket lies whole."""
+
+TURNS = ("2 gloo", "3 shared")
+
+
+def by_turns(**values):
+    """Parametrizes a test by `ranks` and by the product of `values`, of which `make test` has each
+    case once: the one over Gloo, its neighbours in shared memory."""
+    cases = []
+    for numbered in product(*map(enumerate, values.values())):
+        numbers, chosen = zip(*numbered, strict=True)
+        turn = TURNS[sum(numbers) % len(TURNS)]
+        cases += [pytest.param(r, *chosen, marks=() if r == turn else FULL) for r in SIZES]
+    return pytest.mark.parametrize(("ranks", *values), cases)
 
 
 def on(group, ranks):

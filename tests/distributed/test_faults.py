@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,10 @@ FEW_STOPS = [("gloo", "backward"), ("hosts", "step"), ("shared", "between")]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops and kills processes")
 
 
+TOGETHER = 4
+"""Cases of stopped ranks, in which all wait for the time-out, that do so at the same time."""
+
+
 class Faults:
     """`faults(case)` are the outcomes of its ranks."""
 
@@ -64,12 +68,17 @@ class Faults:
         )
 
     def __call__(self, case: Case) -> list[Outcome]:
+        return self.at_once([case])[0]
+
+    def at_once(self, cases: Sequence[Case]) -> list[list[Outcome]]:
+        """The outcomes of each of several cases that run at the same time."""
         assert self._process.stdin
         assert self._process.stdout
-        print(json.dumps(asdict(case)), file=self._process.stdin, flush=True)
+        asked = json.dumps([asdict(case) for case in cases])
+        print(asked, file=self._process.stdin, flush=True)
         # torch 2.9's Gloo says there, too, whom it is connected to.
-        said = next(line for line in self._process.stdout if line.startswith("[{"))
-        return [Outcome(**outcome) for outcome in json.loads(said)]
+        said = next(line for line in self._process.stdout if line.startswith("[[{"))
+        return [[Outcome(**outcome) for outcome in end] for end in json.loads(said)]
 
     def close(self) -> None:
         """End it; its ranks have ended before."""
@@ -81,6 +90,19 @@ def faults() -> Iterator[Faults]:
     process = Faults()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="module")
+def stopped(faults: Faults) -> Callable[[Case], list[Outcome]]:
+    """`stopped(case)` are the outcomes of one of `_stops()`."""
+    cases, ends = _stops(), []
+
+    def outcomes(case: Case) -> list[Outcome]:
+        while len(ends) <= cases.index(case):
+            ends.extend(faults.at_once(cases[len(ends) : len(ends) + TOGETHER]))
+        return ends[cases.index(case)]
+
+    return outcomes
 
 
 def _row(phase: str, repeat: int) -> int:
@@ -124,11 +146,35 @@ def test_one_of_two_that_is_killed_is_named_at_once(faults, phase, repeat):
     _check(faults(case), "PeerLost", AT_ONCE)
 
 
+STOPS_OF_TWO = ["backward", "between"] if REPEATS > 1 else ["backward"]
+
+
+def _stop_of_two(phase: str, repeat: int) -> Case:
+    return Case(phase, signal.SIGSTOP, zero=0, timeout=IMPATIENT, seed=repeat, **PAIR)
+
+
+def _stop(transport: str, phase: str, repeat: int) -> Case:
+    return Case(
+        phase,
+        signal.SIGSTOP,
+        zero=_row(phase, repeat),
+        timeout=IMPATIENT,
+        seed=repeat,
+        **TRANSPORTS[transport],
+    )
+
+
+def _stops() -> list[Case]:
+    """The cases of stopped ranks in the order of their tests."""
+    of_two = [_stop_of_two(phase, repeat) for phase in STOPS_OF_TWO for repeat in range(REPEATS)]
+    stops = STOPS if REPEATS > 1 else FEW_STOPS
+    return of_two + [_stop(*stop, repeat) for stop in stops for repeat in range(REPEATS)]
+
+
 @pytest.mark.parametrize("repeat", range(REPEATS))
-@pytest.mark.parametrize("phase", ["backward", "between"] if REPEATS > 1 else ["backward"])
-def test_one_of_two_that_is_stopped_is_named_in_time(faults, phase, repeat):
-    case = Case(phase, signal.SIGSTOP, zero=0, timeout=IMPATIENT, **PAIR)
-    outcomes = faults(case)
+@pytest.mark.parametrize("phase", STOPS_OF_TWO)
+def test_one_of_two_that_is_stopped_is_named_in_time(stopped, phase, repeat):
+    outcomes = stopped(_stop_of_two(phase, repeat))
     _check(outcomes, "CollectiveError", IMPATIENT + AT_ONCE)
     for outcome in outcomes:
         assert f"Rank {VICTIM} is stopped (T)." in outcome.message, outcome
@@ -136,15 +182,8 @@ def test_one_of_two_that_is_stopped_is_named_in_time(faults, phase, repeat):
 
 @pytest.mark.parametrize("repeat", range(REPEATS))
 @pytest.mark.parametrize(("transport", "phase"), STOPS if REPEATS > 1 else FEW_STOPS)
-def test_a_rank_that_is_stopped_is_named_in_time(faults, transport, phase, repeat):
-    case = Case(
-        phase,
-        signal.SIGSTOP,
-        zero=_row(phase, repeat),
-        timeout=IMPATIENT,
-        **TRANSPORTS[transport],
-    )
-    outcomes = faults(case)
+def test_a_rank_that_is_stopped_is_named_in_time(stopped, transport, phase, repeat):
+    outcomes = stopped(_stop(transport, phase, repeat))
     _check(outcomes, "CollectiveError", IMPATIENT + AT_ONCE)
     for outcome in outcomes:  # whomever it waited for itself
         assert f"Rank {VICTIM} is stopped (T)." in outcome.message, outcome

@@ -88,16 +88,26 @@ def of_two_engines(world, loss_of, kind, reverse):
         engine.close()
 
 
-@over_gloo
+OFTEN = [
+    ("2 gloo", one_after_the_other, False),
+    ("3 shared", one_after_the_other, True),
+    ("2 gloo", one_inside_of_the_other, True),
+    ("2 gloo", twice_through_it, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("loss_of", "kind", "reverse"),
+    ("ranks", "loss_of", "kind", "reverse"),
     [
-        (one_after_the_other, Branches, False),
-        pytest.param(one_after_the_other, Branches, True, marks=pytest.mark.full),
-        pytest.param(one_inside_of_the_other, Inner, False, marks=pytest.mark.full),
-        (one_inside_of_the_other, Inner, True),
-        (twice_through_it, Branches, False),
-        pytest.param(twice_through_it, Branches, True, marks=pytest.mark.full),
+        pytest.param(ranks, loss_of, kind, reverse, marks=() if often else pytest.mark.full)
+        for ranks in ("2 gloo", "3 gloo", "3 shared")
+        for loss_of, kind in (
+            (one_after_the_other, Branches),
+            (one_inside_of_the_other, Inner),
+            (twice_through_it, Branches),
+        )
+        for reverse in (False, True)
+        for often in [(ranks, loss_of, reverse) in OFTEN]
     ],
 )
 def test_losses_through_two_engines(group, ranks, loss_of, kind, reverse):

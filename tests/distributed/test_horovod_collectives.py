@@ -20,7 +20,12 @@ from tests.distributed.horovod import (
     values,
 )
 
-every_size = pytest.mark.parametrize("size", SIZES)
+OFTEN = (2, 3)
+"""One is alone, and four are no other case than two and three."""
+
+every_size = pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.full) for n in SIZES]
+)
 
 
 def equal(found, expected):

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -63,15 +64,21 @@ def ported_case(world, script, zero):
         sw.init = real
 
 
+ALL_CELLS = pytest.param(True, marks=pytest.mark.full, id="every size in every row")
+
+
+@pytest.mark.parametrize("whole", [pytest.param(False, id="two workers in every row"), ALL_CELLS])
 @pytest.mark.parametrize("name", list(sections()))
-def test_the_losses_are_those_of_plain_pytorch(group, name):
-    code, rows = sections()[name]
+def test_the_losses_are_those_of_plain_pytorch(group, name, whole):
+    """In `make test` on two workers in every row, and on three in one."""
+    code, words = sections()[name]
+    rows = [int(row) for row in (words or "0 2 3").split()]
     expected = losses_of(side(code, "-"))
     assert len(set(expected)) > 2
-    for size in (1, 2, 3):
-        for zero in map(int, (rows or "0 2 3").split()):
-            for ours in group(size)(ported_case, side(code, "+"), zero):
-                assert ours == pytest.approx(expected, rel=1e-8, abs=1e-12), (size, zero)
+    cells = [*((2, row) for row in rows), (3, rows[-1])]
+    for size, zero in product((1, 2, 3), rows) if whole else cells:
+        for ours in group(size)(ported_case, side(code, "+"), zero):
+            assert ours == pytest.approx(expected, rel=1e-8, abs=1e-12), (size, zero)
 
 
 def test_the_table_leads_to_every_section():

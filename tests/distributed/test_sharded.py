@@ -14,6 +14,7 @@ from tests.distributed.sharded import (
     at_rest,
     batch,
     buffers_made,
+    by_turns,
     every_size,
     on,
     seeded,
@@ -188,8 +189,7 @@ MODELS = [
 ]
 
 
-@every_size
-@pytest.mark.parametrize("make", MODELS)
+@by_turns(make=MODELS)
 def test_models(group, ranks, make):
     on(group, ranks)(agree, make)
 
@@ -231,17 +231,15 @@ def test_units_are_found(group):
     on(group, "2 gloo")(found_units)
 
 
-@every_size
-@pytest.mark.parametrize(
-    ("patterns", "names"),
-    [
+@by_turns(
+    units=[
         (["0", "0.inner.*"], ["0", "0.inner.0", "0.inner.1"]),
         (["*.mix", "1.0*", "1.?.m*"], ["0.mix", "1.0", "1.0.mix"]),
         (["*.*.inner.1"], ["1.0.inner.1"]),
     ],
 )
-def test_units_by_name(group, ranks, patterns, names):
-    on(group, ranks)(named_units, patterns, names)
+def test_units_by_name(group, ranks, units):
+    on(group, ranks)(named_units, *units)
 
 
 def test_a_pattern_that_names_nothing(group):

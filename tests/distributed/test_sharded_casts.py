@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.states import saved_references
-from tests.distributed.sharded import every_size, on, sharded
+from tests.distributed.sharded import by_turns, every_size, on, sharded
 
 full = pytest.mark.full
 
@@ -176,9 +176,8 @@ def with_the_bits_of_kept_casts(world, make, precision):
         assert torch.equal(a, b)
 
 
-@every_size
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("fp16-mixed", marks=full)])
-@pytest.mark.parametrize("make", [Wide, Once, Convolved])
+@by_turns(make=[Wide, Once, Convolved])
 def test_cast_again_it_is_the_same(group, ranks, make, precision):
     on(group, ranks)(with_the_bits_of_kept_casts, make, precision)
 

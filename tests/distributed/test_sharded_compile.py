@@ -101,15 +101,18 @@ def by_the_engine(world):
     assert set(backend.graphs) == {WHOLE_BLOCK}
 
 
-OFTEN = [(blocks, True), (wrapped_blocks, True), (whole, False), (wrapped, False)]
-"""How and when, in shared memory; over Gloo those that are not among them."""
+OFTEN = {
+    "2 gloo": [(wrapped_blocks, True), (whole, False)],
+    "3 shared": [(blocks, True), (wrapped, False)],
+}
+"""How and when: each way once."""
 
 
 @pytest.mark.parametrize(
     ("ranks", "compile_it", "first"),
     [
-        pytest.param(ranks, *case, marks=() if (case in OFTEN) == shared else pytest.mark.full)
-        for ranks, shared in (("2 gloo", False), ("3 shared", True))
+        pytest.param(ranks, *case, marks=() if case in often else pytest.mark.full)
+        for ranks, often in OFTEN.items()
         for case in [*product([blocks, whole, wrapped], [True, False]), (wrapped_blocks, True)]
     ],
 )

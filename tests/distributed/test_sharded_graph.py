@@ -16,6 +16,7 @@ from tests.distributed.sharded import (
     at_rest,
     batch,
     buffers_made,
+    by_turns,
     every_size,
     gathered,
     on,
@@ -68,17 +69,15 @@ def saved_elsewhere(model, x, step, rank):
         return model(x).square().mean()
 
 
-@every_size
-@pytest.mark.parametrize(
-    "loss_of",
-    [
+@by_turns(
+    loss_of=[
         two_forwards,
         gradient_penalty,
         gradient_of_a_gradient,
         gradient_aside,
         outputs_by_parts,
         saved_elsewhere,
-    ],
+    ]
 )
 def test_losses(group, ranks, loss_of):
     on(group, ranks)(agree, Stack, loss_of)
@@ -174,8 +173,7 @@ def two_forwards_aside(world):
 BACKWARDS = [several_micro_batches, two_forwards_first, two_forwards_aside, backward_twice]
 
 
-@every_size
-@pytest.mark.parametrize("case", BACKWARDS)
+@by_turns(case=BACKWARDS)
 def test_backwards(group, ranks, case):
     on(group, ranks)(case)
 
@@ -219,8 +217,7 @@ def frozen_step_in_between(world):
     train(world, engine, model, squares, [1])
 
 
-@every_size
-@pytest.mark.parametrize("case", [step_in_between, frozen_step_in_between])
+@by_turns(case=[step_in_between, frozen_step_in_between])
 def test_a_step_between_forward_and_backward(group, ranks, case):
     on(group, ranks)(case)
 
@@ -398,8 +395,7 @@ def slopes(world, kind):
     same_weights(engine, model, plain)
 
 
-@every_size
-@pytest.mark.parametrize("kind", [Stack, OpaqueStack])
+@by_turns(kind=[Stack, OpaqueStack])
 def test_gradients_of_a_second_graph(group, ranks, kind):
     on(group, ranks)(slopes, kind)
 
@@ -438,8 +434,7 @@ def bend_after_a_failure(world):
     assert torch.allclose(*bends)
 
 
-@every_size
-@pytest.mark.parametrize("case", [bends_of_slopes, bend_after_a_failure])
+@by_turns(case=[bends_of_slopes, bend_after_a_failure])
 def test_graphs_over_a_recorded_backward(group, ranks, case):
     on(group, ranks)(case)
 
@@ -567,7 +562,6 @@ def adversaries(world):
     same_weights(ed, d, pd)
 
 
-@every_size
-@pytest.mark.parametrize("case", [models_together, adversaries, features_matched])
+@by_turns(case=[models_together, adversaries, features_matched])
 def test_several_at_once(group, ranks, case):
     on(group, ranks)(case)

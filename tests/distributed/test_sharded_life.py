@@ -17,6 +17,7 @@ from tests.distributed.sharded import (
     adamw,
     at_rest,
     batch,
+    by_turns,
     every_size,
     on,
     same_figures,
@@ -169,8 +170,7 @@ def unfrozen_then(world, then, folder):
     same_weights(engine, model, plain)
 
 
-@every_size
-@pytest.mark.parametrize("then", ["save", "evaluate", "average", "export"])
+@by_turns(then=["save", "evaluate", "average", "export"])
 def test_unfrozen_then(group, ranks, then, tmp_path):
     on(group, ranks)(unfrozen_then, then, str(tmp_path))
 
@@ -270,10 +270,8 @@ def clipped(world):
     same_weights(engine, model, plain)
 
 
-@every_size
-@pytest.mark.parametrize(
-    "case",
-    [unfrozen_on_the_way, group_added, outside_of_the_models, averages, given_back, clipped],
+@by_turns(
+    case=[unfrozen_on_the_way, group_added, outside_of_the_models, averages, given_back, clipped]
 )
 def test_life(group, ranks, case):
     on(group, ranks)(case)
@@ -309,7 +307,6 @@ def lower_precision(world, precision):
         assert torch.allclose(value, plain[name], rtol=tolerance, atol=tolerance), name
 
 
-@every_size
-@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "fp16-mixed"])
+@by_turns(precision=["bf16", "bf16-mixed", "fp16-mixed"])
 def test_precision(group, ranks, precision):
     on(group, ranks)(lower_precision, precision)

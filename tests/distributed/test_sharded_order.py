@@ -17,6 +17,7 @@ from tests.distributed.sharded import (
     at_rest,
     batch,
     buffers_made,
+    by_turns,
     every_size,
     gathered,
     on,
@@ -73,16 +74,14 @@ def routed(model, x, step, rank):
     return model(x, step).square().mean()
 
 
-@every_size
-@pytest.mark.parametrize(
-    "loss_of",
-    [
+@by_turns(
+    loss_of=[
         by_rank_and_step,
         no_rank_at_first,
         some_take_nothing,
         skipped_in_backward,
         detached_in_parts,
-    ],
+    ]
 )
 def test_branches(group, ranks, loss_of):
     on(group, ranks)(branches_agree, loss_of)
@@ -143,9 +142,7 @@ def two_backwards(world, in_order):
     same_weights(engine, model, plain)
 
 
-@every_size
-@pytest.mark.parametrize("in_order", [True, False])
-@pytest.mark.parametrize("case", [one_backward, two_backwards])
+@by_turns(in_order=[True, False], case=[one_backward, two_backwards])
 def test_two_forwards(group, ranks, case, in_order):
     on(group, ranks)(case, in_order)
 
@@ -274,8 +271,7 @@ CASES = [
 ]
 
 
-@every_size
-@pytest.mark.parametrize("case", CASES)
+@by_turns(case=CASES)
 def test_forwards_that_nobody_trains(group, ranks, case):
     on(group, ranks)(case)
 
@@ -319,9 +315,7 @@ def failure_then_training(world, at, failing):
     same_weights(engine, model, plain)
 
 
-@every_size
-@pytest.mark.parametrize("at", [2, 1])
-@pytest.mark.parametrize("failing", [(0, 1, 2), (0,)])
+@by_turns(at=[2, 1], failing=[(0, 1, 2), (0,)])
 def test_a_forward_that_fails(group, ranks, at, failing):
     on(group, ranks)(failure_then_training, at, failing)
 

@@ -1,9 +1,8 @@
 """Sharded parameters under activation checkpointing of the user's own."""
 
-import pytest
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.distributed.sharded import Block, Stack, agree, every_size, on
+from tests.distributed.sharded import Block, Stack, agree, by_turns, on
 
 
 class Recomputed(Stack):
@@ -63,17 +62,15 @@ class TwiceRecomputed(Stack):
         return x
 
 
-@every_size
-@pytest.mark.parametrize(
-    "make",
-    [
+@by_turns(
+    make=[
         Recomputed,
         RecomputedReentrant,
         InSegments,
         InSegmentsReentrant,
         PartsRecomputed,
         TwiceRecomputed,
-    ],
+    ]
 )
 def test_checkpointing(group, ranks, make):
     on(group, ranks)(agree, make)

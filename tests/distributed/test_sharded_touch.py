@@ -17,6 +17,7 @@ from tests.distributed.sharded import (
     adamw,
     at_rest,
     batch,
+    by_turns,
     every_size,
     on,
     same_weights,
@@ -124,8 +125,7 @@ def asks_for_its_form(world):
         assert type(p) is nn.Parameter
 
 
-@every_size
-@pytest.mark.parametrize("case", [reads, asks_for_its_form])
+@by_turns(case=[reads, asks_for_its_form])
 def test_reading(group, ranks, case):
     on(group, ranks)(case)
 
@@ -203,8 +203,7 @@ def a_part_inside(world):
     goes_on(world, engine, model)
 
 
-@every_size
-@pytest.mark.parametrize("case", [copies_raise, copies_inside, a_part_inside])
+@by_turns(case=[copies_raise, copies_inside, a_part_inside])
 def test_copies(group, ranks, case):
     on(group, ranks)(case)
 
@@ -275,10 +274,7 @@ def writes(world, at):
     assert set(refused) == set(WRITES), set(WRITES) - set(refused)
 
 
-@every_size
-@pytest.mark.parametrize(
-    "at", ["blocks.1.up.weight", pytest.param("stem.bias", marks=pytest.mark.full)]
-)
+@by_turns(at=["blocks.1.up.weight", "stem.bias"])
 def test_writing_at_rest(group, ranks, at):
     on(group, ranks)(writes, at)
 
@@ -375,9 +371,10 @@ def writes_in_evaluation(world, make):
         engine.backward(torch.ones((), requires_grad=True))
 
 
-@every_size
-@pytest.mark.parametrize("make", [Scaling, Replacing, Halving, HalvingInUnit])
-@pytest.mark.parametrize("case", [writes_in_forward, writes_in_evaluation])
+@by_turns(
+    make=[Scaling, Replacing, Halving, HalvingInUnit],
+    case=[writes_in_forward, writes_in_evaluation],
+)
 def test_writing_in_forward(group, ranks, make, case):
     on(group, ranks)(case, make)
 
@@ -394,8 +391,7 @@ def writes_while_reading(world, name):
     goes_on(world, engine, model)
 
 
-@every_size
-@pytest.mark.parametrize("name", ["add_", "data.copy_", "data =", "vector", "zero_"])
+@by_turns(name=["add_", "data.copy_", "data =", "vector", "zero_"])
 def test_writing_where_one_only_reads(group, ranks, name):
     on(group, ranks)(writes_while_reading, name)
 
@@ -419,8 +415,7 @@ def written_inside(world, write):
     same_weights(engine, model, plain)
 
 
-@every_size
-@pytest.mark.parametrize("write", ["mul_", "data.copy_", "one element"])
+@by_turns(write=["mul_", "data.copy_", "one element"])
 def test_writing_inside(group, ranks, write):
     on(group, ranks)(written_inside, write)
 
@@ -469,8 +464,7 @@ def test_loading_inside(group, ranks):
     on(group, ranks)(loaded_inside)
 
 
-@every_size
-@pytest.mark.parametrize("write", ["fill_", "data.copy_"])
+@by_turns(write=["fill_", "data.copy_"])
 def test_masters_follow(group, ranks, write):
     on(group, ranks)(masters_follow, write)
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from tests.distributed.sharded import every_size, on, same_figures, same_weights, sharded, units_of
+from tests.distributed.sharded import by_turns, on, same_figures, same_weights, sharded, units_of
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="the transformers package is not there")
@@ -101,8 +101,6 @@ def trains(world, make, recomputed):
     same_weights(engine, model, plain, 1e-5)
 
 
-@every_size
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("make", [gpt2, llama, t5, mixtral])
+@by_turns(recomputed=[False, True], make=[gpt2, llama, t5, mixtral])
 def test_transformers(group, ranks, make, recomputed):
     on(group, ranks)(trains, make, recomputed, limit=120)

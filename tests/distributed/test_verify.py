@@ -26,7 +26,7 @@ MISTAKES = {
     "rank": ("rank", "code that depends on the rank at rank.py:"),
     "batch_size": ("size", "code that depends on the number of workers at batch_size.py:"),
 }
-CHEAP = ("own_batch", "no_buffer", "scaled_rate")
+CHEAP = ("own_batch", "scaled_rate")
 
 
 @pytest.mark.parametrize(

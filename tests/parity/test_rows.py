@@ -104,7 +104,7 @@ def _tiers(case) -> dict[str, Any]:
 
 def _train(world, case, problem) -> tuple[str, Trained]:
     """Train with our engine; returns what the rank's own model looks like, and the whole."""
-    storage.SPAN = 48  # several spans, also in models as small as these
+    storage.SPAN = 96  # several spans, also in models as small as these
     model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
     engine = sw.Engine(
         model,

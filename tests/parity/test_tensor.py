@@ -132,10 +132,11 @@ def test_a_gpt_with_a_split_vocabulary_in_every_row(group, plain, row, brief):
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero": 3, "activations": "recomputed"},
         {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
         {"zero": 3, "apart": {"transport": "gloo"}},
         pytest.param({"zero": 2, "apart": {"transport": "gloo"}}, marks=pytest.mark.full),
+        # That is also by tokens, below.
+        pytest.param({"zero": 3, "activations": "recomputed"}, marks=pytest.mark.full),
     ],
     ids=str,
 )

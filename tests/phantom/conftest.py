@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from tests.distributed.group import Groups, Origin
 from tests.phantom import building, rank
+from tests.phantom.forking import Forked
 from tests.phantom.report import Report, followed
 from tests.system.warm import WarmPython
 
@@ -53,7 +53,7 @@ def phantom() -> Iterator[Phantom]:
         if "g++" in os.environ.get("TESTS_REQUIRE", "").split(","):
             raise
         pytest.skip(str(error))
-    groups = Groups(Origin(multiprocessing.get_context("spawn"), rank.main))
+    groups = Groups(Origin(Forked(), rank.main))
     yield Phantom(groups)
     groups.close()
 

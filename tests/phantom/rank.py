@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -31,7 +32,8 @@ def main(
     connection: Connection, printed: int, environ: Mapping[str, str], settings: dict[str, Any]
 ) -> None:
     """Be a rank, as `tests.distributed.worker.main`, whose launcher shows it one GPU."""
-    become()
+    if "torch" not in sys.modules:  # else this was forked from a process that has one
+        become()
     from shardwise.launch import launcher_detection
     from tests.distributed import worker
 

@@ -31,9 +31,23 @@ def rest(cases, *chosen):
     ]
 
 
-@pytest.mark.parametrize("case", test_rows.CASES, ids=str)
-def test_one_rank_over_nccl(phantom, case):
-    phantom(1, brief, test_rows.as_plain, *case, torch.float64, 2)
+OVER_NCCL = [
+    *((row, {}) for row in range(4)),
+    (0, {"optimizer": "cpu"}),
+    (1, {"optimizer": "nvme"}),
+    (2, {"optimizer": "device", "gradients": "nvme"}),
+    (3, {"optimizer": "device", "gradients": "cpu"}),
+    *(
+        (3, {"optimizer": one, "params": other})
+        for one, other in (("cpu", "nvme"), ("nvme", "cpu"))
+    ),
+]
+"""Each row, and each state on each tier; with two ranks more of them are in test_two_ranks.py."""
+
+
+@pytest.mark.parametrize(("row", "named"), rest(test_rows.CASES, *OVER_NCCL))
+def test_one_rank_over_nccl(phantom, row, named):
+    phantom(1, brief, test_rows.as_plain, row, named, torch.float64, 2)
 
 
 @pytest.mark.full

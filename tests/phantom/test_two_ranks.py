@@ -91,7 +91,13 @@ def test_batches_from_pinned_memory(phantom, group, row):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"zero": 0}, {"zero": 3}, {"zero": 3, "offload_optimizer": "cpu"}], ids=str
+    "settings",
+    [
+        {"zero": 0},
+        {"zero": 3, "offload_optimizer": "cpu"},
+        pytest.param({"zero": 3}, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_a_stream_of_the_users_own(phantom, group, settings):
     same(phantom, group, cases.on_a_stream_of_its_own, settings)

@@ -10,7 +10,7 @@ from tests.bad_input.drawing import KINDS, Input, draw
 from tests.bad_input.judging import COMMAND, Runner, judged
 from tests.bad_input.trying import Seen
 
-INPUTS = 30
+INPUTS = 15
 
 
 def test_every_bad_input_is_a_sentence(tmp_path):

@@ -135,7 +135,9 @@ class TestPartsOfAModel:
     @pytest.mark.parametrize(
         ("spread", "flags"),
         [
-            ("node1,node2", "--pipeline 2 --schedule zero-bubble"),
+            pytest.param(
+                "node1,node2", "--pipeline 2 --schedule zero-bubble", marks=pytest.mark.full
+            ),
             pytest.param("node1,node2", "--tensor 2 --sequence-parallel", marks=pytest.mark.full),
             ("node1:2,node2:2", "--tensor 2 --pipeline 2 --sequence-parallel --zero 3"),
             pytest.param("node1:2,node2", "--pipeline 3 --transport gloo", marks=pytest.mark.full),
@@ -278,6 +280,7 @@ class TestRefusing:
         assert "ssh to nowhere fails: ssh: Could not resolve hostname nowhere" in ran.err
 
 
+@WARM
 class TestDoctor:
     def test_hosts_that_reach_each_other(self, shardwise: Launcher, hosts: Lab) -> None:
         ran = shardwise.run("doctor", *over(hosts, "-H", "node1,node2")[1:])

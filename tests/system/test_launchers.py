@@ -190,6 +190,7 @@ def test_a_killed_rank_ends_all(here: Launcher, other: str) -> None:
     assert "signal 9" in ran.err or "SIGKILL" in ran.err or "EXIT CODE: 9" in ran.out, ran
 
 
+@WARM
 def test_the_doctor_of_one_host(here: Launcher) -> None:
     words = ("-m", "shardwise", "doctor", "-n", "2", "--offload-optimizer", "nvme:/no/where")
     ran = run(here, sys.executable, *words)
@@ -199,6 +200,7 @@ def test_the_doctor_of_one_host(here: Launcher) -> None:
     assert "/no/where: there is no folder /no/where to offload to: make it." in ran.out
 
 
+@WARM
 def test_the_doctor_says_which_settings_cannot_be(here: Launcher) -> None:
     words = (sys.executable, "-m", "shardwise", "doctor", "-n", "2", "--exact", "2")
     ran = run(here, *words, "--tensor", "2", "--schedule", "gpipe")

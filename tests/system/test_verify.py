@@ -123,6 +123,7 @@ def test_a_run_that_fails_shows_its_traceback(shardwise: Launcher) -> None:
     assert not list(out(shardwise).rglob("record-*"))
 
 
+@pytest.mark.full  # that no forked rank is left, by whatever end, is in test_verify_ranks.py
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_interrupted_it_leaves_nothing_behind(shardwise: Launcher) -> None:
     process = shardwise.start(

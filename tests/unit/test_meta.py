@@ -461,7 +461,7 @@ def peak():
 before = peak()
 with shardwise.on_meta():
     model = nn.Sequential(
-        *(nn.Linear(2048, 2048) for _ in range(48)), nn.Embedding(32768, 512, padding_idx=0)
+        *(nn.Linear(2048, 2048) for _ in range(24)), nn.Embedding(32768, 512, padding_idx=0)
     )
     for index in range(16):
         model.register_parameter(f"own{index}", nn.Parameter(torch.randn(2**21) * 0.02))
@@ -479,7 +479,7 @@ def test_the_resident_set_stays_a_few_parameters() -> None:
         [sys.executable, "-c", BIG], capture_output=True, text=True, check=True, timeout=300
     )
     total, building, making = map(int, found.stdout.split())
-    assert total > 950
+    assert total > 550
     assert building < 250, f"{building} MB more while building {total} MB"
     assert making < 350, f"{making} MB more while materialising {total} MB"
 

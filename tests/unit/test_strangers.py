@@ -100,6 +100,21 @@ class TestFolder:
         private_files.write(place, "mine")
         assert private_files.read(place) == "mine"
 
+    def test_it_comes_again_when_another_run_tidies_meanwhile(
+        self, temporary: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make, made = Path.mkdir, []
+
+        def mkdir(place: Path, mode: int = 0o777) -> None:
+            made.append(place)
+            make(place, mode)
+            if len(made) == 1:
+                private_files.tidy()
+
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+        assert private_files.folder().is_dir()
+        assert len(made) == 2
+
 
 class TestFiles:
     def test_a_link_is_not_followed(self, temporary: Path) -> None:

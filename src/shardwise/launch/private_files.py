@@ -26,9 +26,7 @@ def folder() -> Path:
     or cannot be made."""
     found = folder_path()
     try:
-        with suppress(FileExistsError):
-            found.mkdir(mode=0o700)
-        state = found.lstat()
+        state = _made(found)
     except OSError as error:
         raise LaunchError(
             f"{found} cannot be made, where ranks find each other: {error.strerror}. Name another "
@@ -42,6 +40,16 @@ def folder() -> Path:
             "place for temporary files with TMPDIR=FOLDER."
         )
     return found
+
+
+def _made(place: Path) -> os.stat_result:
+    """What lstat says of a folder, made where it is not there: another run may remove it as empty
+    between the two calls."""
+    while True:
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+        with suppress(FileNotFoundError):
+            return place.lstat()
 
 
 def tidy() -> None:
@@ -72,13 +80,13 @@ def write(place: Path, text: str, aside: str = ".writing-") -> None:
 
 def _created(place: Path) -> BinaryIO:
     """`create`; where another run has just removed our own folder as empty, it is made again."""
-    try:
-        return create(place)
-    except FileNotFoundError:
-        if place.parent != folder_path():
-            raise
-        folder()
-        return create(place)
+    while True:
+        try:
+            return create(place)
+        except FileNotFoundError:
+            if place.parent != folder_path():
+                raise
+            folder()
 
 
 def opened(place: Path) -> BinaryIO | None:

@@ -61,7 +61,8 @@ def _run(words: list[str]) -> None:
     _take_variables()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if program.set_up_python(words):
-        sys.modules.pop(words[1], None)
+        if not hasattr(sys.modules.get(words[1]), "__path__"):  # of a package, __main__ is run
+            sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     code = compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True)

@@ -1,15 +1,22 @@
 """Lets a warm process (server.py) be the Python program that an interpreter was started for.
 
-Python imports this file at its start where its folder is in PYTHONPATH. A script, or a module of
-ours that runs one, is handed over with its arguments, environment and open files; this process
-stands for it, passes signals on, and ends as it ends. All else starts as ever.
+Python imports this file at its start where its folder is in PYTHONPATH. A script, a module of ours
+that runs one, or a command of ours that imports torch, is handed over with its arguments,
+environment and open files; this process stands for it, passes signals on, and ends as it ends. All
+else starts as ever.
 """
 
 import os
 import sys
 
-_MODULES = ("shardwise.adopt", "shardwise.planning.observer", "shardwise.verify.fork_server")
-"""Modules of ours that run scripts."""
+_MODULES = (
+    *("shardwise.adopt", "shardwise.planning.observer", "shardwise.verify.fork_server"),
+    "shardwise.doctor",
+)
+"""Modules of ours that run scripts, or are ranks."""
+
+_COMMANDS = ("plan", "pipeline-plan", "verify")
+"""Commands of ours that import torch."""
 
 _LIGHT = "rank_client.py"
 """A script that imports nothing."""
@@ -23,6 +30,8 @@ def _program(words: list[str]) -> list[str]:
             os.environ["PYTHONUNBUFFERED"] = "1"
             return _program(rest)
         case ["-m", module, *_] if module in _MODULES:
+            return words
+        case ["-m", "shardwise", command, *_] if command in _COMMANDS:
             return words
         case [path, *_] if path.endswith(".py") and not path.endswith(_LIGHT):
             return words
