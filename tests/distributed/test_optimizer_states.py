@@ -191,9 +191,10 @@ def test_parts_are_refused_by_name(group):
 # -- masters ----------------------------------------------------------------------------------
 
 
-def narrow(zero, make=torch.optim.AdamW):
+def narrow(zero, make=torch.optim.AdamW, frozen=False):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).bfloat16()
+    model[0].requires_grad_(not frozen)
     optimizer = make(model.parameters(), lr=0.05)
     return model, optimizer, sw.Engine(model, optimizer, zero=zero)
 
@@ -250,6 +251,34 @@ def test_a_run_in_16_bits_goes_on_with_the_same_bits(group, zero, backwards):
         assert any(not master.equal(master.bfloat16()) for master in masters.values())
         assert whole[2]["fp32_gradients"] == (backwards > 1)
         assert whole[2]["loss_weight_divisor"] == {1: 10, 2: 8 + 10}[backwards]
+
+
+def frozen_case(world, zero):
+    """A layer is frozen on the way, and trained again later: here, and after a resume."""
+    model, _, engine = narrow(zero)
+    narrow_steps(world, model, engine)
+    model[0].requires_grad_(False)
+    narrow_steps(world, model, engine, 1)
+    weights, state = weights_of(engine, model), copy.deepcopy(engine.optimizer_state_dict())
+    found = []
+    for _ in range(2):
+        narrow_steps(world, model, engine, 1)
+        again = copy.deepcopy(engine.optimizer_state_dict())
+        model[0].requires_grad_(True)
+        losses = narrow_steps(world, model, engine, 2)
+        found.append((losses, engine.optimizer_state_dict(), again))
+        engine.close()
+        model, _, engine = narrow(zero, frozen=True)
+        put(engine, model, weights)
+        engine.load_optimizer_state_dict(state)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_masters_of_what_is_frozen_go_on_when_it_is_trained_again(group, zero):
+    for whole, resumed in group(2)(frozen_case, zero):
+        torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
 def differing_case(world):

@@ -27,7 +27,7 @@ from torch import Tensor, nn, optim
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import UsageError
-from shardwise.model.precision import widened_state
+from shardwise.model.precision import NARROW, widened_state
 from shardwise.states.optimizer_kind import placed, state_shape
 
 MASTERS = "fp32_master_weights"
@@ -45,13 +45,18 @@ def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer
 
 
 def make(
-    spec: EngineSpec, states: States, unit: float | None, optimizer: optim.Optimizer
+    spec: EngineSpec,
+    states: States,
+    optimizer: optim.Optimizer,
+    unit: float | None,
+    resting: Mapping[nn.Parameter, Tensor],
 ) -> dict[str, Any]:
-    """See Engine.optimizer_state_dict; `unit` is what weights are divided by, where it matters."""
+    """See Engine.optimizer_state_dict; `unit` is what weights are divided by, where it matters, and
+    `resting` has masters of parameters that are frozen for now."""
     # A parameter that was frozen on the way has left its state with the user's optimizer.
     held = _whole(spec, optimizer, {**optimizer.state, **states.gathering.optimizer_state()})
     wide = {p: {MASTERS: master} for p, master in _masters_now(states).items()}
-    masters = _whole(spec, optimizer, wide)
+    known = _whole(spec, optimizer, wide) | {p: {MASTERS: kept} for p, kept in resting.items()}
     numbers: dict[nn.Parameter, int] = {}
     groups = []
     for group in optimizer.param_groups:
@@ -61,7 +66,7 @@ def make(
         "state": {number: held[p] for p, number in numbers.items() if p in held},
         "param_groups": groups,
     }
-    found = {number: masters[p][MASTERS] for p, number in numbers.items() if p in masters}
+    found = {number: known[p][MASTERS] for p, number in numbers.items() if p in known}
     if found:
         made |= {MASTERS: found, WIDE: states.gradients.wide}
     return made if unit is None else made | {DIVISOR: unit}
@@ -70,13 +75,13 @@ def make(
 def _masters_now(states: States) -> dict[nn.Parameter, Tensor]:
     """By parameter of 16 bits its master; what user code has written is taken in by the next step,
     and stands here as it is. Collective."""
-    masters = states.gathering.wide_masters()
+    found = states.gathering.wide_masters()
     # Sharded parameters are written in full_parameters alone, at whose end masters follow.
     for index in states.parameters.written() if states.shown is None else ():
         parameter = states.parameters.named[index].parameter
-        if parameter in masters:
-            masters[parameter] = parameter.detach().float()
-    return masters
+        if parameter in found:
+            found[parameter] = parameter.detach().float()
+    return found
 
 
 def _whole(
@@ -181,16 +186,27 @@ def numbers(state: Mapping[str, Any]) -> tuple[bool, float | None]:
 
 
 def refine(
-    masters: dict[nn.Parameter, Tensor], optimizer: optim.Optimizer, state: Mapping[str, Any]
-) -> None:
-    """Put the masters of `state` into `masters` wherever these round to what the parameter holds: a
-    state_dict of an optimizer changes no weights."""
-    for parameter, saved in _masters(optimizer, state).items():
-        if parameter in masters:
-            now = masters[parameter]
-            saved = saved.to(now.device, now.dtype)
-            same = saved.to(parameter.dtype) == parameter.detach()
-            masters[parameter] = torch.where(same, saved, now)
+    known: dict[nn.Parameter, Tensor], optimizer: optim.Optimizer, state: Mapping[str, Any]
+) -> dict[nn.Parameter, Tensor]:
+    """Put the masters of `state` into `known`; returns those of parameters that are frozen now."""
+    saved = _masters(optimizer, state)
+    for parameter in saved.keys() & known.keys():
+        known[parameter] = _finer(parameter, saved[parameter], known[parameter])
+    narrow = [p for p in saved if p.dtype in NARROW]
+    return {p: saved[p] for p in narrow if not p.requires_grad}
+
+
+def thawed(resting: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Take the masters of parameters that are trained again out of `resting`."""
+    trained = [parameter for parameter in resting if parameter.requires_grad]
+    return {p: _finer(p, resting.pop(p), p.detach().float()) for p in trained}
+
+
+def _finer(parameter: nn.Parameter, saved: Tensor, now: Tensor) -> Tensor:
+    """The master `saved` wherever it rounds to what the parameter holds, elsewhere the one of
+    `now`: a state_dict of an optimizer changes no weights."""
+    saved = saved.to(now.device, now.dtype)
+    return torch.where(saved.to(parameter.dtype) == parameter.detach(), saved, now)
 
 
 def _masters(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:

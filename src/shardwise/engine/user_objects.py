@@ -61,6 +61,8 @@ class UserObjects:
         self._accumulation = accumulation
         self._weighting = weighting
         self._fresh: dict[nn.Parameter, Tensor] = {}
+        self._resting: dict[nn.Parameter, Tensor] = {}
+        """Masters that a state_dict has brought of parameters that are frozen for now."""
         self._written: set[int] = set()
         usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
         # Before anything else is collective: ranks with different models would wait for each
@@ -121,7 +123,8 @@ class UserObjects:
 
         `masters`, `averages` and `anchor` are those of an earlier layout, by parameter.
         """
-        self.states = build.build(self.spec, self._fresh | dict(masters), averages, anchor)
+        known = self._fresh | plain_state_dict.thawed(self._resting) | dict(masters)
+        self.states = build.build(self.spec, known, averages, anchor)
         self._fresh, self._written = {}, set()
         self._shape = self.spec.shape()
         follow = WeakMethod(self.follow_changes)
@@ -323,7 +326,7 @@ class UserObjects:
     def plain_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
         unit = self._weighting.lasting_unit
-        return plain_state_dict.make(self.spec, self.states, unit, optimizer)
+        return plain_state_dict.make(self.spec, self.states, optimizer, unit, self._resting)
 
     def check_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Raise, on all ranks alike, unless `optimizer` can go on from `state` now. Collective."""
@@ -341,7 +344,7 @@ class UserObjects:
         # Ranks that go on otherwise than others would wait for each other in different places.
         wide, unit = self.spec.world_group.gather_plain(plain_state_dict.numbers(state))[0]
         masters, averages, anchor = self._taken_apart()
-        plain_state_dict.refine(masters, optimizer, state)
+        self._resting |= plain_state_dict.refine(masters, optimizer, state)
         plain_state_dict.give(optimizer, state)
         self._rebuild_states(masters, averages, anchor)
         if wide and self.spec.settings.reduce_dtype == "fp32":
