@@ -280,6 +280,26 @@ def test_bytes_are_those_of_the_formula(group, wire, zero):
         assert sent == [0, 0, each + report] * 2
 
 
+def masters_case(world):
+    """What goes into a file between the steps that make islands equal: of all of them, alike."""
+    model = mlp().bfloat16()
+    engine = sw.Engine(model, optimizer_of("adamw", model), equal_every=2)
+    for batch in batches(3):
+        engine.backward(loss_of(model, world.share(batch.bfloat16())))
+        engine.step()
+    with engine.anchor(), engine.full_parameters():
+        weights = [p.detach().clone() for p in model.parameters()]
+    masters = engine.optimizer_state_dict()["fp32_master_weights"]
+    engine.close()
+    return weights, masters
+
+
+def test_masters_are_of_the_weights_that_islands_have_in_common(group):
+    (weights, masters), (_, others) = group(2, islands=2)(masters_case)
+    assert all(masters[i].bfloat16().equal(weight) for i, weight in enumerate(weights))
+    assert all(masters[i].equal(others[i]) for i in masters)
+
+
 # -- inside an island --------------------------------------------------------------------------
 
 

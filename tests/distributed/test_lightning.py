@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric over engines: the results of the stock ones in one process."""
 
 import copy
+import itertools
 import os
 import warnings
 from contextlib import contextmanager
@@ -172,6 +173,10 @@ def test_results_of_the_stock_trainer(group, size, dtype):
     ranks(group, size)(parity_case, dtype, range(4))
 
 
+CUTS = (0, 8, 16, 22, 30, 40)
+"""Where batches of several sizes begin and end: 8, 8, 6, 8, 10 rows."""
+
+
 class Batches:
     """This worker's share of each batch; the first time from the batch `begun` on."""
 
@@ -179,12 +184,12 @@ class Batches:
         self.begun, self.rank, self.size = begun, rank, size
 
     def __len__(self):
-        return ROWS // BATCH
+        return len(CUTS) - 1
 
     def __iter__(self):
         begun, self.begun = self.begun, 0
-        for start in range(begun * BATCH, ROWS, BATCH):
-            part = slice(start + self.rank, start + BATCH, self.size)
+        for start, end in list(itertools.pairwise(CUTS))[begun:]:
+            part = slice(start + self.rank, end, self.size)
             yield [tensor[part] for tensor in samples(ROWS).tensors]
 
 
@@ -194,7 +199,7 @@ class ReadsOn(Model):
     def train_dataloader(self):
         done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         rank, size = self.trainer.global_rank, self.trainer.world_size
-        return Batches(done % (ROWS // BATCH), rank, size)
+        return Batches(done % (len(CUTS) - 1), rank, size)
 
 
 class States(pl.Callback):
@@ -207,20 +212,23 @@ class States(pl.Callback):
         self.last = trainer.strategy.optimizer_state(trainer.optimizers[0])
 
 
-def resume_case(world, folder, zero, every, precision="32-true"):
-    """Saved at `every` steps; what follows is the same as without a break."""
+def resume_case(world, folder, zero, every, precision="32-true", exact=True):
+    """Saved at `every` steps; what follows is the same as without a break, with an exact mean too,
+    although the next batch has another size."""
     saves = pl.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
     states, after = States(), States()
     whole, again = ReadsOn(world.size), ReadsOn(world.size)
     options = {"num_sanity_val_steps": 0, "precision": precision}
     kept = {"callbacks": [saves, states], "enable_checkpointing": True}
-    fitted(ours(zero), world.size, whole, **kept, **options)
+    fitted(ours(zero, exact_mean=exact), world.size, whole, **kept, **options)
     world.barrier()
     path = Path(folder) / f"step={every}.ckpt"
-    fitted(ours(zero), world.size, again, path, callbacks=[after], **options)
+    ending = ours(zero, exact_mean=exact)
+    fitted(ending, world.size, again, path, callbacks=[after], **options)
     assert again.seen == whole.seen[every:]
     assert_same(again.state_dict(), whole.state_dict())
     assert_same(after.last, states.last)
+    assert ("loss_weight_divisor" in after.last) == exact
     return whole.seen
 
 
@@ -247,10 +255,19 @@ def elsewhere_case(world, path, expected):
     assert all(p.numel() for p in loaded.parameters())
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_resumed_run_in_bf16_goes_on_from_the_masters(group, tmp_path, zero):
+MORE = [("bf16-mixed", 0), ("bf16-mixed", 3), ("bf16-true", 0)]
+
+
+@pytest.mark.parametrize(("precision", "zero"), [("32-true", 0), *MORE])
+@pytest.mark.full
+def test_resumed_runs_of_every_precision(group, tmp_path, precision, zero):
+    ranks(group, 2)(resume_case, str(tmp_path), zero, 3, precision)
+
+
+@pytest.mark.parametrize(("zero", "exact"), [(0, False), (3, True)])
+def test_a_resumed_run_in_bf16_goes_on_from_the_masters(group, tmp_path, zero, exact):
     """In the middle of an epoch; then at another size, and in stock Lightning."""
-    ranks(group, 2)(resume_case, str(tmp_path), zero, 3, "bf16-true")
+    ranks(group, 2)(resume_case, str(tmp_path), zero, 3, "bf16-true", exact)
     ranks(group, 1)(in_bf16_elsewhere_case, str(tmp_path / "step=3.ckpt"))
 
 
@@ -499,8 +516,9 @@ def test_what_is_refused(group):
 # -- Fabric -----------------------------------------------------------------------------------
 
 
-def looped(fabric, share=1, folder=None, start=None, dtype=torch.float32):
-    """Losses and norms of a loop with Fabric, and the model.
+def looped(fabric, share=1, folder=None, start=None, dtype=torch.float32, weighs=False):
+    """Losses and norms of a loop with Fabric, and the model. With `weighs` losses of later batches
+    count more.
 
     After steps 2 and 4 it saves FOLDER/step=2.ckpt and step=4.ckpt.
     """
@@ -520,7 +538,7 @@ def looped(fabric, share=1, folder=None, start=None, dtype=torch.float32):
         window = number % 2 == 0
         with fabric.no_backward_sync(model, enabled=window):
             loss = (model(x.to(dtype)) - y).square().mean()
-            fabric.backward(loss / 2)
+            fabric.backward(loss / 2, **({"weight": 3 + number} if weighs else {}))
         seen.append(fabric.all_reduce(loss.detach().clone()).item())
         if not window:
             norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
@@ -615,13 +633,14 @@ def launched(precision, strategy):
     return fabric
 
 
-def fabric_in_bf16_case(world, folder, zero):
+def fabric_resumed_case(world, folder, precision, zero, exact):
     """What a resumed run saves last is what the whole one has saved."""
     from shardwise.lightning import ShardwiseFabricStrategy
 
     def run(name, start=None):
-        ours = launched("bf16-true", ShardwiseFabricStrategy(zero=zero, quiet=True))
-        seen, _ = looped(ours, world.size, f"{folder}/{name}", start)
+        strategy = ShardwiseFabricStrategy(zero=zero, quiet=True, exact_mean=exact)
+        ours = launched(precision, strategy)
+        seen, _ = looped(ours, world.size, f"{folder}/{name}", start, weighs=exact)
         ours.strategy.training.close()
         return seen, torch.load(f"{folder}/{name}/step=4.ckpt", weights_only=False)
 
@@ -630,10 +649,22 @@ def fabric_in_bf16_case(world, folder, zero):
         resumed, end = run("resumed", f"{folder}/whole/step=2.ckpt")
     assert resumed == whole[3:]
     assert_same(end, last)
-    assert last["model"]["0.weight"].dtype == torch.bfloat16
-    assert last["optimizer"]["fp32_master_weights"][0].dtype == torch.float32
+    assert ("loss_weight_divisor" in last["optimizer"]) == exact
+    if precision == "bf16-true":
+        assert last["model"]["0.weight"].dtype == torch.bfloat16
+        assert last["optimizer"]["fp32_master_weights"][0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_fabric_in_bf16_goes_on_from_the_masters(group, tmp_path, zero):
-    ranks(group, 2)(fabric_in_bf16_case, str(tmp_path), zero)
+@pytest.mark.parametrize(
+    ("precision", "zero", "exact"),
+    [
+        ("bf16-true", 0, False),
+        ("bf16-true", 3, True),
+        ("32-true", 0, True),
+        *(pytest.param(*each, True, marks=pytest.mark.full) for each in MORE),
+        pytest.param("32-true", 3, True, marks=pytest.mark.full),
+    ],
+)
+def test_a_resumed_fabric_goes_on_with_the_same_bits(group, tmp_path, precision, zero, exact):
+    """With an exact mean too, although losses of the next step weigh more."""
+    ranks(group, 2)(fabric_resumed_case, str(tmp_path), precision, zero, exact)

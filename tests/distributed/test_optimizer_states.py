@@ -75,6 +75,7 @@ def alone_case(world, saved):
         engine.backward(model(x).square().mean())
         engine.step()
     mine = copy.deepcopy(optimizer.state_dict())
+    assert mine.keys() == saved[1].keys()
     for number, state in saved[1]["state"].items():
         torch.testing.assert_close(mine["state"][number]["exp_avg"], state["exp_avg"])
     assert mine["param_groups"] == saved[1]["param_groups"]
@@ -190,19 +191,22 @@ def test_parts_are_refused_by_name(group):
 # -- masters ----------------------------------------------------------------------------------
 
 
-def narrow(zero, make=torch.optim.AdamW):
+def narrow(zero, make=torch.optim.AdamW, frozen=False):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).bfloat16()
+    model[0].requires_grad_(not frozen)
     optimizer = make(model.parameters(), lr=0.05)
     return model, optimizer, sw.Engine(model, optimizer, zero=zero)
 
 
 def narrow_steps(world, model, engine, count=3, backwards=1):
+    """The batches of one call have 12, 8, 10, 12 ... rows."""
     x = torch.randn(12, 5, generator=torch.Generator().manual_seed(3)).bfloat16()
     losses = []
     for _ in range(count):
         for _ in range(backwards):
-            loss = model(world.share(x)).float().square().mean()
+            rows = (12, 8, 10)[len(losses) % 3]
+            loss = model(world.share(x[:rows])).float().square().mean()
             engine.backward(loss)
             losses.append(loss.item())
         engine.step()
@@ -238,13 +242,81 @@ def resumed_case(world, zero, backwards):
 
 @pytest.mark.parametrize(("zero", "backwards"), [(1, 1), (3, 2)])
 def test_a_run_in_16_bits_goes_on_with_the_same_bits(group, zero, backwards):
+    """Also where the next step is over more rows than the last one before the save."""
     for whole, resumed in group(2)(resumed_case, zero, backwards):
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
         masters = whole[2]["fp32_master_weights"]
         weights = list(whole[1].values())
-        assert [masters[i].bfloat16().equal(weight) for i, weight in enumerate(weights)]
+        assert all(masters[i].bfloat16().equal(weight) for i, weight in enumerate(weights))
         assert any(not master.equal(master.bfloat16()) for master in masters.values())
         assert whole[2]["fp32_gradients"] == (backwards > 1)
+        assert whole[2]["loss_weight_divisor"] == {1: 10, 2: 8 + 10}[backwards]
+
+
+def frozen_case(world, zero):
+    """A layer is frozen on the way, and trained again later: here, and after a resume."""
+    model, _, engine = narrow(zero)
+    narrow_steps(world, model, engine)
+    model[0].requires_grad_(False)
+    narrow_steps(world, model, engine, 1)
+    weights, state = weights_of(engine, model), copy.deepcopy(engine.optimizer_state_dict())
+    found = []
+    for _ in range(2):
+        narrow_steps(world, model, engine, 1)
+        again = copy.deepcopy(engine.optimizer_state_dict())
+        model[0].requires_grad_(True)
+        losses = narrow_steps(world, model, engine, 2)
+        found.append((losses, engine.optimizer_state_dict(), again))
+        engine.close()
+        model, _, engine = narrow(zero, frozen=True)
+        put(engine, model, weights)
+        engine.load_optimizer_state_dict(state)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_masters_of_what_is_frozen_go_on_when_it_is_trained_again(group, zero):
+    for whole, resumed in group(2)(frozen_case, zero):
+        torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+
+
+def differing_case(world):
+    """Rank 0 says what all go on with: ranks that decide otherwise would wait for each other."""
+    model, _, engine = narrow(1)
+    narrow_steps(world, model, engine, 1)
+    state = copy.deepcopy(engine.optimizer_state_dict())
+    if world.is_main:
+        state |= {"fp32_gradients": True, "loss_weight_divisor": 7.0}
+    engine.load_optimizer_state_dict(state)
+    found = engine.optimizer_state_dict()
+    for key, bad in (("loss_weight_divisor", 0), ("fp32_master_weights", {1: None})):
+        odd = state | ({key: bad} if world.rank == 1 else {})
+        with pytest.raises(CheckpointMismatch, match=f"Rank 1: {key} (is 0|has a NoneType) in"):
+            engine.load_optimizer_state_dict(odd)
+    engine.close()
+    return found["fp32_gradients"], found["loss_weight_divisor"]
+
+
+def test_ranks_go_on_alike_from_states_that_differ(group):
+    assert group(2)(differing_case) == [(True, 7.0)] * 2
+
+
+def written_case(world):
+    """Masters are of the weights that user code has written since the step."""
+    model, _, engine = narrow(0)
+    narrow_steps(world, model, engine, 1)
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.1, 0.1)
+    masters = engine.optimizer_state_dict()["fp32_master_weights"]
+    found = masters[0], model[0].weight.detach().clone()
+    engine.close()
+    return found
+
+
+def test_masters_are_of_what_was_written(group):
+    for master, weight in group(2)(written_case):
+        assert master.equal(weight.float())
 
 
 def other_weights_case(world):
@@ -290,6 +362,9 @@ def plain_narrow_case(world, name):
             found.append(copy.deepcopy(engine.optimizer_state_dict()["state"][0]))
             engine.load_optimizer_state_dict(saved)
         engine.close()
+        model(torch.ones(2, 5).bfloat16()).sum().backward()
+        optimizer.step()  # on its own again
+        optimizer.zero_grad()
         optimizer.load_state_dict(saved)
     return saved["state"][0], found
 

@@ -289,9 +289,9 @@ class Engine:
         return self._access.model_state_dict(model)
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
-        """The state_dict that `optimizer` (default: the only one) would have in one process, and
-        `fp32_master_weights` of 16-bit parameters, which torch's load_state_dict leaves alone.
-        Every rank gets the whole of it. Collective."""
+        """The state_dict that `optimizer` (default: the only one) would have in one process, whole
+        on every rank; and beside it what the same bits need and torch's load_state_dict leaves
+        alone: `fp32_master_weights` of 16-bit parameters, `loss_weight_divisor`. Collective."""
         return self._access.optimizer_state_dict(optimizer)
 
     def load_optimizer_state_dict(
@@ -384,9 +384,9 @@ class Engine:
 
     def close(self) -> None:
         """Give models and optimizers back as plain ones, optimizer state included; with `--islands`
-        the weights are what they last had in common. Collective.
-
-        Weights that were cast to 16 bit stay so; the engine cannot be used afterwards.
+        the weights are what they last had in common. Weights that were cast to 16 bit stay so, and
+        what torch's optimizers keep for 16-bit weights is cast to those, as they have it by
+        themselves. The engine cannot be used afterwards. Collective.
         """
         self._randoms.stop_waiting()
         try:

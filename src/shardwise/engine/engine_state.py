@@ -144,7 +144,6 @@ def build_state(
     _refuse_second_engine(spec)
     accumulation = LossAccumulation()
     world.unstepped.watch(accumulation)
-    objects = UserObjects(world, spec, accumulation, tensor_plan)
     scale = LossScale(scaler, active=precision.PRESETS[spec.settings.precision].scaled)
     aggregation = (
         Aggregation(world.data_rank)
@@ -154,6 +153,7 @@ def build_state(
     # Where islands add their gradients up, seeds are alike on all of them.
     estimated_by = spec.data_group if spec.staleness is None else spec.world_group
     weighting = GradientWeighting(scale, estimated_by, aggregation)
+    objects = UserObjects(world, spec, accumulation, weighting, tensor_plan)
     return EngineState(world, number, spec, objects, scale, aggregation, weighting, accumulation)
 
 

@@ -99,6 +99,8 @@ class GradientWeighting:
         self._group = group
         self._parts = parts
         self._unit: float | None = None
+        self._varies = False
+        """Whether weights are others than 1, so that units differ by no powers of two alone."""
 
     def begin(self, weight: float | Tensor) -> None:
         """Estimate the weight of a step from each rank's first `weight`; the first call is
@@ -129,6 +131,7 @@ class GradientWeighting:
 
     def follow(self, total_weight: float, count: int) -> None:
         """Take the total weight of a step with `count` backwards as an estimate of the next."""
+        self._varies = total_weight != count
         if not (total_weight > 0 and count):
             self._unit = 1.0
         else:
@@ -147,6 +150,13 @@ class GradientWeighting:
     @unit.setter
     def unit(self, unit: float | None) -> None:
         self._unit = unit
+        self._varies = unit is not None  # as far as it is known
+
+    @property
+    def lasting_unit(self) -> float | None:
+        """The unit, where a run that estimates another one goes on with other bits; None where
+        weights are 1, since any unit is a power of two then."""
+        return self._unit if self._varies else None
 
     @property
     def _divisor(self) -> float:

@@ -1,12 +1,15 @@
 """Makes a plain state_dict of an engine's optimizer state, and gives one to a user's optimizer.
 
-What 16-bit parameters have in fp32 stands beside what torch knows, which takes `state` and
+What a plain optimizer does not have stands beside what torch knows, which takes `state` and
 `param_groups` out of a state_dict and leaves the rest alone:
 
     state                {0: {"step": ..., "exp_avg": ...}, ...}
     param_groups         [{"lr": ..., "params": [0, ...]}, ...]
-    fp32_master_weights  {0: ..., ...}
-    fp32_gradients       whether gradients are summed up in fp32: since a step of several backwards
+    fp32_master_weights  {0: ..., ...}, where parameters are of 16 bits
+    fp32_gradients       whether gradients of 16-bit parameters are summed up in fp32: they are
+                         since a step of several backwards
+    loss_weight_divisor  what backward divides the weights of losses by, where these are not all 1:
+                         the update makes up for it, but for how sums are rounded
 
 In `state` torch would round masters to 16 bits, keep them for good, and take a parameter that has
 nothing else there for one that was updated before.
@@ -14,6 +17,7 @@ nothing else there for one that was updated before.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,11 +27,12 @@ from torch import Tensor, nn, optim
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import UsageError
-from shardwise.model.precision import widened_state
+from shardwise.model.precision import NARROW, widened_state
 from shardwise.states.optimizer_kind import placed, state_shape
 
 MASTERS = "fp32_master_weights"
 WIDE = "fp32_gradients"
+DIVISOR = "loss_weight_divisor"
 
 
 def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer:
@@ -39,24 +44,44 @@ def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer
     return spec.optimizers[0] if optimizer is None else optimizer
 
 
-def make(spec: EngineSpec, states: States, optimizer: optim.Optimizer | None) -> dict[str, Any]:
-    """See Engine.optimizer_state_dict."""
-    optimizer = only(spec, optimizer)
+def make(
+    spec: EngineSpec,
+    states: States,
+    optimizer: optim.Optimizer,
+    unit: float | None,
+    resting: Mapping[nn.Parameter, Tensor],
+) -> dict[str, Any]:
+    """See Engine.optimizer_state_dict; `unit` is what weights are divided by, where it matters, and
+    `resting` has masters of parameters that are frozen for now."""
     # A parameter that was frozen on the way has left its state with the user's optimizer.
     held = _whole(spec, optimizer, {**optimizer.state, **states.gathering.optimizer_state()})
-    wide = {p: {MASTERS: master} for p, master in states.gathering.wide_masters().items()}
-    masters = _whole(spec, optimizer, wide)
+    wide = {p: {MASTERS: master} for p, master in _masters_now(states).items()}
+    known = _whole(spec, optimizer, wide) | {p: {MASTERS: kept} for p, kept in resting.items()}
     numbers: dict[nn.Parameter, int] = {}
     groups = []
     for group in optimizer.param_groups:
         members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
         groups.append({**group, "params": members})
-    made = {
+    made: dict[str, Any] = {
         "state": {number: held[p] for p, number in numbers.items() if p in held},
         "param_groups": groups,
     }
-    found = {number: masters[p][MASTERS] for p, number in numbers.items() if p in masters}
-    return made | {MASTERS: found, WIDE: states.gradients.wide} if found else made
+    found = {number: known[p][MASTERS] for p, number in numbers.items() if p in known}
+    if found:
+        made |= {MASTERS: found, WIDE: states.gradients.wide}
+    return made if unit is None else made | {DIVISOR: unit}
+
+
+def _masters_now(states: States) -> dict[nn.Parameter, Tensor]:
+    """By parameter of 16 bits its master; what user code has written is taken in by the next step,
+    and stands here as it is. Collective."""
+    found = states.gathering.wide_masters()
+    # Sharded parameters are written in full_parameters alone, at whose end masters follow.
+    for index in states.parameters.written() if states.shown is None else ():
+        parameter = states.parameters.named[index].parameter
+        if parameter in found:
+            found[parameter] = parameter.detach().float()
+    return found
 
 
 def _whole(
@@ -87,12 +112,31 @@ def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
             f"This state_dict has parameter groups of {theirs} parameters, and {name} has {ours}. "
             "Build the optimizer over the same parameters, in the same groups."
         )
+    return _odd_beside(optimizer, state) or _odd_state(optimizer, state)
+
+
+def _odd_beside(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
+    """What is wrong with what stands in `state` beside what torch knows."""
+    unit = state.get(DIVISOR, 1.0)
+    if not isinstance(unit, int | float) or not 0 < unit < math.inf:
+        return (
+            f"{DIVISOR} is {unit!r} in this state_dict, where engine.optimizer_state_dict() has a "
+            "number above 0: leave the key out, or its number as it was."
+        )
     for parameter, master in _masters(optimizer, state).items():
-        if master.shape != parameter.shape:
+        shape = tuple(master.shape) if isinstance(master, Tensor) else None
+        if shape != tuple(parameter.shape):
+            found = type(master).__name__ if shape is None else f"tensor of shape {shape}"
             return (
-                f"{MASTERS} has a tensor of shape {tuple(master.shape)} in this state_dict, for a "
-                f"parameter of shape {tuple(parameter.shape)}: it is another model's."
+                f"{MASTERS} has a {found} in this state_dict, for a parameter of shape "
+                f"{tuple(parameter.shape)}: it is another model's."
             )
+    return None
+
+
+def _odd_state(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
+    """Which tensor of `state` has the shape of another model's."""
+    name = type(optimizer).__name__
     for parameter, entries in _by_parameter(optimizer, state, state["state"]).items():
         for key, value in entries.items():
             if not isinstance(value, Tensor) or not value.ndim:
@@ -135,19 +179,32 @@ def _as_updated(
     }
 
 
-def masters(
-    optimizer: optim.Optimizer, state: Mapping[str, Any], now: Mapping[nn.Parameter, Tensor]
+def numbers(state: Mapping[str, Any]) -> tuple[bool, float | None]:
+    """Whether gradients are summed up in fp32, and what weights are divided by, where `state`
+    says it."""
+    return bool(state.get(WIDE)), state.get(DIVISOR)
+
+
+def refine(
+    known: dict[nn.Parameter, Tensor], optimizer: optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[nn.Parameter, Tensor]:
-    """The masters of `now`, and in their place those of `state` wherever these round to what the
-    parameter holds: a state_dict of an optimizer changes no weights."""
+    """Put the masters of `state` into `known`; returns those of parameters that are frozen now."""
     saved = _masters(optimizer, state)
-    return {
-        parameter: _finer(parameter, saved[parameter], master) if parameter in saved else master
-        for parameter, master in now.items()
-    }
+    for parameter in saved.keys() & known.keys():
+        known[parameter] = _finer(parameter, saved[parameter], known[parameter])
+    narrow = [p for p in saved if p.dtype in NARROW]
+    return {p: saved[p] for p in narrow if not p.requires_grad}
+
+
+def thawed(resting: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Take the masters of parameters that are trained again out of `resting`."""
+    trained = [parameter for parameter in resting if parameter.requires_grad]
+    return {p: _finer(p, resting.pop(p), p.detach().float()) for p in trained}
 
 
 def _finer(parameter: nn.Parameter, saved: Tensor, now: Tensor) -> Tensor:
+    """The master `saved` wherever it rounds to what the parameter holds, elsewhere the one of
+    `now`: a state_dict of an optimizer changes no weights."""
     saved = saved.to(now.device, now.dtype)
     return torch.where(saved.to(parameter.dtype) == parameter.detach(), saved, now)
 

@@ -140,7 +140,11 @@ class StateAccess:
         """See Engine.optimizer_state_dict."""
         state = self._state
         state.objects.check_passes()
-        return plain_state_dict.make(state.spec, state.states, optimizer)
+        optimizer = plain_state_dict.only(state.spec, optimizer)
+        # Islands go on from the weights that they have in common, and so from the masters of those.
+        has_masters = state.states.optimizer.has_masters
+        with self._common() if has_masters else nullcontext():
+            return state.objects.plain_state(optimizer)
 
     def load_optimizer_state_dict(
         self, plain: Mapping[str, Any] | None, optimizer: optim.Optimizer | None

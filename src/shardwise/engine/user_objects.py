@@ -21,6 +21,7 @@ from shardwise.engine import (
     usage_checks,
 )
 from shardwise.engine.engine_spec import EngineSpec
+from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import CheckpointMismatch, ConfigError, ModelError, UsageError
 from shardwise.model import precision, sync_batch_norm, units
@@ -32,6 +33,7 @@ from shardwise.model.module_hooks import Hooked
 from shardwise.parallel.pipeline import install
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.anchor import Kept
+from shardwise.states.optimizer_kind import is_torchs
 from shardwise.world import World
 
 living: WeakSet[UserObjects] = WeakSet()
@@ -42,7 +44,8 @@ class UserObjects:
     """The models and optimizers of `spec` in an engine: `states`, `buffers`, `activations`.
 
     States are laid out anew when parameter groups or requires_grad change between steps, of which
-    `accumulation` knows; `plan` is the user's for tensor parallelism. Making it is collective.
+    `accumulation` knows; plain state_dicts have what `weighting` divides by; `plan` is the user's
+    for tensor parallelism. Making it is collective.
     """
 
     def __init__(
@@ -50,12 +53,16 @@ class UserObjects:
         world: World,
         spec: EngineSpec,
         accumulation: LossAccumulation,
+        weighting: GradientWeighting,
         plan: TensorPlan | None = None,
     ) -> None:
         self.spec = spec
         self._world = world
         self._accumulation = accumulation
+        self._weighting = weighting
         self._fresh: dict[nn.Parameter, Tensor] = {}
+        self._resting: dict[nn.Parameter, Tensor] = {}
+        """Masters that a state_dict has brought of parameters that are frozen for now."""
         self._written: set[int] = set()
         usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
         # Before anything else is collective: ranks with different models would wait for each
@@ -116,7 +123,8 @@ class UserObjects:
 
         `masters`, `averages` and `anchor` are those of an earlier layout, by parameter.
         """
-        self.states = build.build(self.spec, self._fresh | dict(masters), averages, anchor)
+        known = self._fresh | plain_state_dict.thawed(self._resting) | dict(masters)
+        self.states = build.build(self.spec, known, averages, anchor)
         self._fresh, self._written = {}, set()
         self._shape = self.spec.shape()
         follow = WeakMethod(self.follow_changes)
@@ -317,7 +325,8 @@ class UserObjects:
 
     def plain_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
-        return plain_state_dict.make(self.spec, self.states, optimizer)
+        unit = self._weighting.lasting_unit
+        return plain_state_dict.make(self.spec, self.states, optimizer, unit, self._resting)
 
     def check_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Raise, on all ranks alike, unless `optimizer` can go on from `state` now. Collective."""
@@ -332,12 +341,16 @@ class UserObjects:
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""
+        # Ranks that go on otherwise than others would wait for each other in different places.
+        wide, unit = self.spec.world_group.gather_plain(plain_state_dict.numbers(state))[0]
         masters, averages, anchor = self._taken_apart()
-        masters = plain_state_dict.masters(optimizer, state, masters)
+        self._resting |= plain_state_dict.refine(masters, optimizer, state)
         plain_state_dict.give(optimizer, state)
         self._rebuild_states(masters, averages, anchor)
-        if state.get(plain_state_dict.WIDE) and self.spec.settings.reduce_dtype == "fp32":
+        if wide and self.spec.settings.reduce_dtype == "fp32":
             self.states.gradients.widen()
+        if unit is not None:
+            self._weighting.unit = unit
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Rebuild the states with averages for those of the parameters `names` that are frozen and
@@ -376,6 +389,7 @@ class UserObjects:
         island_states.rest_on_anchor(self.states.islands)
         build.take_apart(self.spec, self.states)
         self._reassemble_models()
+        precision.narrow_states(filter(is_torchs, self.spec.optimizers))
         self.spec.leave_groups()
         self.activations.close()
         self.spec.unit_hooks.remove()

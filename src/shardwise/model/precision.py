@@ -170,6 +170,17 @@ def widen_narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                 kept.update(widened_state(parameter, kept))
 
 
+def narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Cast what `optimizers` keep by element in fp32 for parameters of 16 bits to those."""
+    for optimizer in optimizers:
+        for parameter, kept in optimizer.state.items():
+            if not isinstance(parameter, Tensor) or parameter.dtype not in NARROW:
+                continue
+            for key, value in kept.items():
+                if isinstance(value, Tensor) and value.ndim and value.dtype == torch.float32:
+                    kept[key] = value.to(parameter.dtype)
+
+
 def widened_state(parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Any]:
     """What a plain optimizer has `kept` for `parameter`, as it is for a master: in fp32 where it
     has the 16 bits of the parameter."""

@@ -24,6 +24,12 @@ BY_TENSOR = (optim.Adafactor, optim.Muon)
 """Those that update each tensor by itself, and need the whole of it."""
 
 
+def is_torchs(optimizer: optim.Optimizer) -> bool:
+    """Whether `optimizer` is one of torch's own, which keep what they have in the dtype of the
+    parameter, and cannot step where it has another."""
+    return isinstance(optimizer, (*ELEMENTWISE, *BY_TENSOR))
+
+
 def state_shape(
     made_by: type[optim.Optimizer], key: str, shape: Sequence[int]
 ) -> tuple[int, ...] | None:
