@@ -196,6 +196,7 @@ def test_a_host_that_is_asked_again_leaves_nothing() -> None:
 
     with closing(ears.selector), pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "is_here", look_up)
+        patch.setattr("shardwise.launch.ssh.remote_host.FIRST_WAIT", 0.2)
         with agents.Agents(SILENT, ears, lambda noise: None) as started:
             first = started.start([share(0), share(1)])
             before, files = children(), len(os.listdir("/proc/self/fd"))
@@ -305,7 +306,7 @@ def test_what_a_rank_says_does_not_come_after_its_end(tmp_path: Path) -> None:
         sinks = nothing, lambda rank_exit: said.append("end"), nothing
         made.append(make(task, tmp_path, nothing, selector, *sinks))
 
-    with ExitStack() as stack, socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         stack.callback(selector.close)
         islands = AgentIslands(lambda kind, **_: said.append(kind), selector, stack, run_part)
         islands.listener = listener

@@ -65,10 +65,10 @@ class Agents:
         if remote in self._remotes:
             self._remotes.remove(remote)
             remote.disconnect()
-            self._wait(remote, time.monotonic())
             beats = self._beats.pop(remote, None)
             if beats is not None and beats not in self._beats.values():
                 beats.close()
+            self._wait(remote, time.monotonic())
 
     def _end(self) -> None:
         for beats in self._beats.values():

@@ -260,7 +260,7 @@ class IslandHosts:
         for lost; the one where `key` is, if others cannot fetch from there either."""
         if time.monotonic() - desk.stalls[key] < STALLED * self._options.patience:
             return
-        up = [each for each in self._hosts if each.is_up]
+        up = [each for each in self._hosts if each.is_up and each.remote.fault is None]
         host = next((each for each in up if each.desk is desk), None)
         source = next((each for each in up if key[0] in each.share.numbers), None)
         if host is not None and source is not None:
