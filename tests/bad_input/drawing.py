@@ -293,8 +293,9 @@ _MESSAGES: dict[str, dict[str, Any]] = {
         "port": 0,
     },
     "start": {"task": {}},
-    "signal": {"number": 15},
-    "ask": {"number": 15},
+    "signal": {"number": 15, "part": 0},
+    "ask": {"number": 15, "part": 0},
+    "ended": {"rank": 0, "part": 0},
     "resize": {"window": [1, 1]},
 }
 _ANSWERS: dict[str, dict[str, Any]] = {

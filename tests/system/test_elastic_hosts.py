@@ -249,3 +249,110 @@ def test_a_random_rank_is_killed_at_a_random_moment(
     away = {island for island in range(islands) if is_away(ran, island)}
     assert len(away) <= 1
     ends(shardwise.folder / "ck", [rank for rank in range(4) if rank // size not in away])
+
+
+def agent_of(hosts: Lab, node: int) -> int:
+    """The number of the process that is the agent on a node."""
+    space = os.readlink(f"/proc/{hosts.nodes[node - 1].pid}/ns/net")
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes()
+            leads = (folder / "stat").read_text().rpartition(")")[2].split()[3] == folder.name
+            if leads and AGENT.encode() in words and os.readlink(folder / "ns/net") == space:
+                return int(folder.name)
+    raise AssertionError(f"there is no agent on node{node}")
+
+
+@pytest.mark.full
+def test_a_way_that_is_lost_and_found(shardwise: Launcher, hosts: Lab) -> None:
+    """The host that was given up still lives, and tells of ends: they are not a second failure."""
+    flags = ["--host-timeout", "2", "--restarts", "1"]
+    more = [script("island_dies"), "ck", "--epochs", "40", "--pause", "0.1", "--width", str(WIDE)]
+    run = Watched(shardwise, *on(hosts, "node1:1,node2:1,node3:1", *flags, *more, islands=3))
+    assert run.reach(6)
+    with hosts.without_way(2, 3):
+        assert run.says("shardwise: island 1 has ended")
+        assert run.says("shardwise: node2 cannot be reached yet: node2 cannot fetch from node3")
+    ran = run.finish()
+    assert ran.code == 0, ran.err
+    assert back_at(ran, 1) > 6
+    assert ran.err.count("has ended") == 1
+    ends(shardwise.folder / "ck", range(3))
+
+
+@pytest.mark.full
+def test_an_agent_is_killed(shardwise: Launcher, hosts: Lab) -> None:
+    """Its ranks end with it, and its island comes back by another one."""
+    flags = ["--host-timeout", "3", "--restarts", "1"]
+    more = [script("island_dies"), "ck", "--epochs", "40", "--pause", "0.1"]
+    run = Watched(shardwise, *on(hosts, "node1:1,node2:1", *flags, *more))
+    assert run.reach(6)
+    os.kill(agent_of(hosts, 2), signal.SIGKILL)
+    ran = run.finish()
+    assert ran.code == 0, ran.err
+    assert "shardwise: island 1 has ended (node2 (rank 1) is lost" in ran.err
+    assert back_at(ran, 1) > 6
+    ends(shardwise.folder / "ck", range(2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["agent", "cable"])
+def test_a_host_is_silent_for_a_while(shardwise: Launcher, hosts: Lab, what: str) -> None:
+    """An agent that stands still, and a cable that is back in time, are waited for."""
+    flags = ["--host-timeout", "4", "--restarts", "1"]
+    more = [script("island_dies"), "ck", "--pause", "0.1"]
+    run = Watched(shardwise, *on(hosts, "node1:1,node2:1", *flags, *more))
+    assert run.reach(6)
+    if what == "agent":
+        agent = agent_of(hosts, 2)
+        os.kill(agent, signal.SIGSTOP)
+        time.sleep(6)
+        os.kill(agent, signal.SIGCONT)
+    else:
+        hosts.cut(2)
+        time.sleep(1)
+        hosts.mend(2)
+    ran = run.finish()
+    assert (ran.code, ran.err.count("has ended")) == (0, 0), ran.err
+    ends(shardwise.folder / "ck", range(2))
+
+
+@pytest.mark.full
+def test_two_of_three_hosts_are_lost_at_once(shardwise: Launcher, hosts: Lab) -> None:
+    """Both come back to the one that went on."""
+    flags = ["--host-timeout", "3", "--restarts", "4"]
+    more = [script("island_dies"), "ck", "--epochs", "80", "--pause", "0.1", "--width", str(WIDE)]
+    run = Watched(shardwise, *on(hosts, "node1:1,node2:1,node3:1", *flags, *more, islands=3))
+    assert run.reach(6)
+    hosts.cut(2)
+    hosts.cut(3)
+    try:
+        assert run.says("shardwise: island 1 has ended")
+        assert run.says("shardwise: island 2 has ended")
+    finally:
+        hosts.mend(2)
+        hosts.mend(3)
+    ran = run.finish()
+    assert ran.code == 0, ran.err
+    assert back_at(ran, 1) > 6
+    assert back_at(ran, 2) > 6
+    ends(shardwise.folder / "ck", range(3))
+
+
+@pytest.mark.full
+def test_a_host_is_lost_while_its_island_is_let_in(shardwise: Launcher, hosts: Lab) -> None:
+    """The others go on, and let it in again."""
+    flags = ["--host-timeout", "2", "--restarts", "2"]
+    more = [script("island_dies"), "ck", "--epochs", "80", "--pause", "0.1", "--slow-load", "4"]
+    words = on(hosts, "node1:1,node2:1", *flags, *more, "--die", "1:6")
+    run = Watched(shardwise, *words)
+    assert run.read("[1] loads")
+    hosts.cut(2)
+    try:
+        assert run.says("island 1 has ended (node2 (rank 1) is lost")
+    finally:
+        hosts.mend(2)
+    ran = run.finish()
+    assert ran.code == 0, ran.err
+    assert back_at(ran, 1) > 6
+    ends(shardwise.folder / "ck", range(2))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import socket
 from collections.abc import Sequence
@@ -90,7 +91,8 @@ class IslandDesk:
         self._files: dict[Key, int] = {}
         self._lock = Lock()
         """Guards the files: another thread sends them to other hosts."""
-        self._numbers = count(1)
+        self._numbers = count(1 + secrets.randbits(40))
+        """Others than those of an earlier desk of this host, of whose some may still be told."""
 
     def open(self, rank: int) -> socket.socket:
         """A new link to `rank`; returns the rank's end, which it is to inherit."""

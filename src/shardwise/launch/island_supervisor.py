@@ -14,10 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Protocol
 
 from shardwise.errors import LaunchError
 from shardwise.launch import failure_report
+from shardwise.launch.console import STDERR, STDOUT
 from shardwise.launch.error_file import ErrorReport
 from shardwise.launch.island_hub import IslandHub
 from shardwise.launch.island_membership import Membership
@@ -185,6 +187,9 @@ class IslandSupervisor(Supervisor):
         self._running.difference_update(ranks)
         self._begin_failing(island)
         failure = self._failures[island]
+        if why is not None:  # nobody tells of the end of what they wrote
+            for rank, stream in product(ranks, (STDOUT, STDERR)):
+                self._outputs[rank].hear(stream, b"")
         if rank_exit is not None:
             failure.exits[rank_exit.end.rank] = rank_exit
         failure.losses += [] if why is None else [why]

@@ -79,7 +79,10 @@ class Agent:
             left = self._heard + self._patience - time.monotonic()
             for key, _ in self._selector.select(max(0.0, left)):
                 self._guarded(key.data)
+            # Others may get the numbers of processes that have ended, and must not end with ours.
             self._former = [each for each in self._former if not each.release()]
+            for workers in self._parts.values():
+                workers.release()
             if time.monotonic() > self._heard + self._patience:
                 return
 
@@ -156,6 +159,8 @@ class Agent:
         self._former += [self._parts[part]] if part in self._parts else []
         self._parts[part] = workers
         workers.start(listener)
+        if self._paused:
+            workers.pause()
 
     @cached_property
     def _folder(self) -> Path:

@@ -27,6 +27,7 @@ from shardwise.launch import network
 from shardwise.launch.island_desk import Contribution, Delivery, IslandDesk, Key
 from shardwise.launch.island_membership import ADMITS
 from shardwise.launch.island_workers import IslandWorkers, allow_files
+from shardwise.launch.local_workers import RankExit
 from shardwise.launch.ssh import protocol, transfers
 
 LITTLE = 1 << 15
@@ -87,7 +88,15 @@ class AgentIslands:
         made: list[IslandWorkers] = []
 
         def make(*given: Any) -> IslandWorkers:
-            made.append(IslandWorkers(*given, link=self._desk.open, **about))
+            *first, left, saves = given
+
+            def ended(rank_exit: RankExit) -> None:
+                # What it still says must not come after its end: another life may have begun then.
+                self._desk.shut([rank_exit.end.rank])
+                left(rank_exit)
+
+            sinks = [ended, saves]
+            made.append(IslandWorkers(*first, *sinks, link=self._desk.open, **about))
             return made[0]
 
         meeting = self._meetings.get(island, [None])[0]

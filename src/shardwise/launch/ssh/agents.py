@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from shardwise.errors import LaunchError
-from shardwise.launch.hosts import LOOPBACK, Share
+from shardwise.launch.hosts import LOOPBACK, Host, Share
 from shardwise.launch.job import Job
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.ssh import command, heartbeat
@@ -29,6 +29,10 @@ class Agents:
     ) -> None:
         self._options, self._supervisor, self._say = options, supervisor, say
         self._remotes: list[RemoteHost] = []
+        self._beats: dict[RemoteHost, ExitStack] = {}
+        """What tells each that we are alive; one for all that were started together."""
+        self._is_here: dict[Host, bool] = {}
+        """What was found out before, since a name may take long to look up."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Agents:
@@ -41,23 +45,34 @@ class Agents:
 
     def start(self, shares: Iterable[Share]) -> list[RemoteHost]:
         """Start an agent on the host of each of `shares`. Raises LaunchError without an ssh."""
-        made = []
-        for share in shares:
-            made.append(RemoteHost(self._options, share, self._say))
-            self._remotes.append(made[-1])
-            self._reaper.started(made[-1].group)
-            made[-1].connect(self._supervisor.selector)
-        self._stack.enter_context(heartbeat.heartbeats([remote.input_fd for remote in made]))
+        made = [self._started(share) for share in shares]
+        beats = ExitStack()
+        self._beats |= dict.fromkeys(made, beats)
+        beats.enter_context(heartbeat.heartbeats([remote.input_fd for remote in made]))
         return made
+
+    def _started(self, share: Share) -> RemoteHost:
+        known = self._is_here.get(share.host)
+        remote = RemoteHost(self._options, share, self._say, is_here=known)
+        self._is_here[share.host] = remote.is_here
+        self._remotes.append(remote)
+        self._reaper.started(remote.group)
+        remote.connect(self._supervisor.selector)
+        return remote
 
     def forget(self, remote: RemoteHost) -> None:
         """Wait for the end of an agent that was closed, and forget it, once."""
         if remote in self._remotes:
             self._remotes.remove(remote)
             remote.disconnect()
+            beats = self._beats.pop(remote, None)
+            if beats is not None and beats not in self._beats.values():
+                beats.close()
             self._wait(remote, time.monotonic())
 
     def _end(self) -> None:
+        for beats in self._beats.values():
+            beats.close()
         for remote in self._remotes:
             remote.close()
         began = time.monotonic()

@@ -9,18 +9,17 @@ goes on whenever something has come.
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
 from shardwise.errors import LaunchError
+from shardwise.launch import failure_report
 from shardwise.launch.console import Console
-from shardwise.launch.hosts import LOOPBACK, Share
+from shardwise.launch.hosts import LOOPBACK
 from shardwise.launch.island_desk import Contribution, Key
 from shardwise.launch.island_hub import Desk
-from shardwise.launch.island_place import ranks_here
 from shardwise.launch.island_supervisor import IslandSupervisor
 from shardwise.launch.job import Job
 from shardwise.launch.restarts import Ending, Restarts
@@ -29,9 +28,10 @@ from shardwise.launch.ssh import agents, command, transfers
 from shardwise.launch.ssh.agents import START_LIMIT, Agents
 from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.ssh.remote_desk import RemoteDesk
-from shardwise.launch.ssh.remote_host import RemoteHost
+from shardwise.launch.ssh.remote_host import LAST_WAIT, RemoteHost
+from shardwise.launch.ssh.remote_island import IslandHost, RemoteIsland, here
 
-Pairs = Sequence[tuple["IslandHost", "IslandHost"]]
+Pairs = Sequence[tuple[IslandHost, IslandHost]]
 
 STALLED = 3.0
 """How many times the seconds of silence after which a host is lost a host may fail to fetch from
@@ -60,29 +60,6 @@ def once(
         if supervisor.is_asked:
             return supervisor.watch(())
         return supervisor.watch_islands(hosts.start)
-
-
-class IslandHost:
-    """The host of `share`, with its agent, which may be another one after it was lost. `is_up`
-    says that islands can start there."""
-
-    def __init__(self, share: Share, remote: RemoteHost) -> None:
-        self.share = share
-        self.remote = remote
-        self.is_up = False
-        self.comes_up: Iterator[None] | None = None
-        """The way back of a host that was lost."""
-
-    @property
-    def name(self) -> str:
-        """The host's name."""
-        return self.share.host.name
-
-    @property
-    def desk(self) -> RemoteDesk:
-        """Its desk, once it was asked to serve."""
-        assert self.remote.desk is not None
-        return self.remote.desk
 
 
 class IslandHosts:
@@ -164,26 +141,18 @@ class IslandHosts:
     def start(self, island: int, returns: bool) -> RemoteIsland:
         """Start an island, as soon as all of its hosts are up."""
         ranks = self._hub.membership.ranks(island)
-        hosts = [host for host in self._hosts if _here(ranks, host)]
-        made = RemoteIsland(island, ranks, hosts, self._supervisor)
-        made.starts = self._starting(made, returns)
+        hosts = [host for host in self._hosts if here(ranks, host)]
+        made = RemoteIsland(island, ranks, hosts, self._supervisor, returns=returns)
+        made.starts = self._starting(made)
         self._islands[island] = made
         return made
 
-    def _starting(self, island: RemoteIsland, returns: bool) -> Iterator[None]:
+    def _starting(self, island: RemoteIsland) -> Iterator[None]:
         """Start an island; goes on whenever something has come."""
         first, job, number = island.hosts[0], self._job, island.number
-        while not all(host.is_up for host in island.hosts):
-            yield
-        assert first.remote.ready is not None
-        first.desk.meetings.pop(number, None)
-        address = first.remote.ready["address"]
-        first.remote.send("listen", island=number, address=address)
-        while number not in first.desk.meetings:
-            if not all(host.is_up for host in island.hosts):
-                yield from self._starting(island, returns)
-                return
-            yield
+        address = yield from self._meeting(island)
+        while not island.can_start:  # a host was lost meanwhile
+            address = yield from self._meeting(island)
         self._hub.link(island.ranks)
         where: dict[str, Any] = dict(first.desk.meetings[number])
         for host in island.hosts:
@@ -191,8 +160,22 @@ class IslandHosts:
             words = tuple(host.remote.ready["command"])
             task = job.task(host.share, words, self._console, address=address, **where)
             host.desk.unstarted.pop(number, None)
-            about = {"island": number, "count": job.elastic_islands, "returns": returns}
-            host.remote.start_island(task, _here(island.ranks, host), **about)
+            about = {"island": number, "count": job.elastic_islands, "returns": island.returns}
+            host.remote.start_island(task, here(island.ranks, host), **about)
+
+    def _meeting(self, island: RemoteIsland) -> Generator[None, None, str]:
+        """Let the host of its first rank listen for an island, once all of its hosts are up; the
+        address."""
+        while not island.can_start:
+            yield
+        first, number = island.hosts[0], island.number
+        assert first.remote.ready is not None
+        first.desk.meetings.pop(number, None)
+        address = str(first.remote.ready["address"])
+        first.remote.send("listen", island=number, address=address)
+        while island.can_start and number not in first.desk.meetings:
+            yield
+        return address
 
     # -- what goes on ---------------------------------------------------------------------
 
@@ -237,13 +220,17 @@ class IslandHosts:
             self._hub.detach(host.remote.desk)
         host.remote.close()
         until = time.monotonic() + self._options.patience
-        while time.monotonic() < until:
+        late = until + LAST_WAIT
+        while time.monotonic() < until or not (host.remote.has_ended or time.monotonic() > late):
             yield
         self._agents.forget(host.remote)
 
     def _asked_again(self, host: IslandHost) -> Iterator[None]:
         """Start another agent on a host, and let it serve. Raises LaunchError."""
-        (host.remote,) = self._agents.start([host.share])
+        try:
+            (host.remote,) = self._agents.start([host.share])
+        except OSError as error:
+            raise LaunchError(failure_report.os_error_sentence(error)) from None
         until = time.monotonic() + START_LIMIT
         yield from _until(host, "hello", until)
         agents.check(self._job, host.remote, self._towards, listens=True)
@@ -270,92 +257,24 @@ class IslandHosts:
 
     def _stalled(self, desk: RemoteDesk, key: Key, why: str) -> None:
         """What is known by `key` could not be fetched at `desk`: after a while its host is taken
-        for lost."""
-        now = time.monotonic()
-        if now - desk.stalls.setdefault(key, now) < STALLED * self._options.patience:
+        for lost; the one where `key` is, if others cannot fetch from there either."""
+        if time.monotonic() - desk.stalls[key] < STALLED * self._options.patience:
             return
-        host = next((each for each in self._hosts if each.remote.desk is desk), None)
-        source = next(each for each in self._hosts if key[0] in each.share.numbers)
-        if host is not None and host.is_up and source.is_up:
-            host.remote.give_up(_unreachable(host, source, why))
-
-
-class RemoteIsland:
-    """An island whose `ranks` run on `hosts`, or are about to; `starts` is what is left to do
-    until they do."""
-
-    def __init__(
-        self,
-        number: int,
-        ranks: range,
-        hosts: Sequence[IslandHost],
-        supervisor: IslandSupervisor,
-    ) -> None:
-        self.number, self.ranks, self.hosts = number, ranks, hosts
-        self.starts: Iterator[None] | None = None
-        self._supervisor = supervisor
-
-    def go_on(self) -> None:
-        """Start it, as far as that can be done now; tell of what could not be started."""
-        if self.starts is not None and next(self.starts, self) is self:
-            self.starts = None
-        for host in self.hosts:
-            desk = host.remote.desk
-            why = None if desk is None else desk.unstarted.pop(self.number, None)
-            if why is not None:
-                here = f"island {self.number} could not start on {host.name}: {why}"
-                self._supervisor.lost(_here(self.ranks, host), here)
-
-    def reap(self) -> None:
-        """Do nothing: the agents report the ends of ranks."""
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to its ranks; those that have not started do not start."""
-        if not self._given_up():
-            for host in self.hosts:
-                host.remote.send_signal(number, self.number)
-
-    def ask_to_end(self, number: signal.Signals) -> None:
-        """Pass on to its ranks that someone wants them to end."""
-        if not self._given_up():
-            for host in self.hosts:
-                host.remote.ask_to_end(number, self.number)
-
-    def ended_well(self, rank: int) -> None:
-        """Let its ranks know that `rank` ended with code 0."""
-        if rank in self.ranks:
-            for host in self.hosts:
-                host.remote.ended_well(rank, self.number)
-
-    def resize(self, window: tuple[int, int]) -> None:
-        """Pass on the new rows and columns of the terminal."""
-        for host in self.hosts:
-            host.remote.resize(window)
-
-    def end(self) -> None:
-        """End all that is left of its ranks, at once."""
-        self.send_signal(signal.SIGKILL)
-
-    def release(self) -> bool:
-        """Whether nothing is left of it: the agents see to that."""
-        return True
-
-    def _given_up(self) -> bool:
-        """Whether it had not started, and does not now."""
-        if self.starts is None:
-            return False
-        self.starts = None
-        self._supervisor.not_started(self.ranks)
-        return True
+        up = [each for each in self._hosts if each.is_up and each.remote.fault is None]
+        host = next((each for each in up if each.desk is desk), None)
+        source = next((each for each in up if key[0] in each.share.numbers), None)
+        if host is not None and source is not None:
+            others = [each for each in up if each not in (host, source)]
+            of_source = source.share.numbers
+            blames_source = any(each.desk.cannot_fetch(of_source) for each in others) and not any(
+                desk.cannot_fetch(each.share.numbers) for each in others
+            )
+            lost = source if blames_source else host
+            lost.remote.give_up(_unreachable(host, source, why))
 
 
 def _serves(remote: RemoteHost) -> bool:
     return remote.desk is not None and remote.desk.serving
-
-
-def _here(ranks: range, host: IslandHost) -> range:
-    """Those of an island's ranks that are on a host."""
-    return ranks_here(ranks, host.share.first, host.share.count)
 
 
 def _until(host: IslandHost, word: str, until: float) -> Iterator[None]:

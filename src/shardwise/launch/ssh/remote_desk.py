@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -34,7 +36,7 @@ class RemoteDesk:
         self.unreached: dict[int, str] = {}
         self.unstarted: dict[int, str] = {}
         self.stalls: dict[Key, float] = {}
-        """Since when something could not be fetched there that still is to be."""
+        """By what is being fetched there: since when that fails, infinity while it does not."""
         self._send, self._hub, self._failed = send, hub, failed
 
     # -- what the hub says ----------------------------------------------------------------
@@ -64,6 +66,8 @@ class RemoteDesk:
 
     def fetch(self, key: Key, source: RemoteDesk) -> None:
         """Fetch what is known by `key` from the host of another desk."""
+        if key[1] != transfers.NOTHING:
+            self.stalls[key] = math.inf
         address, port = source.place
         self._send("fetch", rank=key[0], number=key[1], address=address, port=port)
 
@@ -102,5 +106,10 @@ class RemoteDesk:
     def _on_unfetched(self, rank: int, number: int, why: str) -> None:
         if number == transfers.NOTHING:
             self.unreached[rank] = why
-        else:
-            self._failed(self, (rank, number), why)
+        elif (key := (rank, number)) in self.stalls:  # else it is fetched no longer
+            self.stalls[key] = min(self.stalls[key], time.monotonic())
+            self._failed(self, key, why)
+
+    def cannot_fetch(self, ranks: range) -> bool:
+        """Whether something that one of `ranks` has brought cannot be fetched there now."""
+        return any(rank in ranks and since < math.inf for (rank, _), since in self.stalls.items())

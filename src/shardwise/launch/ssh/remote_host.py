@@ -37,14 +37,23 @@ class RemoteHost:
 
     `hello` and `ready` are its messages about itself and about the program, None until they come;
     `fault` is why it will not run, None while all is well. `say` shows lines that a login prints.
+    `is_here` says whether this is that host, None where that is to be found out, which may take a
+    while.
     """
 
-    def __init__(self, options: SshOptions, share: Share, say: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        options: SshOptions,
+        share: Share,
+        say: Callable[[bytes], None],
+        *,
+        is_here: bool | None = None,
+    ) -> None:
         self.share = share
         self.hello: protocol.Message | None = None
         self.ready: protocol.Message | None = None
         self.fault: str | None = None
-        self.is_here = network.is_here(share.host)
+        self.is_here = network.is_here(share.host) if is_here is None else is_here
         self._options = options
         self._supervisor: Supervisor | None = None
         self._left: set[int] = set()
@@ -150,6 +159,11 @@ class RemoteHost:
             assert stream is not None
             stream.close()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the ssh, or the agent that is here, has ended."""
+        return self._process.poll() is not None
+
     def is_gone(self) -> bool:
         """Whether nothing is left of ssh and what it started on its options."""
         return not orphan_reaper.signal_group(self.group, 0)
@@ -158,8 +172,10 @@ class RemoteHost:
         """Send a message to the agent."""
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
+            left = memoryview(protocol.encode(kind, **values))
             with suppress(BrokenPipeError):  # its end is noticed where its output ends
-                self._process.stdin.write(protocol.encode(kind, **values))
+                while left:  # a signal may cut a write short
+                    left = left[self._process.stdin.write(left) :]
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -207,6 +223,8 @@ class RemoteHost:
 
     def _take(self, message: protocol.Message) -> None:
         kind = message["kind"]
+        if self._is_given_up and kind != "output":
+            return
         if kind not in protocol.FROM_ISLANDS:
             getattr(self, f"_on_{kind}")(message)
             return
@@ -250,6 +268,12 @@ class RemoteHost:
         if self._supervisor is None or (rank is not None and rank not in self.share.numbers):
             raise protocol.ProtocolError("it tells of ranks that were not started there")
         return self._supervisor
+
+    @property
+    def _is_given_up(self) -> bool:
+        """Whether its islands are lost, and may be about to start again elsewhere: what it says of
+        their ranks is of an earlier life."""
+        return self.desk is not None and self.fault is not None
 
     def give_up(self, why: str) -> None:
         """Take the host for lost, and say why."""

@@ -1,0 +1,338 @@
+"""Islands on several hosts of which some are lost: the launcher's side, and an agent's."""
+
+import json
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardwise.launch import network
+from shardwise.launch.failure_report import ExitStatus
+from shardwise.launch.hosts import Host, Share
+from shardwise.launch.island_desk import Contribution, IslandDesk
+from shardwise.launch.island_hub import IslandHub
+from shardwise.launch.island_membership import Membership
+from shardwise.launch.island_workers import IslandWorkers
+from shardwise.launch.local_workers import HostTask, RankExit
+from shardwise.launch.ssh import agents, island_hosts, protocol, transfers
+from shardwise.launch.ssh.agent_islands import AgentIslands
+from shardwise.launch.ssh.command import SshOptions
+from shardwise.launch.ssh.island_hosts import IslandHosts
+from shardwise.launch.ssh.remote_desk import RemoteDesk
+from shardwise.launch.ssh.remote_host import RemoteHost
+from shardwise.launch.ssh.remote_island import IslandHost, RemoteIsland
+from shardwise.launch.worker import WorkerStreams
+
+SILENT = SshOptions(folder="/", python="python", ssh=("sh", "-c", "exec cat > /dev/null", "ssh"))
+"""An ssh that says nothing, and ends with its input."""
+
+
+class Ears:
+    """What the supervisor of a run of islands of one rank hears."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.hub = IslandHub(Membership(count=count, size=1), lambda found: None)
+        self.gone: list[tuple[list[int], str]] = []
+        self.ends: list[int] = []
+        self.also: Any = None
+        self.not_begun: list[int] = []
+
+    def lost(self, ranks: Sequence[int], why: str) -> None:
+        self.gone.append((list(ranks), why))
+        for rank in ranks:
+            self.hub.lose(rank)
+
+    def left(self, rank_exit: RankExit) -> None:
+        self.ends.append(rank_exit.end.rank)
+
+    def not_started(self, ranks: Sequence[int]) -> None:
+        self.not_begun += ranks
+
+
+def share(number: int) -> Share:
+    return Share(Host(f"no-such-host-{number}"), number, 1)
+
+
+class Remote:
+    """A host that is up, and keeps what it is told."""
+
+    def __init__(self, number: int, ears: Ears) -> None:
+        self.told: list[str] = []
+        self.started: list[int] = []
+        self.fault: str | None = None
+        self.share = share(number)
+        self.ready = {"address": f"10.0.0.{number}", "port": 1, "command": ["a"]}
+        self.ears = ears
+        place = f"10.0.0.{number}", 1
+        self.desk = RemoteDesk(self.send, ears.hub, place, lambda *given: None)
+
+    def send(self, kind: str, **values: Any) -> None:
+        self.told.append(kind)
+
+    def start_island(self, task: Any, ranks: Sequence[int], **about: Any) -> None:
+        self.started += ranks
+
+    def ask_to_end(self, number: signal.Signals, part: int) -> None:
+        self.told.append(number.name)
+
+    def give_up(self, why: str) -> None:
+        self.fault = why
+        self.ears.lost([self.share.first], why)
+
+
+class Hosts:
+    """IslandHosts of `count` hosts that are up, with an island of one rank on each."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.ears = Ears(count)
+        job: Any = SimpleNamespace(elastic_islands=count, task=lambda *given, **more: None)
+        ears: Any = self.ears
+        nothing: Any = None
+        self.islands = IslandHosts(job, SILENT, nothing, ears, nothing)
+        self.remotes = [Remote(number, self.ears) for number in range(count)]
+        found: list[Any] = [IslandHost(each.share, each) for each in self.remotes]  # type: ignore[arg-type]
+        for host, remote in zip(found, self.remotes, strict=True):
+            host.is_up = True
+            remote.desk._failed = self.islands._stalled
+            self.ears.hub.attach(remote.desk, [remote.share.first])
+        self.islands._hosts = found
+
+    def spread(self, number: int, *hosts: int) -> RemoteIsland:
+        """Start an island that is on several hosts."""
+        ears: Any = self.ears
+        on = [self.islands._hosts[each] for each in hosts]
+        ranks = range(hosts[0], hosts[-1] + 1)
+        made = RemoteIsland(number, ranks, on, ears, returns=False)
+        made.starts = self.islands._starting(made)
+        self.islands._islands[number] = made
+        return made
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    made = Hosts()
+    with closing(made.ears.selector):
+        yield made
+
+
+@pytest.fixture
+def remote() -> Iterator[RemoteHost]:
+    made = RemoteHost(SILENT, share(0), lambda noise: None)
+    yield made
+    made.close()
+    made.wait(time.monotonic())
+
+
+def serve(remote: RemoteHost, ears: Ears) -> None:
+    """Let a host serve, and start the rank of its island."""
+    where: Any = ears
+    desk = RemoteDesk(remote.send, ears.hub, ("10.0.0.1", 1), lambda *given: None)
+    remote.serve(desk, where, secret="s", ranks=1, islands=3)
+    ears.hub.attach(desk, [0])
+    ears.hub.link([0])
+    remote._left.clear()
+
+
+def end_of(rank: int) -> RankExit:
+    end = ExitStatus(rank=rank, code=-9, time=time.time(), stopped=True)
+    return RankExit(end=end, how="SIGKILL", report=None, progress=None, alone=True)
+
+
+def test_what_a_host_that_was_given_up_still_says(remote: RemoteHost) -> None:
+    """Its island may be about to start again: the end of the former life is not one of the next,
+    and nobody takes what it brings."""
+    ears = Ears()
+    serve(remote, ears)
+    remote.give_up("it is lost")
+    assert remote.desk is not None
+    ears.hub.detach(remote.desk)
+    rest = {"how": "", "report": None, "progress": None, "alone": True}
+    end = {"rank": 0, "code": -9, "time": 1.0, "stopped": True}
+    came = {"rank": 0, "number": 7, "size": 1, "label": "a", "alone": False, "resumes": True}
+    remote._hear(protocol.encode("came", **came, data="") + protocol.encode("end", end=end, **rest))
+    assert ears.gone == [([0], "it is lost")]
+    assert ears.ends == []
+    ears.selector.close()
+
+
+def test_a_write_that_a_signal_cuts_short(
+    remote: RemoteHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the message follows."""
+    plain, sent = remote._process.stdin, bytearray()
+
+    def write(data: bytes) -> int:
+        sent.extend(data[:10])
+        return min(10, len(data))
+
+    monkeypatch.setattr(remote._process, "stdin", SimpleNamespace(write=write, closed=False))
+    remote.send("shut", ranks=list(range(30)))
+    monkeypatch.setattr(remote._process, "stdin", plain)
+    assert bytes(sent) == protocol.encode("shut", ranks=list(range(30)))
+
+
+def children() -> set[str]:
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    return set(path.read_text().split())
+
+
+def test_a_host_that_is_asked_again_leaves_nothing() -> None:
+    """Neither a process nor a descriptor for each time; its name is looked up once."""
+    ears: Any = Ears()
+    looked_up: list[Host] = []
+
+    def look_up(host: Host) -> bool:
+        looked_up.append(host)
+        return False
+
+    with closing(ears.selector), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network, "is_here", look_up)
+        patch.setattr("shardwise.launch.ssh.remote_host.FIRST_WAIT", 0.2)
+        with agents.Agents(SILENT, ears, lambda noise: None) as started:
+            first = started.start([share(0), share(1)])
+            before, files = children(), len(os.listdir("/proc/self/fd"))
+            for _ in range(3):
+                (again,) = started.start([share(0)])
+                again.close()
+                started.forget(again)
+            assert children() == before
+            assert len(os.listdir("/proc/self/fd")) == files
+            for each in first:
+                each.close()
+                started.forget(each)
+            assert len(children()) < len(before) - 2
+    assert looked_up == [share(0).host, share(1).host]
+
+
+def test_a_host_is_lost_while_another_listens(hosts: Hosts) -> None:
+    """The island does not start where nobody tells of the end of its ranks."""
+    island = hosts.spread(0, 0, 1)
+    hosts.islands.go_on()
+    first, second = hosts.remotes[:2]
+    assert first.told == ["listen"]
+    first.desk.meetings[0] = {"port": 1, "master_port": 2}
+    hosts.islands._hosts[1].is_up = False
+    hosts.islands.go_on()
+    assert (first.started, second.started) == ([], [])
+    hosts.islands._hosts[1].is_up = True
+    hosts.islands.go_on()
+    assert first.told == ["listen", "listen"]
+    first.desk.meetings[0] = {"port": 3, "master_port": 4}
+    hosts.islands.go_on()
+    assert (first.started, second.started) == ([0], [1])
+    assert island.starts is None
+
+
+def test_a_run_that_has_not_begun_is_asked_to_save(hosts: Hosts) -> None:
+    """It begins, as on one host; one that is asked to end does not."""
+    island = hosts.spread(0, 0, 1)
+    island.ask_to_end(signal.SIGUSR1)
+    assert island.starts is not None
+    island.ask_to_end(signal.SIGTERM)
+    assert island.starts is None
+    assert hosts.ears.not_begun == [0, 1]
+
+
+def cannot_fetch(hosts: Hosts, target: int, source: int, key: int = 1) -> None:
+    """A host tells that it cannot fetch what a rank of another one brings."""
+    desk = hosts.remotes[target].desk
+    if (source, key) not in desk.stalls:
+        desk.fetch((source, key), hosts.remotes[source].desk)
+    desk._on_unfetched(source, key, "timed out")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    found = SimpleNamespace(now=100.0)
+    found.monotonic = lambda: found.now
+    monkeypatch.setattr(island_hosts, "time", found)
+    monkeypatch.setattr("shardwise.launch.ssh.remote_desk.time", found)
+    return found
+
+
+def test_a_host_from_which_no_other_can_fetch(hosts: Hosts, clock: SimpleNamespace) -> None:
+    """It is lost, and not all the others."""
+    for _ in range(2):
+        cannot_fetch(hosts, 0, 2)
+        cannot_fetch(hosts, 1, 2)
+        clock.now += 31
+    assert [ranks for ranks, _ in hosts.ears.gone] == [[2]]
+    assert "no-such-host-0 cannot fetch from no-such-host-2" in hosts.ears.gone[0][1]
+
+
+def test_a_host_that_cannot_fetch(hosts: Hosts, clock: SimpleNamespace) -> None:
+    for _ in range(2):
+        cannot_fetch(hosts, 0, 1)
+        cannot_fetch(hosts, 0, 2)
+        clock.now += 31
+    assert hosts.ears.gone[0][0] == [0]
+
+
+def test_a_fetch_that_failed_long_ago(hosts: Hosts, clock: SimpleNamespace) -> None:
+    """What is fetched no longer does not count against what is later."""
+    cannot_fetch(hosts, 0, 1, key=1)
+    hosts.remotes[0].desk.settle((), [(1, 1)])
+    hosts.remotes[0].desk._on_unfetched(1, 1, "it was on its way")
+    clock.now += 1000
+    cannot_fetch(hosts, 0, 1, key=2)
+    hosts.remotes[0].desk._on_fetched(1, 2)
+    clock.now += 1000
+    cannot_fetch(hosts, 0, 1, key=3)
+    assert hosts.ears.gone == []
+
+
+def test_what_a_rank_says_does_not_come_after_its_end(tmp_path: Path) -> None:
+    """Else it would be taken for what its next life says."""
+    said: list[str] = []
+    made: list[IslandWorkers] = []
+    selector = selectors.DefaultSelector()
+    streams = WorkerStreams(piped=False)
+    task = HostTask(
+        command=("true",), flags={}, size=2, first=0, count=1, address="", port=1, master_port=1,
+        outlet=streams,
+    )  # fmt: skip
+
+    def run_part(part: int, given: Any, make: Any, listener: Any) -> None:
+        nothing: Any = None
+        sinks = nothing, lambda rank_exit: said.append("end"), nothing
+        made.append(make(task, tmp_path, nothing, selector, *sinks))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+        stack.callback(selector.close)
+        islands = AgentIslands(lambda kind, **_: said.append(kind), selector, stack, run_part)
+        islands.listener = listener
+        islands.on_serve("secret", 1, 2)
+        islands.on_start_island({}, island=0, count=2, returns=False)
+        with closing(islands._desk.open(0)) as link:
+            link.send(json.dumps({"back": True}).encode())
+            ready = selector.select(1.0)
+            made[0]._left(end_of(0))
+            for key, _ in ready:
+                key.data()
+    assert said == ["serving", "end"]
+
+
+def test_numbers_of_two_desks_differ() -> None:
+    """What the former desk of a host was told of is not taken for what the next one has."""
+    found = []
+    for _ in range(2):
+        told: list[Contribution] = []
+        ears: Any = SimpleNamespace(came=told.append)
+        with (
+            closing(selectors.DefaultSelector()) as selector,
+            closing(IslandDesk(selector, ears)) as desk,
+        ):
+            fd = os.memfd_create("brought")
+            desk._take(0, {"come": "a", "alone": False, "resumes": False}, fd)
+        found.append(told[0].key)
+    assert found[0] != found[1]
+    assert transfers.NOTHING not in {number for _, number in found}
