@@ -203,12 +203,12 @@ def test_a_host_that_is_asked_again_leaves_nothing() -> None:
             for _ in range(3):
                 (again,) = started.start([share(0)])
                 again.close()
-                started.forget(again)
+                started.forget(again, time.monotonic())
             assert children() == before
             assert len(os.listdir("/proc/self/fd")) == files
             for each in first:
                 each.close()
-                started.forget(each)
+                started.forget(each, time.monotonic())
             assert len(children()) < len(before) - 2
     assert looked_up == [share(0).host, share(1).host]
 

@@ -276,7 +276,7 @@ class TestSsh:
             "h2 (ranks 4-5) is lost: nothing was heard of it for 10 s. Did the host go down"
         )
         assert command.lost_host(WAY, share, -9, "").startswith(
-            "h2 (ranks 4-5) is lost. The agent on h2 e"
+            "h2 (ranks 4-5) is lost: the agent on h2 e"
         )
 
 

@@ -14,6 +14,7 @@ its orphan reaper ends the ranks when it ends.
 """
 
 import os
+import select
 import selectors
 import signal
 import socket
@@ -83,7 +84,7 @@ class Agent:
             self._former = [each for each in self._former if not each.release()]
             for workers in self._parts.values():
                 workers.release()
-            if time.monotonic() > self._heard + self._patience:
+            if time.monotonic() > self._heard + self._patience and not _has_come():
                 return
 
     def _obey(self, message: protocol.Message) -> None:
@@ -249,6 +250,11 @@ class Agent:
                     workers.reap()
             elif number != signal.SIGWINCH:
                 self._open = False
+
+
+def _has_come() -> bool:
+    """Whether there is something to read that the launcher has said, while we stood still."""
+    return bool(select.select([IN], [], [], 0)[0])
 
 
 def _hello(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -60,15 +60,15 @@ class Agents:
         remote.connect(self._supervisor.selector)
         return remote
 
-    def forget(self, remote: RemoteHost) -> None:
-        """Wait for the end of an agent that was closed, and forget it, once."""
+    def forget(self, remote: RemoteHost, since: float) -> None:
+        """Wait for the end of an agent that was asked for it at `since`, and forget it, once."""
         if remote in self._remotes:
             self._remotes.remove(remote)
             remote.disconnect()
             beats = self._beats.pop(remote, None)
             if beats is not None and beats not in self._beats.values():
                 beats.close()
-            self._wait(remote, time.monotonic())
+            self._wait(remote, since)
 
     def _end(self) -> None:
         for beats in self._beats.values():

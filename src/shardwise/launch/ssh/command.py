@@ -101,7 +101,8 @@ def lost_host(options: SshOptions, share: Share, code: int | None, said: str) ->
     """Say why the agent for the ranks of `share` went away after they had started."""
     who = f"{share.host.name} ({share.ranks}) is lost"
     if code != SSH_FAILED:
-        return f"{who}. {start_failure(options, share.host, code, said)}"
+        why = start_failure(options, share.host, code, said)
+        return f"{who}: {why.replace('The agent', 'the agent', 1)}"
     reason = _last_line(said) or f"nothing was heard of it for {options.patience:g} s"
     return (
         f"{who}: {reason}. Did the host go down, or the network between? What runs there ends by "

@@ -223,7 +223,7 @@ class IslandHosts:
         late = until + LAST_WAIT
         while time.monotonic() < until or not (host.remote.has_ended or time.monotonic() > late):
             yield
-        self._agents.forget(host.remote)
+        self._agents.forget(host.remote, until)
 
     def _asked_again(self, host: IslandHost) -> Iterator[None]:
         """Start another agent on a host, and let it serve. Raises LaunchError."""
