@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -123,12 +124,14 @@ class _Fault:
         made.register_hook(self.when_due)
 
     def _in_update(self, optimizer: Any) -> None:
-        """Some buckets are updated and on their way, others are not."""
-        update, calls = optimizer.step, []
+        """Some buckets are updated and on their way, others are not; all are updated in one call
+        where none is gathered then."""
+        update, calls = optimizer.step, Counter[int]()
+        last = 2 if self._case.zero in (1, 2) else 1
 
         def broken(*args: Any) -> Any:
-            calls.append(args)
-            if len(calls) % 4 == 3:
+            calls[self.step] += 1
+            if calls[self.step] == last:
                 self.when_due()
             return update(*args)
 
