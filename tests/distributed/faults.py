@@ -2,12 +2,13 @@
 
 Started as `python -m tests.distributed.faults`: reads cases as lines of JSON, forks the ranks of
 each off itself, so that torch is imported once, and writes a line of JSON with the outcomes. A line
-holds the cases that run at the same time, as those do that wait most of theirs.
+holds several cases, each of which starts when the fault of the one before has come: while it waits.
 """
 
 import json
 import os
 import random
+import select
 import signal
 import socket
 import sys
@@ -147,11 +148,13 @@ def run(cases: list[Case]) -> list[list[Outcome]]:
 
 
 def _start(case: Case) -> tuple[list[tuple[int, int]], int]:
-    """What _fork returns of each rank, and the descriptor where the moment of the fault is said."""
+    """What _fork returns of each rank, and the descriptor where the moment of the fault is said,
+    which has come."""
     read, write = os.pipe()
     with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
         ranks = [_fork(case, rank, listener, write) for rank in range(case.size)]
     os.close(write)
+    select.select([read], [], [])  # the fault, or the end of all ranks
     return ranks, read
 
 
