@@ -297,6 +297,8 @@ def cut(world: World, **mesh: int) -> Iterator[None]:
             group.close()
         world.mesh, world.data, world.stage = Mesh(world.size), world.collectives, world.collectives
         world.tensor, world.pipeline = Solo(), Solo()
+        for of_data in ("gather_order", "side_channel"):
+            vars(world).pop(of_data, None)
 
 
 def split(world: World, settings: dict[str, Any], mesh: dict[str, int]) -> list[Tensor]:

@@ -63,7 +63,8 @@ def _values(engine, model):
     ids=["other orders", "once and twice", "backwards of other forwards", "seen by a third"],
 )
 def test_uses_that_are_not_those_of_the_other_ranks_are_refused(phantom, orders, losses):
-    assert all("one order" in said for said in phantom(len(orders), refused, orders, losses))
+    found = phantom(len(orders), refused, orders, losses)
+    assert all("one order" in said for said in found), found
 
 
 def refused_without_step(world, how, folder):
