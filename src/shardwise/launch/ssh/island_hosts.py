@@ -38,6 +38,10 @@ STALLED = 3.0
 another one, while both are heard."""
 
 
+PATIENT = 3.0
+"""Seconds in which hosts may fail to reach each other before that is why a run does not start."""
+
+
 def once(
     job: Job, options: SshOptions, console: Console, signals: Signals, restarts: Restarts
 ) -> Ending:
@@ -121,6 +125,8 @@ class IslandHosts:
     def _reaching(self, pairs: Pairs, until: float) -> Iterator[None]:
         """Wait until of each pair the one has fetched nothing from the other. Raises LaunchError
         where one cannot."""
+        # Who serves many at once turns some of them away, who ask again.
+        patient = time.monotonic() + PATIENT
         for one, other in pairs:
             one.desk.forget_reached(other.share.first)
             one.desk.fetch((other.share.first, transfers.NOTHING), other.desk)
@@ -129,7 +135,7 @@ class IslandHosts:
                 for host in {host for pair in pairs for host in pair}:
                     _see_no_fault(host, until)
                 faults = [_unreachable(*pair) for pair in waiting if _reason(*pair)]
-                if faults:
+                if faults and time.monotonic() > patient:
                     raise LaunchError(command.refusals(faults))
                 yield
         finally:
