@@ -227,11 +227,16 @@ def resumed_case(world, zero, backwards):
     """Losses, weights and state of the last steps: without a break, and by plain state_dicts."""
     model, _, engine = narrow(zero)
     narrow_steps(world, model, engine, backwards=backwards)
-    weights, state = weights_of(engine, model), copy.deepcopy(engine.optimizer_state_dict())
+    weights, state = (
+        weights_of(engine, model),
+        copy.deepcopy(engine.optimizer_state_dict(for_resume=True)),
+    )
     found = []
     for _ in range(2):
         losses = narrow_steps(world, model, engine, backwards=backwards)
-        found.append((losses, weights_of(engine, model), engine.optimizer_state_dict()))
+        found.append(
+            (losses, weights_of(engine, model), engine.optimizer_state_dict(for_resume=True))
+        )
         engine.close()
         model, _, engine = narrow(zero)
         put(engine, model, weights)
@@ -259,14 +264,17 @@ def frozen_case(world, zero):
     narrow_steps(world, model, engine)
     model[0].requires_grad_(False)
     narrow_steps(world, model, engine, 1)
-    weights, state = weights_of(engine, model), copy.deepcopy(engine.optimizer_state_dict())
+    weights, state = (
+        weights_of(engine, model),
+        copy.deepcopy(engine.optimizer_state_dict(for_resume=True)),
+    )
     found = []
     for _ in range(2):
         narrow_steps(world, model, engine, 1)
-        again = copy.deepcopy(engine.optimizer_state_dict())
+        again = copy.deepcopy(engine.optimizer_state_dict(for_resume=True))
         model[0].requires_grad_(True)
         losses = narrow_steps(world, model, engine, 2)
-        found.append((losses, engine.optimizer_state_dict(), again))
+        found.append((losses, engine.optimizer_state_dict(for_resume=True), again))
         engine.close()
         model, _, engine = narrow(zero, frozen=True)
         put(engine, model, weights)
@@ -285,11 +293,11 @@ def differing_case(world):
     """Rank 0 says what all go on with: ranks that decide otherwise would wait for each other."""
     model, _, engine = narrow(1)
     narrow_steps(world, model, engine, 1)
-    state = copy.deepcopy(engine.optimizer_state_dict())
+    state = copy.deepcopy(engine.optimizer_state_dict(for_resume=True))
     if world.is_main:
         state |= {"fp32_gradients": True, "loss_weight_divisor": 7.0}
     engine.load_optimizer_state_dict(state)
-    found = engine.optimizer_state_dict()
+    found = engine.optimizer_state_dict(for_resume=True)
     for key, bad in (("loss_weight_divisor", 0), ("fp32_master_weights", {1: None})):
         odd = state | ({key: bad} if world.rank == 1 else {})
         with pytest.raises(CheckpointMismatch, match=f"Rank 1: {key} (is 0|has a NoneType) in"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardwise.collectives import ElasticRun, IslandLink, Solo
+from shardwise.launch.island_desk import IslandDesk
 from shardwise.launch.island_hub import IslandHub
 from shardwise.launch.island_membership import Membership
 from shardwise.launch.island_place import IslandPlace
@@ -16,16 +17,18 @@ from shardwise.launch.island_place import IslandPlace
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--elastic-islands needs Linux")
 
 
-def carry(hub, selector, over):
+def carry(selector, over):
     """Let exchanges be made until they are `over`."""
     while not over.is_set():
         for key, _ in selector.select(0.02):
             key.data()
 
 
-def run_of(hub, island, group):
+def run_of(desk, island, group):
     """All ranks, as the one of `island` sees them."""
-    place = IslandPlace(island=island, count=2, size=1, fd=hub.open(island).detach(), returns=False)
+    place = IslandPlace(
+        island=island, count=2, size=1, fd=desk.open(island).detach(), returns=False
+    )
     return ElasticRun(group, IslandLink(place, island, timeout=20.0, warn_after=20.0))
 
 
@@ -45,12 +48,15 @@ def exchanges(run, device, island, found):
 def both(world):
     """The same of an island on the device, and of one beside it on the CPU."""
     selector, over = selectors.DefaultSelector(), Event()
-    hub = IslandHub(Membership(count=2, size=1), selector, lambda islands: None)
+    hub = IslandHub(Membership(count=2, size=1), lambda islands: None)
+    desk = IslandDesk(selector, hub)
+    hub.attach(desk, range(2))
+    hub.link(range(2))
     found = [], []
-    runs = [run_of(hub, 0, world.collectives), run_of(hub, 1, Solo())]
-    with closing(selector), closing(hub):
+    runs = [run_of(desk, 0, world.collectives), run_of(desk, 1, Solo())]
+    with closing(selector), closing(desk):
         threads = [
-            Thread(target=carry, args=(hub, selector, over)),
+            Thread(target=carry, args=(selector, over)),
             Thread(target=exchanges, args=(runs[1], torch.device("cpu"), 1, found[1])),
         ]
         for thread in threads:

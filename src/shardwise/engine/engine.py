@@ -288,11 +288,13 @@ class Engine:
         """
         return self._access.model_state_dict(model)
 
-    def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
+    def optimizer_state_dict(
+        self, optimizer: optim.Optimizer | None = None, *, for_resume: bool = False
+    ) -> dict[str, Any]:
         """The state_dict that `optimizer` (default: the only one) would have in one process, whole
-        on every rank; and beside it what the same bits need and torch's load_state_dict leaves
-        alone: `fp32_master_weights` of 16-bit parameters, `loss_weight_divisor`. Collective."""
-        return self._access.optimizer_state_dict(optimizer)
+        on every rank. Beside it stand `fp32_master_weights` of 16-bit parameters, and `for_resume`
+        `loss_weight_divisor`: torch's load_state_dict leaves them alone. Collective."""
+        return self._access.optimizer_state_dict(optimizer, for_resume=for_resume)
 
     def load_optimizer_state_dict(
         self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None

@@ -8,8 +8,8 @@ What a plain optimizer does not have stands beside what torch knows, which takes
     fp32_master_weights  {0: ..., ...}, where parameters are of 16 bits
     fp32_gradients       whether gradients of 16-bit parameters are summed up in fp32: they are
                          since a step of several backwards
-    loss_weight_divisor  what backward divides the weights of losses by, where these are not all 1:
-                         the update makes up for it, but for how sums are rounded
+    loss_weight_divisor  for a resume: what backward divides the weights of losses by, where these
+                         are not all 1: the update makes up for it, but for how sums are rounded
 
 In `state` torch would round masters to 16 bits, keep them for good, and take a parameter that has
 nothing else there for one that was updated before.

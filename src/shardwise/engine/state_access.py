@@ -136,7 +136,9 @@ class StateAccess:
         """Around what is of all islands: the anchor, unless parameters hold it already."""
         return nullcontext() if self._state.in_ema else self.anchor()
 
-    def optimizer_state_dict(self, optimizer: optim.Optimizer | None) -> dict[str, Any]:
+    def optimizer_state_dict(
+        self, optimizer: optim.Optimizer | None, *, for_resume: bool
+    ) -> dict[str, Any]:
         """See Engine.optimizer_state_dict."""
         state = self._state
         state.objects.check_passes()
@@ -144,7 +146,7 @@ class StateAccess:
         # Islands go on from the weights that they have in common, and so from the masters of those.
         has_masters = state.states.optimizer.has_masters
         with self._common() if has_masters else nullcontext():
-            return state.objects.plain_state(optimizer)
+            return state.objects.plain_state(optimizer, for_resume=for_resume)
 
     def load_optimizer_state_dict(
         self, plain: Mapping[str, Any] | None, optimizer: optim.Optimizer | None

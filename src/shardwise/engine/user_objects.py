@@ -323,9 +323,11 @@ class UserObjects:
         groups = [group for o in self.spec.optimizers for group in o.param_groups]
         return {parameter for group in groups for parameter in group["params"]}
 
-    def plain_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
+    def plain_state(
+        self, optimizer: optim.Optimizer, *, for_resume: bool = False
+    ) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
-        unit = self._weighting.lasting_unit
+        unit = self._weighting.lasting_unit if for_resume else None
         return plain_state_dict.make(self.spec, self.states, optimizer, unit, self._resting)
 
     def check_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -103,13 +103,19 @@ def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, di
         )
     if size % islands:
         raise LaunchError(
-            f"--islands {islands} does not divide {size} workers: islands are of one size."
+            f"--islands {islands} does not divide {size} workers: islands are of one size. Write "
+            f"--islands with one of {', '.join(_divisors(size))}."
         )
     for name, is_off in (("behind", ""), ("late", "0")):
         value = settings.get(name, is_off)
         if value != is_off:
             raise LaunchError(BESIDE_ELASTIC.format(given=f"--{name} {value}"))
     return islands, {**settings, "islands": str(islands)}
+
+
+def _divisors(size: int) -> list[str]:
+    """The numbers of islands that so many workers can make."""
+    return [str(each) for each in range(2, size + 1) if size % each == 0]
 
 
 def _count(counts: Sequence[int], text: str) -> int:
@@ -127,5 +133,5 @@ def _count(counts: Sequence[int], text: str) -> int:
     except ValueError:
         raise LaunchError(
             f"--elastic-islands with --islands {text}: say how many islands there are, 2 or more, "
-            "such as --islands 2."
+            "such as --islands 2; or host, for one on each of several hosts (-H, --hostfile)."
         ) from None

@@ -330,7 +330,7 @@ class Training:
         trained = self.engines.of(optimizer)
         if trained is None:
             return optimizer.state_dict()
-        return trained.engine.optimizer_state_dict(optimizer)
+        return trained.engine.optimizer_state_dict(optimizer, for_resume=True)
 
     def load_optimizer_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, that of a plain one. Collective."""

@@ -320,9 +320,11 @@ class ObservedEngine(Engine):
         del model
         return {}
 
-    def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
+    def optimizer_state_dict(
+        self, optimizer: optim.Optimizer | None = None, *, for_resume: bool = False
+    ) -> dict[str, Any]:
         """Nothing is written of it."""
-        del optimizer
+        del optimizer, for_resume
         return {}
 
     def load_optimizer_state_dict(

@@ -212,8 +212,8 @@ class IslandHosts:
             except LaunchError as error:
                 if not said:
                     self._supervisor.say(
-                        f"shardwise: {host.name} cannot be reached yet: {error} It is asked again "
-                        f"every {self._options.patience:g} s.\n"
+                        f"shardwise: {host.name} cannot be reached yet, and is asked again every "
+                        f"{self._options.patience:g} s: {error}\n"
                     )
                     said = True
             else:
