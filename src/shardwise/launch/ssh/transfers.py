@@ -153,6 +153,8 @@ class Fetches:
     def _take(self) -> None:
         while not self._news.empty():
             fetch, what = self._news.get()
+            if isinstance(what, int):
+                fetch.join()  # it has nothing more to say
             is_wanted = self._running.get(fetch.key) is fetch
             if isinstance(what, str):
                 if is_wanted:
