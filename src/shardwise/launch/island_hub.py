@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from shardwise.launch.island_desk import Contribution, Delivery, Key
@@ -45,7 +45,7 @@ class _Held:
     what: Contribution
     there: set[Desk]
     wanted: set[Desk]
-    counts: bool = field(default=False)
+    counts: bool = False
 
 
 class IslandHub:

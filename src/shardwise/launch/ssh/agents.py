@@ -188,8 +188,4 @@ def _compare(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> None:
 
 def names(shares: Sequence[Share]) -> dict[int, str]:
     """By rank, the name of its host."""
-    return {
-        rank: share.host.name
-        for share in shares
-        for rank in range(share.first, share.first + share.count)
-    }
+    return {rank: share.host.name for share in shares for rank in share.numbers}
