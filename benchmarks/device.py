@@ -125,18 +125,23 @@ def _round(
         words = f"{budget.left():5.0f} s left  {result.workload.name}, {setting.describe()}, {turn}"
         console.print(words, highlight=False, soft_wrap=True, style="dim")
 
-    def look(line: Line, ranks: Crew) -> None:
-        if setting.device == "cpu":
-            return
-        try:
-            stint = ranks.take(TRACED, traced=True)
-        except CrewFailed as error:  # the times stay: some systems let nobody profile
-            line.device["not_profiled"] = str(error)
-        else:
-            device_report.look(line, TRACED, stint.told, stint.seen)
-
     lines = {line.key: line for line in result.lines}
+    look = look_at_cpu if setting.device == "cpu" else look_at_gpu
     take_round(number, takers, lines, plan, start, told, look, budget)
+
+
+def look_at_cpu(line: Line, ranks: Crew) -> None:
+    """Nothing: no profile says what a CPU was asked for."""
+
+
+def look_at_gpu(line: Line, ranks: Crew) -> None:
+    """Profile some more steps, and write what was seen of the GPU into the line."""
+    try:
+        stint = ranks.take(TRACED, traced=True)
+    except CrewFailed as error:  # the times stay: some systems let nobody profile
+        line.device["not_profiled"] = str(error)
+    else:
+        device_report.look(line, TRACED, stint.told, stint.seen)
 
 
 def _show(results: Sequence[DeviceResult], options: argparse.Namespace, console: Console) -> int:

@@ -104,8 +104,10 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank trains."""
-        return torch.device("cuda", self.rank) if self.on_gpu else torch.device("cpu")
+        """Where this rank trains; ranks share the GPUs if there are fewer of them."""
+        if not self.on_gpu:
+            return torch.device("cpu")
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
 
     def model(self) -> nn.Module:
         """The model on this rank's device in fp32, with the same weights on every rank."""
@@ -147,14 +149,16 @@ class Job:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         clear: Callable[[], None] | None = None,
+        loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
     ) -> Step:
-        """The step of a plain training loop, for those whose users write one; `clear` where not
-        every gradient is of the optimizer."""
+        """Return the step of a plain training loop, for contenders whose users write one. `clear`
+        is for gradients that the optimizer does not have, `loss_of` for a loss without autocast."""
         clear = clear or optimizer.zero_grad
+        loss_of = loss_of or self.loss
 
         def step(inputs: Tensor, targets: Tensor) -> Tensor:
             clear()
-            loss = self.loss(model, inputs, targets)
+            loss = loss_of(model, inputs, targets)
             loss.backward()
             with self.updating():
                 if self.max_norm is not None:

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import llama
 import resnet
-from workloads import Gpt, ResNet, Workload
+from workloads import Gpt, Llama, ResNet, Workload
 
 POOL = 4
 """Batches that the steps go round: few enough for the loss to fall, so that a contender which
@@ -46,6 +47,8 @@ class GptModel(nn.Module):
         self.blocks = nn.ModuleList(Block(size.width, size.head_count) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        if size.tied:
+            self.head.weight = self.tokens.weight
         self.apply(_initialise)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -72,10 +75,15 @@ def materialise(model: nn.Module, device: str) -> None:
             _initialise(module)
 
 
-def build(workload: Workload) -> GptModel | resnet.ResNetModel:
+Model = GptModel | llama.LlamaModel | resnet.ResNetModel
+
+
+def build(workload: Workload) -> Model:
     """The model, with the same weights in every process whose default device is of this kind."""
     torch.manual_seed(0)
-    return resnet.ResNetModel(workload) if isinstance(workload, ResNet) else GptModel(workload)
+    if isinstance(workload, ResNet):
+        return resnet.ResNetModel(workload)
+    return llama.LlamaModel(workload) if isinstance(workload, Llama) else GptModel(workload)
 
 
 def batches(workload: Workload, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
@@ -106,6 +114,6 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, -2).float(), targets.flatten())
 
 
-def blocks(model: GptModel | resnet.ResNetModel) -> list[nn.Module]:
+def blocks(model: Model) -> list[nn.Module]:
     """The units by which a peer that wants to be told shards the model."""
     return list(model.blocks)

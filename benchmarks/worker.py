@@ -60,6 +60,8 @@ def _serve(channel: Any, spec: dict[str, Any]) -> None:
     batches = cycle(job.batches())
     for line in channel:
         asked = json.loads(line)
+        if asked.get("release") and job.on_gpu:
+            torch.cuda.empty_cache()
         if asked.get("traced"):
             with device_trace.recorded() as seen:
                 taken = _take(step, batches, asked["steps"], Clock())

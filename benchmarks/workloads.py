@@ -17,6 +17,8 @@ class Gpt:
     batch: int
     heads: int = 0
     """0: one head per 64 of width."""
+    tied: int = 0
+    """1: the output head uses the weight of the token embedding, as GPT-2 does."""
     clip: int = 0
     """The global norm that gradients are clipped to; 0: they are not."""
     lr: ClassVar[float] = 3e-4
@@ -29,7 +31,8 @@ class Gpt:
     def parameters(self) -> int:
         """How many numbers it trains."""
         block = 12 * self.width**2 + 13 * self.width
-        return self.layers * block + (2 * self.vocabulary + self.sequence + 2) * self.width
+        tables = (1 if self.tied else 2) * self.vocabulary
+        return self.layers * block + (tables + self.sequence + 2) * self.width
 
     def describe(self) -> str:
         """One line for the head of a table."""
@@ -37,6 +40,39 @@ class Gpt:
             f"{self.name}: GPT, width {self.width}, {self.layers} layers, {self.head_count} heads, "
             f"vocabulary {self.vocabulary}, sequence {self.sequence}, batch {self.batch}"
             f"{_clipped(self.clip)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama:
+    """A Llama-like model on random tokens; `inner` is the width inside SwiGLU, `batch` the TOTAL
+    number of rows, cut over the ranks."""
+
+    name: str
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocabulary: int
+    sequence: int
+    batch: int
+    clip: int = 0
+    lr: ClassVar[float] = 3e-4
+
+    @property
+    def parameters(self) -> int:
+        """Number of trainable elements."""
+        kv_width = self.width // self.heads * self.kv_heads
+        block = 2 * self.width * (self.width + kv_width + 1) + 3 * self.width * self.inner
+        return self.layers * block + (2 * self.vocabulary + 1) * self.width
+
+    def describe(self) -> str:
+        """One line for the head of a table."""
+        return (
+            f"{self.name}: Llama-like, width {self.width}, {self.layers} layers, {self.heads} and "
+            f"{self.kv_heads} heads, vocabulary {self.vocabulary}, sequence {self.sequence}, batch "
+            f"{self.batch}{_clipped(self.clip)}"
         )
 
 
@@ -75,9 +111,9 @@ def _clipped(norm: int) -> str:
     return f", gradients clipped to a norm of {norm}" if norm else ""
 
 
-Workload = Gpt | ResNet
+Workload = Gpt | Llama | ResNet
 
-SIZES = sorted({field.name for kind in (Gpt, ResNet) for field in fields(kind)} - {"name"})
+SIZES = sorted({field.name for kind in (Gpt, Llama, ResNet) for field in fields(kind)} - {"name"})
 """What a flag may change in a configuration."""
 
 PRECISIONS = ("fp32", "tf32", "bf16", "bf16-mixed")
@@ -103,7 +139,7 @@ class Setting:
         return words.get(self.precision, self.precision) + compiled
 
 
-KINDS = {"gpt": Gpt, "resnet": ResNet}
+KINDS = {"gpt": Gpt, "llama": Llama, "resnet": ResNet}
 
 
 def told(workload: Workload) -> dict[str, Any]:
@@ -136,9 +172,30 @@ ON_A_DEVICE: dict[str, Workload] = {
     "gpt-1.3b": Gpt(
         name="gpt-1.3b", width=2048, layers=24, vocabulary=50304, sequence=1024, batch=4
     ),
+    "gpt2-124m": Gpt(
+        name="gpt2-124m",
+        width=768,
+        layers=12,
+        vocabulary=50304,
+        sequence=1024,
+        batch=32,
+        tied=1,
+    ),
+    "llama-1.1b": Llama(
+        name="llama-1.1b",
+        width=2048,
+        layers=22,
+        heads=32,
+        kv_heads=4,
+        inner=5632,
+        vocabulary=32000,
+        sequence=2048,
+        batch=8,
+    ),
 }
-"""For one accelerator: sizes that keep it busy. The heads of the two GPTs are not tied to their
-embeddings, so that they have 163M and 1.42B parameters."""
+"""For one accelerator: sizes that keep it busy. The heads of gpt-125m and gpt-1.3b are not tied to
+their embeddings, so that they have 163M and 1.42B parameters. gpt2-124m has GPT-2's own sizes with
+the vocabulary padded to a multiple of 64, llama-1.1b those of TinyLlama (arXiv:2401.02385)."""
 
 
 def changed(workload: Workload, given: Mapping[str, int]) -> Workload:
@@ -155,8 +212,9 @@ def check(workload: Workload, ranks: int) -> None:
             f"its kin average over ranks, which is only right for equal ones. Choose a --batch "
             f"that {ranks} divides."
         )
-    if isinstance(workload, Gpt) and workload.width % workload.head_count:
+    heads = getattr(workload, "head_count", None) or getattr(workload, "heads", 1)
+    if workload.width % heads:
         raise ValueError(
-            f"A width of {workload.width} cannot be cut into {workload.head_count} equal heads; "
+            f"A width of {workload.width} cannot be cut into {heads} equal heads; "
             "choose --heads that divides it."
         )

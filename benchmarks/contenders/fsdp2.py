@@ -10,18 +10,22 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+import models
 from job import Job, Step
 
 
-def build(job: Job, *, reshard: bool, offload: bool = False) -> Step:
-    """With `offload` parameters, gradients and optimizer state rest in the host's pinned memory,
-    where they are updated. In bf16 its parameters at rest are fp32, and sums too, as ours are."""
+def build(job: Job, *, reshard: bool, offload: bool = False, own_cast: bool = False) -> Step:
+    """With `offload` parameters, gradients and optimizer state are in the host's pinned memory,
+    where they are updated. In bf16 the sharded parameters and the sums are fp32, as ours are.
+    `own_cast` replaces autocast in bf16-mixed by FSDP2's own cast of what it gathers, its faster
+    setting."""
     job.join_torch()
     mesh = init_device_mesh(job.setting.device, (job.size,))
     model = job.model()
     job.compile(model)
     policy = MixedPrecisionPolicy()
-    if job.setting.precision == "bf16":
+    own_cast = own_cast and job.setting.precision == "bf16-mixed"
+    if job.setting.precision == "bf16" or own_cast:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         _halve_buffers(model)
     where = CPUOffloadPolicy() if offload else OffloadPolicy()
@@ -34,8 +38,7 @@ def build(job: Job, *, reshard: bool, offload: bool = False) -> Step:
             offload_policy=where,
         )
     optimizer = job.optimizer(model.parameters())
-
-    return job.plain_step(model, optimizer)
+    return job.plain_step(model, optimizer, loss_of=models.loss_of if own_cast else None)
 
 
 def _halve_buffers(model: nn.Module) -> None:

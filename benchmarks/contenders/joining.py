@@ -19,7 +19,9 @@ def join(job: Job, under: str) -> None:
         os.environ |= environment.identity_variables(identity(job))
         sw.init(reseed=False, quiet=True, device=job.setting.device)
         return
-    os.environ |= job.launched() | {"ACCELERATE_USE_CPU": "true"}
+    os.environ |= job.launched()
+    if not job.on_gpu:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     job.join_torch()
 
 

@@ -1,6 +1,7 @@
-"""Lightning Fabric on CPU ranks: its own wrapping of DDP, FSDP2, or Shardwise under it.
+"""Lightning Fabric with its own wrapping of DDP, FSDP2, or Shardwise under it.
 
-Its FSDP strategy takes GPUs alone: on the CPU FSDP2 comes by its ModelParallelStrategy.
+Its FSDP strategy takes GPUs alone: on the CPU FSDP2 comes by its ModelParallelStrategy. In
+bf16-mixed the autocast is Fabric's own, which also converts the model's output to fp32.
 """
 
 from typing import Any
@@ -9,6 +10,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
+import models
 from contenders import joining
 from job import Job, Step
 
@@ -17,13 +19,14 @@ def build(job: Job, *, under: str = "ddp", zero: int = 0) -> Step:
     """With `under` "shardwise" its row `zero` trains."""
     joining.join(job, under)
     fabric = Fabric(
-        accelerator="cpu",
+        accelerator="cuda" if job.on_gpu else "cpu",
         devices=1 if under == "shardwise" else job.size,
         strategy=_strategy(job, under, zero),
-        precision="32-true",
+        precision="bf16-mixed" if job.setting.precision == "bf16-mixed" else "32-true",
     )
     fabric.launch()
     model = job.model()
+    job.compile(model)
     if under == "fsdp2":
         model = fabric.setup_module(model)
         optimizer = fabric.setup_optimizers(job.optimizer(model.parameters()))
@@ -32,7 +35,7 @@ def build(job: Job, *, under: str = "ddp", zero: int = 0) -> Step:
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = job.loss(model, inputs, targets)
+        loss = models.loss_of(model, inputs, targets)
         fabric.backward(loss)
         with job.updating():
             if job.max_norm is not None:

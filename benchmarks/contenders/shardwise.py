@@ -5,7 +5,7 @@ import os
 from concurrent.futures import wait
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import models
 import shardwise as sw
@@ -14,15 +14,8 @@ from shardwise.launch import environment
 from shardwise.launch.identity import Identity
 
 
-def build(
-    job: Job, *, zero: int, transport: str = "auto", islands: int = 1, **settings: Any
-) -> Step:
-    os.environ |= environment.identity_variables(identity(job))
-    sw.init(seed=0, quiet=True, transport=transport, islands=islands, device=job.setting.device)
-    settings = _of(job) | settings
-    model = job.model()
-    engine = sw.Engine(model, job.optimizer(model.parameters()), zero=zero, **settings)
-    job.told["bytes"] = lambda: _bytes(engine)
+def build(job: Job, **options: Any) -> Step:
+    model, engine = prepare(job, **options)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = models.loss_of(model, inputs, targets)  # autocast is the engine's own
@@ -33,6 +26,19 @@ def build(
         return loss
 
     return step
+
+
+def prepare(
+    job: Job, *, zero: int, transport: str = "auto", islands: int = 1, **settings: Any
+) -> tuple[nn.Module, sw.Engine]:
+    """Join the run and make the engine."""
+    os.environ |= environment.identity_variables(identity(job))
+    sw.init(seed=0, quiet=True, transport=transport, islands=islands, device=job.setting.device)
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    engine = sw.Engine(model, optimizer, zero=zero, **_of(job) | settings)
+    job.told["bytes"] = lambda: _bytes(engine)
+    return model, engine
 
 
 def _wait_for_writes(engine: sw.Engine) -> None:

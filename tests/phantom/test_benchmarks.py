@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -337,7 +338,14 @@ def test_flops_are_those_of_the_formula(modules):
 
 
 @pytest.mark.parametrize(
-    ("name", "millions"), [("resnet50", 25.56), ("gpt-125m", 163.1), ("gpt-1.3b", 1416.3)]
+    ("name", "millions"),
+    [
+        ("resnet50", 25.56),
+        ("gpt-125m", 163.1),
+        ("gpt-1.3b", 1416.3),
+        ("gpt2-124m", 124.5),
+        ("llama-1.1b", 1100.0),
+    ],
 )
 def test_the_models_have_the_size_of_their_names(modules, name, millions):
     import torch
@@ -448,3 +456,167 @@ def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
     assert lines["a"].note == ""
     assert lines["a"].rounds == [[1.0]]
     assert lines["b"].note.startswith("left out")
+
+
+# -- scripts/gpu first ------------------------------------------------------------------------
+
+
+def first(python: Path | str, folder: Path, *steps: str, budget: int = 1800):
+    """Run `scripts/gpu first` at tiny sizes; returns its figures, its table and its exit code."""
+    script = [ROOT / "scripts" / "gpu", "first"]
+    if steps:
+        script = [python, BENCHMARKS / "gpu_first.py", "--out", folder, "--scale", "tiny"]
+        script += ["--budget", str(budget), "--steps", *steps]
+    environ = {"PYTHON": str(python), "SCALE": "tiny", "OUT": str(folder), "BUDGET": str(budget)}
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        script,
+        env=os.environ | environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert (folder / "first.txt").exists(), done.stdout + done.stderr
+    table = (folder / "first.txt").read_text()
+    assert table in done.stdout
+    assert len(table.splitlines()) <= 60
+    return json.loads((folder / "first.json").read_text()), done.stdout, done.returncode
+
+
+def assert_trained(step, *keys: str):
+    """Check that the contenders of a step have times, and losses that agree."""
+    assert step["error"] == ""
+    assert not step["cut"]
+    result = step["rows"]["result"]
+    lines = {line["key"]: line for line in result["contenders"]}
+    for key in keys:
+        assert lines[key]["note"] == ""
+        assert lines[key]["median_ms"] is not None
+    assert result["losses_agree"]
+    return lines
+
+
+def assert_all_equal(step):
+    """Check that every case of the step `right` ran, and equals plain PyTorch."""
+    assert not step["cut"]
+    assert {name: row["error"] for name, row in step["rows"].items() if row["error"]} == {}
+    assert len(step["rows"]) >= 11
+
+
+def test_gpu_first_on_the_simulated_device(python, tmp_path):
+    steps = ("right", "uncompiled", "two-ranks", "offload", "save")
+    figures, shown, code = first(python, tmp_path, *steps)
+    steps = figures["steps"]
+    # The simulated device runs neither FSDP2 nor the wrappers of DDP: each of them is one line of
+    # the table, and the step continues.
+    assert code == 1
+    assert "FAILED uncompiled: FSDP2: RuntimeError: " in shown
+    assert_all_equal(steps["right"])
+    lines = assert_trained(steps["uncompiled"], "plain", "shardwise-0", "shardwise-3")
+    for key in ("shardwise-0", "shardwise-3"):
+        assert lines[key]["synchronisations"] <= 1
+        assert lines[key]["launches"] > 0
+        assert lines[key]["peak_bytes"] > 0
+    lines = assert_trained(steps["two-ranks"], "plain", *(f"shardwise-{z}-gloo" for z in range(4)))
+    for zero in range(4):
+        line = lines[f"shardwise-{zero}-gloo"]
+        assert line["state_bytes"] == pytest.approx(line["formula_bytes"], rel=0.02)
+    lines = assert_trained(steps["offload"], "plain", "shardwise-2-cpu", "shardwise-3-cpu")
+    assert lines["shardwise-2-cpu"]["down"]["bytes"] > 0
+    rows = steps["save"]["rows"]
+    assert rows["foreground"]["bytes"] > 0
+    assert rows["background"]["stall_ms"] >= rows["background"]["call_ms"] > 0
+
+
+def test_gpu_first_on_the_cpu(tmp_path):
+    figures, _, code = first(sys.executable, tmp_path, "fast", "plan")
+    assert figures["machine"]["device"] == "cpu"
+    assert_trained(figures["steps"]["fast"], "plain", "shardwise-0")
+    rows = figures["steps"]["plan"]["rows"]
+    assert set(rows) == {"uncompiled, shardwise-0", "offload, plain", "offload, shardwise-2-cpu"}
+    for row in rows.values():
+        assert row["planned_bytes"] > 0
+        assert row["planned_ms"] > 0
+    assert code == 0
+
+
+@pytest.mark.full
+def test_gpu_first_whole_on_the_cpu(tmp_path):
+    figures, shown, code = first(sys.executable, tmp_path)
+    assert code == 0, shown
+    assert_all_equal(figures["steps"]["right"])
+    keys = ("plain", "shardwise-0", "shardwise-3", "fsdp2", "accelerate", "lightning")
+    assert_trained(figures["steps"]["uncompiled"], *keys)
+    assert all(not step["cut"] for step in figures["steps"].values())
+
+
+def test_gpu_first_is_cut_off_in_time_and_keeps_its_rows(tmp_path):
+    begun = time.monotonic()
+    figures, shown, _ = first(sys.executable, tmp_path, "right", "save", budget=14)
+    assert time.monotonic() - begun < 30
+    assert figures["steps"]["save"]["cut"]
+    assert "cut off" in shown
+    assert not list(tmp_path.glob(".first-*"))
+
+
+def test_gpu_first_reports_what_failed(modules):
+    report = importlib.import_module("gpu_first_report")
+    row = {"key": "a", "label": "A", "note": "failed: rank 0: Traceback\nValueError: wrong"}
+    row |= {"median_ms": None, "peak_bytes": None, "losses": [], "over_plain": None, "mfu": None}
+    shape = {"name": "gpt", "batch": 1, "sequence": 2}
+    result = {"contenders": [row], "losses_agree": False, "loss_disagreement": 1.0}
+    result |= {"configuration": shape, "setting": {"precision": "fp32"}}
+    step = {"error": "", "cut": False, "seconds": 1.0}
+    cases = {f"case {n}": {"error": "AssertionError: far"} for n in range(99)}
+    figures = {
+        "machine": {
+            "device": "H100",
+            "date": "2026-12-01 00:00 UTC",
+            "commit": "c",
+            "versions": "v",
+        },
+        "steps": {
+            "right": step | {"rows": cases},
+            "fast": step | {"rows": {"result": result}},
+            "save": step | {"rows": {}, "error": "OSError: full"},
+        },
+    }
+    wrong = report.failures(figures)
+    assert len(wrong) == 102
+    assert "fast: A: ValueError: wrong" in wrong
+    assert "save: OSError: full" in wrong
+    lines = report.lines(figures)
+    assert len(lines) <= 60
+    assert lines[-1] == "102 failed"
+
+
+def test_the_page_about_speed_has_the_newest_figures(modules):
+    report = importlib.import_module("gpu_first_report")
+    _, title, section = report.PAGE.read_text().partition(report.TITLE)
+    assert title + section == report.section(BENCHMARKS / "results")
+
+
+def test_figures_of_a_gpu_are_published(modules, monkeypatch, tmp_path):
+    report = importlib.import_module("gpu_first_report")
+    page = tmp_path / "speed.md"
+    page.write_text("# Speed\n\n" + report.section(tmp_path))
+    assert "Not measured yet" in page.read_text()
+    monkeypatch.setattr(report, "PAGE", page)
+    facts = {
+        "device": "NVIDIA H100",
+        "date": "2026-12-01 10:00 UTC",
+        "commit": "c",
+        "versions": "v",
+    }
+    save = {"bytes": 2e9, "gb_per_s": 1.5, "seconds": 1.33, "step_ms": 100.0}
+    step = {"error": "", "cut": False, "seconds": 9.0, "rows": {"foreground": save}}
+    file = tmp_path / "first.json"
+    file.write_text(json.dumps({"machine": facts, "steps": {"save": step}}))
+    kept = report.publish(file, tmp_path)
+    assert kept.name == "2026-12-01-gpu-first.json"
+    shown = page.read_text()
+    assert "One NVIDIA H100, 2026-12-01 10:00 UTC" in shown
+    assert "| foreground | 2.00 | 1.50 | 1.33 | - | 100 |" in shown
+    assert "Not measured yet" not in shown

@@ -1,0 +1,176 @@
+"""Measures all that one GPU can prove, in one command: `scripts/gpu first`.
+
+    PYTHON=python3 OUT=folder scripts/gpu first           # on a machine with a GPU
+    SCALE=tiny OUT=folder scripts/gpu first               # the same code at sizes that say nothing
+    python benchmarks/gpu_first.py --docs FOLDER/first.json     # put the figures into docs/speed.md
+
+The steps run in order of value, each in a separate process group. A step may use the seconds of
+its share and those that earlier steps left; then it is killed. FOLDER/first.json is written after
+each step, so a run that is killed loses at most the step in progress. A step that fails is one
+line of the table, and the next one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import crew
+import gpu_first_report as report
+import machine
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+
+BUDGET = 510.0
+"""Seconds for all steps: a command on a lent machine often ends after ten minutes."""
+
+REPORTING = 5.0
+"""Seconds that are kept for the table."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its name in gpu_first_steps.py, and its share of BUDGET in seconds."""
+
+    name: str
+    share: float
+
+
+STEPS = (
+    Step("right", 60),
+    Step("fast", 170),
+    Step("uncompiled", 60),
+    Step("two-ranks", 40),
+    Step("offload", 80),
+    Step("plan", 30),
+    Step("save", 30),
+    Step("largest", 35),  # and all time that is left
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the steps; 0 if each of them measured something and nothing failed."""
+    options = _parser().parse_args(arguments)
+    if options.docs is not None:
+        report.publish(options.docs, RESULTS)
+        return 0
+    begun = time.monotonic()
+    console = Console(width=120, highlight=False, markup=False)
+    facts = machine.describe() | {"device": "cpu"}
+    with contextlib.suppress(RuntimeError):  # no GPU: the CPU takes its place
+        facts |= machine.describe_device(crew.PYTHON)
+    if facts["device"] == "cpu" and options.scale != "tiny":
+        console.print("gpu_first: no GPU here. SCALE=tiny runs the steps on the CPU.")
+        return 2
+    figures: dict[str, Any] = {"machine": facts, "scale": options.scale, "steps": {}}
+    options.out.mkdir(parents=True, exist_ok=True)
+    chosen = [step for step in STEPS if step.name in options.steps]
+    scale = (options.budget - REPORTING) / sum(step.share for step in STEPS)
+    until = begun
+    for step in chosen:
+        until += step.share * scale
+        if step is chosen[-1]:
+            until = begun + options.budget - REPORTING
+        # The shares are cumulative, so a step that ends early leaves its time to the next ones.
+        seconds = until - time.monotonic()
+        console.print(f"== {step.name}: {seconds:.0f} s at most", style="bold")
+        figures["steps"][step.name] = _run(step.name, seconds, options, facts, figures)
+        machine.write_json(options.out / "first.json", figures)
+        figures["seconds"] = round(time.monotonic() - begun, 1)
+    lines = report.lines(figures)
+    (options.out / "first.txt").write_text("\n".join(lines) + "\n")
+    machine.write_json(options.out / "first.json", figures)
+    print("\n".join(lines))
+    return 1 if report.failures(figures) else 0
+
+
+def _run(
+    name: str,
+    seconds: float,
+    options: argparse.Namespace,
+    facts: dict[str, str],
+    figures: dict[str, Any],
+) -> dict[str, Any]:
+    """Run one step for `seconds` at most; return its rows, and how it ended."""
+    record: dict[str, Any] = {"rows": {}, "error": "", "cut": False}
+    begun = time.monotonic()
+    # The disk of OUT: /tmp may be in memory, which the nvme tier refuses.
+    with tempfile.TemporaryDirectory(dir=options.out, prefix=".first-") as folder:
+        rows = Path(folder) / "rows"
+        rows.touch()
+        job = {
+            "step": name,
+            "scale": options.scale,
+            "device": "cpu" if facts["device"] == "cpu" else "cuda",
+            "name": facts["device"],
+            "folder": folder,
+            "seconds": seconds,
+            "measured": figures["steps"],
+        }
+        (Path(folder) / "job.json").write_text(json.dumps(job))
+        # The step imports the tests on a GPU from the root of the repository.
+        path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE.parent)])
+        process = subprocess.Popen(
+            [*crew.PYTHON, str(HERE / "gpu_first_steps.py"), folder],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"TMPDIR": folder, "PYTHONPATH": path},
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        try:
+            _, said = process.communicate(timeout=max(seconds, 0.0))
+        except subprocess.TimeoutExpired:
+            record["cut"], said = True, ""
+        finally:
+            # Ranks are children of the step: its whole group is killed, also after Ctrl-C.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for line in rows.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # cut off while it was written
+                row = json.loads(line)
+                record["rows"][row.pop("key")] = row
+    if process.returncode and not record["cut"]:
+        words = said.strip().splitlines() or [f"it ended with {process.returncode}"]
+        record["error"] = words[-1][:300]
+        print("\n".join(words[-15:]), file=sys.stderr)
+    return record | {"seconds": round(time.monotonic() - begun, 1)}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [step.name for step in STEPS]
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="FOLDER")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, metavar="S", help=f"seconds ({BUDGET:.0f})"
+    )
+    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
+    parser.add_argument(
+        "--steps", nargs="+", choices=names, default=names, metavar="STEP", help="some steps only"
+    )
+    parser.add_argument(
+        "--docs", type=Path, metavar="FILE", help="publish this first.json instead of measuring"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

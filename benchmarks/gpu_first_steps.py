@@ -1,0 +1,507 @@
+"""The steps of gpu_first.py: `python gpu_first_steps.py FOLDER` runs the one that FOLDER/job.json
+names, and appends a line of JSON to FOLDER/rows for each thing that it learns."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import contenders
+import crew
+import device
+import device_report
+import formulas
+import machine
+import peaks
+import workloads
+from contenders import Contender
+from crew import Crew
+from device_report import DeviceResult
+from figures import Line, disagreement, step_times
+from rounds import Plan, take_round
+from workloads import Gpt, Llama, Setting, Workload
+
+LIMIT = 150.0
+"""Seconds that a crew may take for its start or its steps; compiling is among them."""
+
+TWO_RANKS = Gpt(name="two-ranks", width=512, layers=8, vocabulary=8192, sequence=256, batch=8)
+
+TINY = {"layers": 2, "vocabulary": 64, "sequence": 16, "batch": 4}
+
+WORKLOADS: dict[str, dict[str, Workload]] = {
+    "full": {
+        "gpt": workloads.ON_A_DEVICE["gpt2-124m"],
+        "llama": workloads.ON_A_DEVICE["llama-1.1b"],
+        "two-ranks": TWO_RANKS,
+    },
+    "tiny": {
+        "gpt": Gpt(name="gpt, tiny", width=32, tied=1, **TINY),
+        "llama": Llama(name="llama, tiny", width=32, heads=4, kv_heads=2, inner=64, **TINY),
+        "two-ranks": replace(TWO_RANKS, name="two-ranks, tiny", width=64, **TINY),
+    },
+}
+
+FSDP2 = replace(contenders.PEERS["fsdp2"][0], options={"reshard": True, "own_cast": True})
+
+FIELD = (
+    replace(contenders.PLAIN, label="plain PyTorch"),
+    contenders.row(0),
+    contenders.row(3),
+    FSDP2,
+    *contenders.PEERS["accelerate"],
+    *contenders.PEERS["lightning"],
+)
+"""Who takes part on one GPU, in the order of value."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The arguments of a step."""
+
+    scale: str
+    device: str
+    name: str
+    """Name of the device."""
+    folder: Path
+    until: float
+    """On the monotonic clock."""
+    measured: dict[str, Any]
+    """Records of earlier steps by name."""
+
+    def tell(self, key: str, **row: Any) -> None:
+        """Write a row at once; a later one with the same key replaces it."""
+        with (self.folder / "rows").open("a") as file:
+            file.write(json.dumps({"key": key} | row) + "\n")
+
+    def workload(self, name: str) -> Workload:
+        """The workload of this run's scale."""
+        return WORKLOADS[self.scale][name]
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.scale == "tiny"
+
+
+def main(folder: Path) -> None:
+    """Run the step that the job names."""
+    job = json.loads((folder / "job.json").read_text())
+    run = Run(
+        scale=job["scale"],
+        device=job["device"],
+        name=job["name"],
+        folder=folder,
+        until=time.monotonic() + job["seconds"],
+        measured=job["measured"],
+    )
+    STEPS[job["step"]](run)
+
+
+# -- right: equality with plain PyTorch, one rank over NCCL ------------------------------------
+
+
+def right(run: Run) -> None:
+    """Run each case in this process; a case that raises is a row with its error."""
+    import tests.disk
+    import torch
+    from tests.gpu import test_checkpoint, test_precision, test_rows, training
+
+    tests.disk.make_own()
+    if run.is_tiny:
+        training.STEPS = 4
+    world = _world(run)
+    fp32 = torch.float32
+
+    def compiled(zero: int) -> None:
+        ours = training.train(world, zero=zero, compile=True)
+        training.assert_close(ours, training.train_plain(world), 1e-4)
+
+    rows: list[tuple[int, dict[str, str]]] = [
+        (0, {}),
+        (3, {"optimizer": "nvme", "params": "nvme"}),
+        (1, {"optimizer": "cpu"}),
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, {"optimizer": "nvme"}),
+        (3, {"optimizer": "cpu", "params": "cpu"}),
+    ]
+    if run.is_tiny:
+        del rows[3:]  # tests/phantom and tests/distributed have all of them
+    cases: dict[str, Callable[[], None]] = {}
+    for row, named in rows:
+        name = f"ZERO_{row}" + "".join(f", {state} on {tier}" for state, tier in named.items())
+        # Both clip the gradients and accumulate over two micro-batches.
+        cases[f"{name}, fp32"] = lambda r=row, n=named: test_rows.as_plain(world, r, n, fp32, 2)
+        cases[f"{name}, bf16-mixed"] = lambda r=row, n=named: test_precision.bf16_mixed(world, r, n)
+    cases["loss scale, fp16-mixed"] = lambda: test_precision.fp16_mixed(world, 2, {})
+    for background in (False, True):
+        way = "in the background" if background else "at once"
+        cases[f"save {way}, load, resume in bits"] = lambda b=background: test_checkpoint.case(
+            world, run.folder / f"save-{b}", 3, {}, b
+        )
+    for how in ("recomputed", "cpu"):
+        cases[f"activations {how}, the same bits"] = lambda h=how: _activations(world, h)
+    # The compiler has no code for the simulated device of the tests.
+    for row in (0, 3) if run.name != "a simulated device" else ():
+        cases[f"ZERO_{row}, compiled"] = lambda r=row: compiled(r)
+    try:
+        for name, case in cases.items():
+            _try(run, name, case)
+    finally:
+        tests.disk.remove_own()
+
+
+def _try(run: Run, name: str, case: Callable[[], None]) -> None:
+    begun = time.monotonic()
+    error = ""
+    try:
+        case()
+    except BaseException as raised:  # also pytest's Skipped, which is no Exception
+        words = str(raised).strip().splitlines() or [""]
+        error = f"{type(raised).__name__}: {words[0]}"[:300]
+    run.tell(name, error=error, seconds=round(time.monotonic() - begun, 2))
+
+
+def _world(run: Run) -> Any:
+    """This process as the only rank of a run, over NCCL on a GPU."""
+    import os
+
+    import shardwise as sw
+    from shardwise.launch import environment
+    from shardwise.launch.identity import Identity
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    identity = Identity(
+        launcher="shardwise run",
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        address="127.0.0.1",
+        port=listener.getsockname()[1],
+        listen_fd=listener.detach(),
+    )
+    os.environ |= environment.identity_variables(identity)
+    return sw.init(seed=0, device=run.device, quiet=True)
+
+
+def _activations(world: Any, how: str) -> None:
+    """Parameters after some steps have the bits that they have with activations kept."""
+    import torch
+    from tests.gpu import training
+
+    import shardwise as sw
+
+    def trained(**settings: str) -> list[Any]:
+        world.engines = 0  # the random numbers of a step depend on the engine's number
+        model, optimizer = training.build(world, width=256, blocks=4, drop=0.1)
+        engine = sw.Engine(model, optimizer, zero=2, **settings)
+        for step in range(3):
+            x, y = training.batch(world, step, width=256, rows=512)
+            engine.backward(training.loss_of(model, x, y))
+            engine.step()
+        with engine.full_parameters():
+            values = [parameter.detach().cpu().clone() for parameter in model.parameters()]
+        engine.close()
+        return values
+
+    setting = {"activations": how} if how == "recomputed" else {"offload_activations": how}
+    for one, other in zip(trained(), trained(**setting), strict=True):
+        assert torch.equal(one, other), "parameters differ from those with activations kept"
+
+
+# -- fast and uncompiled: step time next to the peers ------------------------------------------
+
+
+def fast(run: Run) -> None:
+    """All contenders with their blocks compiled."""
+    # Compiling takes most of the time, and no figure of a tiny size counts.
+    _race(run, FIELD[:2] if run.is_tiny else FIELD, "inductor")
+
+
+def uncompiled(run: Run) -> None:
+    """The same, eager."""
+    _race(run, FIELD, "")
+
+
+def _race(run: Run, field: Sequence[Contender], compiled: str) -> None:
+    """Interleave two rounds of all contenders, which stay alive between their turns."""
+    result = _result(run, "gpt", field, compiled=compiled)
+    # Ranks of ZERO_3 agree on an order of gathers in their first twenty steps.
+    first = 3 if run.is_tiny else 20
+    steps = 2 if run.is_tiny else 10
+    plans = [Plan(rounds=2, steps=steps, warm_up=first), Plan(rounds=2, steps=steps, warm_up=4)]
+    with _started(run, field, result) as started:
+
+        @contextmanager
+        def turn(taker: Contender) -> Any:
+            ranks = started[taker.key].result()
+            yield ranks
+            ranks.release()
+
+        for number, plan in enumerate(plans):
+            _round(run, result, field, number, plan, turn)
+
+
+# -- two-ranks: one GPU over Gloo --------------------------------------------------------------
+
+
+def two_ranks(run: Run) -> None:
+    """Losses equal to one process, and the bytes of each state equal to the formula."""
+    field = [contenders.PLAIN, *(contenders.row(zero, "gloo") for zero in range(4))]
+    result = _result(run, "two-ranks", field, precision="fp32", ranks=2)
+    plan = Plan(rounds=1, steps=2, warm_up=3)
+
+    def weigh(line: Line, ranks: Crew) -> None:
+        told = ranks.take(1).told
+        line.peak = max((each["peak"] for each in told if "peak" in each), default=None)
+        if "bytes" in told[0]:
+            zero = int(line.key.removeprefix("shardwise-")[0])
+            held = formulas.held(zero, "device", "fp32", told[0]["bytes"]["numel"], 2)
+            line.device["state_bytes"] = max(each["bytes"]["all"] for each in told)
+            line.device["formula_bytes"] = sum(held.values())
+
+    with _started(run, field, result) as started:
+        turn = _in_turn(started)
+        _round(run, result, field, 0, plan, turn, weigh)
+
+
+# -- offload: the optimizer on the host --------------------------------------------------------
+
+
+def offload(run: Run) -> None:
+    """A Llama-like 1B, ours and FSDP2's, next to the plain loop with all of it on the device."""
+    cpu = replace(
+        contenders.OFFLOADED["fsdp2"][0],
+        options={"reshard": True, "offload": True, "own_cast": True},
+    )
+    plain = replace(contenders.PLAIN, label="plain PyTorch, all on the device")
+    field = [contenders.on_host(2), cpu, plain, contenders.on_host(3)]
+    if run.device == "cpu":
+        field.remove(cpu)  # FSDP2 offloads from an accelerator only
+    result = _result(run, "llama", field)
+    plan = Plan(rounds=1, steps=2 if run.is_tiny else 4, warm_up=3)
+    with _started(run, field, result) as started:
+        _round(run, result, field, 0, plan, _in_turn(started))
+
+
+def _in_turn(
+    started: dict[str, Future[Crew]],
+) -> Callable[[Contender], AbstractContextManager[Crew]]:
+    """Crews that end after their turn, so that the next one has their memory."""
+    return lambda taker: started[taker.key].result()
+
+
+# -- plan: predictions of `shardwise plan` next to measurements --------------------------------
+
+PLANNED = {
+    "uncompiled": ("gpt", {"shardwise-0": ""}),
+    "offload": ("llama", {"plain": "", "shardwise-2-cpu": "--offload-optimizer cpu"}),
+}
+"""By step, its workload, and by contender the flags of the planned placement."""
+
+
+def plan(run: Run) -> None:
+    """Peak memory and step time as planned, next to the figures of earlier steps."""
+    card = "H200" if "H200" in run.name else "H100"
+    commands = {}
+    for step, (name, _) in PLANNED.items():
+        script = [str(Path(__file__).with_name("gpu_loop.py"))]
+        script.append(json.dumps(workloads.told(run.workload(name))))
+        written = run.folder / f"{step}.json"
+        flags = ["--on", f"1x{card}", "--precision", "bf16-mixed", "--json", str(written)]
+        command = [sys.executable, "-m", "shardwise", "plan", *flags, *script]
+        commands[step] = (
+            written,
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True),
+        )
+    for step, (written, process) in commands.items():
+        _, said = process.communicate()
+        if not written.exists():
+            words = said.strip().splitlines() or [f"plan ended with {process.returncode}"]
+            run.tell(step, error=words[-1][:300])
+            continue
+        placements = json.loads(written.read_text())["placements"]
+        for key, flags in PLANNED[step][1].items():
+            _compare(run, step, key, flags, placements)
+
+
+def _compare(run: Run, step: str, key: str, flags: str, placements: list[dict[str, Any]]) -> None:
+    """Write one placement next to the contender that trained by it."""
+    found = [p for p in placements if ("--offload" in p["command"]) == bool(flags)]
+    planned = next((p for p in found if flags in p["command"]), None)
+    told = run.measured.get(step, {}).get("rows", {}).get("result", {}).get("contenders", ())
+    line = next((each for each in told if each["key"] == key), {})
+    run.tell(
+        f"{step}, {key}",
+        planned_bytes=planned and planned["peak_bytes"],
+        planned_ms=planned and planned["seconds_per_step"] and 1e3 * planned["seconds_per_step"],
+        measured_bytes=line.get("peak_bytes"),
+        measured_ms=line.get("median_ms"),
+        error="" if planned else "plan has no such placement",
+    )
+
+
+# -- save: one checkpoint of the 1B ------------------------------------------------------------
+
+
+def save(run: Run) -> None:
+    """GB/s of a save in the foreground, and the stall of the step by one in the background."""
+    folder = str(run.folder / "checkpoint")
+    taker = replace(contenders.on_host(2), module="saving")
+    taker = replace(taker, options=dict(taker.options) | {"folder": folder})
+    (run.folder / "checkpoint").mkdir()
+    with Crew(taker, run.workload("llama"), 1, LIMIT, _setting(run, 1)) as ranks:
+        first = ranks.take(5)
+        base = median(step_times(first.ends)[1:])
+        foreground = ranks.take(2)
+        told = foreground.told[0]["saves"]
+        run.tell(
+            "foreground",
+            bytes=told["bytes"],
+            seconds=told["foreground"],
+            gb_per_s=told["bytes"] / told["foreground"] / 1e9,
+            step_ms=base,
+        )
+        after = ranks.take(4)
+        call = 1e3 * after.told[0]["saves"]["background"]
+        # The first of these steps holds the call, which no step of this stint can show.
+        slower = sum(max(0.0, ms - base) for ms in step_times(after.ends))
+        run.tell("background", call_ms=call, stall_ms=call + slower, step_ms=base)
+
+
+# -- largest: the largest model that trains, with the time that is left ------------------------
+
+
+def largest(run: Run) -> None:
+    """Doubles the layers until they do not fit, ours before plain PyTorch."""
+    left = run.until - time.monotonic() - 3
+    if run.device == "cpu":
+        return  # a host's memory is not to be filled
+    written = run.folder / "largest.json"
+    command = [*crew.PYTHON, str(Path(__file__).with_name("largest.py")), "--json", str(written)]
+    command += ["--folder", str(run.folder), "--budget", f"{left:.0f}"]
+    command += ["--contenders", "ZERO_3 + cpu,plain"]
+    if run.is_tiny:
+        command += ["--width", "32", "--vocabulary", "64", "--sequence", "8", "--most", "2"]
+    else:
+        command += ["--first", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not written.exists():
+        raise RuntimeError((done.stderr.strip().splitlines() or ["largest.py said nothing"])[-1])
+    whole = json.loads(written.read_text())
+    for name, found in whole["tried"].items():
+        sizes = {int(layers): each for layers, each in found["runs"].items()}
+        if not sizes:
+            why = list(found["failed"].values()) or ["no time was left"]
+            run.tell(name, error=why[-1])
+            continue
+        layers = max(sizes)
+        workload = Gpt(**whole["workload"] | {"layers": layers})
+        run.tell(
+            name,
+            layers=layers,
+            parameters=workload.parameters,
+            tokens_per_s=sizes[layers]["tokens"],
+            peak_bytes=sizes[layers]["peak"],
+            cut=found["cut"],
+            error="",
+        )
+
+
+# -- shared by the steps -----------------------------------------------------------------------
+
+
+def _result(
+    run: Run,
+    name: str,
+    field: Sequence[Contender],
+    *,
+    precision: str = "bf16-mixed",
+    compiled: str = "",
+    ranks: int = 1,
+) -> DeviceResult:
+    """An empty table of the workload."""
+    workload = run.workload(name)
+    return DeviceResult(
+        workload=workload,
+        setting=replace(_setting(run, ranks), precision=precision, compiled=compiled),
+        ranks=ranks,
+        device=run.name,
+        flops=peaks.flops(workload),
+        lines=[Line(taker.key, taker.label) for taker in field],
+    )
+
+
+def _setting(run: Run, ranks: int) -> Setting:
+    threads = max(1, machine.cores() // ranks)
+    return Setting(device=run.device, precision="bf16-mixed", threads=threads)
+
+
+@contextmanager
+def _started(run: Run, field: Sequence[Contender], result: DeviceResult) -> Any:
+    """Start all crews in parallel, because imports take most of a start and cores are idle.
+
+    Yields a future for each contender's key. Its result raises the exception of the start.
+    """
+    with ExitStack() as alive, ThreadPoolExecutor(1 if run.is_tiny else len(field)) as pool:
+
+        def start(taker: Contender) -> Crew:
+            ranks = Crew(taker, result.workload, result.ranks, LIMIT, result.setting, math.inf)
+            alive.callback(ranks.close)
+            return ranks
+
+        yield {taker.key: pool.submit(start, taker) for taker in field}
+
+
+def _round(
+    run: Run,
+    result: DeviceResult,
+    field: Sequence[Contender],
+    number: int,
+    plan: Plan,
+    turn: Callable[[Contender], AbstractContextManager[Crew]],
+    look: Callable[[Line, Crew], None] | None = None,
+) -> None:
+    """Take one round; write the figures before each turn, and at the end."""
+    by_key = {line.key: line for line in result.lines}
+    look = look or (device.look_at_cpu if run.device == "cpu" else device.look_at_gpu)
+
+    def told(words: str) -> None:
+        print(f"{run.until - time.monotonic():5.0f} s left  {words}", flush=True)
+        _tell_result(run, result)
+
+    take_round(number, field, by_key, plan, turn, told, look)
+    _tell_result(run, result)
+
+
+def _tell_result(run: Run, result: DeviceResult) -> None:
+    agree = disagreement(result.lines) < device_report.AGREE[result.setting.precision]
+    run.tell("result", **device_report.as_json(result), losses_agree=agree)
+
+
+STEPS = {
+    "right": right,
+    "fast": fast,
+    "uncompiled": uncompiled,
+    "two-ranks": two_ranks,
+    "offload": offload,
+    "plan": plan,
+    "save": save,
+    "largest": largest,
+}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
