@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if facts["device"] == "cpu" and options.scale != "tiny":
         console.print("gpu_first: no GPU here. SCALE=tiny runs the steps on the CPU.")
         return 2
+    options.out = options.out.resolve()  # ranks have working directories of their own
     figures: dict[str, Any] = {"machine": facts, "scale": options.scale, "steps": {}}
     options.out.mkdir(parents=True, exist_ok=True)
     chosen = [step for step in STEPS if step.name in options.steps]

@@ -19,9 +19,11 @@ def join(job: Job, under: str) -> None:
         os.environ |= environment.identity_variables(identity(job))
         sw.init(reseed=False, quiet=True, device=job.setting.device)
         return
-    os.environ |= job.launched()
     if not job.on_gpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"
+    if under == "ddp" and job.size == 1:
+        return  # as a user starts one process: the libraries then train without DDP
+    os.environ |= job.launched()
     job.join_torch()
 
 

@@ -53,7 +53,7 @@ def _strategy(job: Job, under: str, zero: int) -> Any:
         return ShardwiseFabricStrategy(zero=zero)
     if under == "fsdp2":
         return ModelParallelStrategy(lambda model, mesh: _sharded(job, model))
-    return "ddp"
+    return "ddp" if job.size > 1 else "auto"
 
 
 def _sharded(job: Job, model: nn.Module) -> nn.Module:

@@ -44,6 +44,7 @@ def test_an_index_that_is_no_file(tmp_path):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # since torch 2.15
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # in 2.11
 def test_pickles_that_hold_no_model(tmp_path, value, said):
     torch.save(value, tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match=said):
