@@ -515,8 +515,9 @@ def test_gpu_first_on_the_simulated_device(python, tmp_path):
     assert "FAILED uncompiled: FSDP2: RuntimeError: " in shown
     assert_all_equal(steps["right"])
     lines = assert_trained(steps["uncompiled"], "plain", "shardwise-0", "shardwise-3")
-    for key in ("shardwise-0", "shardwise-3"):
-        assert lines[key]["synchronisations"] <= 1
+    # In its first twenty steps a rank of ZERO_3 waits once more, for the order of gathers.
+    for key, most in (("shardwise-0", 1), ("shardwise-3", 2)):
+        assert lines[key]["synchronisations"] <= most
         assert lines[key]["launches"] > 0
         assert lines[key]["peak_bytes"] > 0
     lines = assert_trained(steps["two-ranks"], "plain", *(f"shardwise-{z}-gloo" for z in range(4)))
@@ -531,9 +532,10 @@ def test_gpu_first_on_the_simulated_device(python, tmp_path):
 
 
 def test_gpu_first_on_the_cpu(tmp_path):
-    figures, _, code = first(sys.executable, tmp_path, "fast", "plan")
+    figures, _, code = first(sys.executable, tmp_path, "uncompiled", "plan")
     assert figures["machine"]["device"] == "cpu"
-    assert_trained(figures["steps"]["fast"], "plain", "shardwise-0")
+    keys = ("plain", "shardwise-0", "shardwise-3", "fsdp2", "accelerate", "lightning")
+    assert_trained(figures["steps"]["uncompiled"], *keys)
     rows = figures["steps"]["plan"]["rows"]
     assert set(rows) == {"uncompiled, shardwise-0", "offload, plain", "offload, shardwise-2-cpu"}
     for row in rows.values():
@@ -547,8 +549,7 @@ def test_gpu_first_whole_on_the_cpu(tmp_path):
     figures, shown, code = first(sys.executable, tmp_path)
     assert code == 0, shown
     assert_all_equal(figures["steps"]["right"])
-    keys = ("plain", "shardwise-0", "shardwise-3", "fsdp2", "accelerate", "lightning")
-    assert_trained(figures["steps"]["uncompiled"], *keys)
+    assert_trained(figures["steps"]["fast"], "plain", "shardwise-0")
     assert all(not step["cut"] for step in figures["steps"].values())
 
 
