@@ -461,7 +461,7 @@ def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
 # -- scripts/gpu first ------------------------------------------------------------------------
 
 
-def first(python: Path | str, folder: Path, *steps: str, budget: int = 1800):
+def first(python: Path | str, folder: Path, *steps: str, budget: int = 5000):
     """Run `scripts/gpu first` at tiny sizes; returns its figures, its table and its exit code."""
     script = [ROOT / "scripts" / "gpu", "first"]
     if steps:
