@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+import shardwise as sw
 from shardwise.errors import UsageError
+from shardwise.lightning.empty_modules import casting, give_memory
 from shardwise.lightning.environment import Environment, check_devices
 from shardwise.lightning.exact_mean import ItemsOf
 from shardwise.lightning.forwards import inside_forward
@@ -135,6 +137,20 @@ class TrainerStrategy(OverEngines):
 
     # -- setup and the end ------------------------------------------------------------------
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build a model inside the block, on the device of this worker.
+
+        With `empty_init` parameters that will be sharded take no memory until then. Their values
+        are those of a plain build either way: nothing trains from uninitialised memory.
+        """
+        with super().tensor_init_context(empty_init=False):  # type: ignore[misc]
+            if empty_init and self.training.shards_parameters:
+                with sw.on_meta():
+                    yield
+            else:
+                yield
+
     def setup_environment(self) -> None:
         """Before the script's `setup` hooks: this rank is known, and how loaders are shared."""
         super().setup_environment()  # type: ignore[misc]
@@ -149,8 +165,11 @@ class TrainerStrategy(OverEngines):
         fitting = trainer.state.fn == "fit"
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()  # type: ignore[attr-defined]
+        if not fitting:  # an engine gives memory to what it trains, part by part
+            give_memory(self.model)
+        with casting(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()  # type: ignore[attr-defined]
         if not fitting:
             self.setup_precision_plugin()  # type: ignore[attr-defined]
             self.training.make_alike(self.model)
