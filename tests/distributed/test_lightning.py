@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from shardwise.errors import ModelError, UsageError
 
@@ -441,6 +441,57 @@ def hooks_case(world):
 
 def test_hooks_see_whole_gradients(group):
     ranks(group, 2)(hooks_case)
+
+
+class Falling(Sampler):
+    """A curriculum: the last sample first, in the second epoch the first one."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter(range(12) if self.epoch else range(11, -1, -1))
+
+
+class Ordered(pl.LightningModule):
+    def __init__(self, **options):
+        super().__init__()
+        self.layer, self.options, self.rows = nn.Linear(1, 1), options, []
+
+    def training_step(self, batch, index):
+        self.rows += batch.flatten().int().tolist()
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+    def train_dataloader(self):
+        return DataLoader(torch.arange(12.0).view(12, 1), batch_size=2, **self.options)
+
+
+def order_case(world):
+    """The rows of all workers by epoch, in total order."""
+    found = []
+    for options in ({"sampler": Falling()}, {}, {"shuffle": True}):
+        with calm():
+            model = Ordered(**options)
+            trainer(ours(0)).fit(model)
+        ranks_rows = world.gather(model.rows)
+        found.append([row for rows in zip(*ranks_rows, strict=True) for row in rows])
+    return found
+
+
+def test_only_shuffle_true_shuffles(group):
+    falling, plain, shuffled = ranks(group, 2)(order_case)[0]
+    assert falling == [*range(11, -1, -1), *range(12)]
+    assert plain == [*range(12), *range(12)]
+    assert sorted(shuffled[:12]) == list(range(12)) != shuffled[:12]
 
 
 class Endless(IterableDataset):
