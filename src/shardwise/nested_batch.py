@@ -89,10 +89,9 @@ class Rows:
                 return torch.nested.as_nested_tensor(leaf.unbind()[place], layout=leaf.layout)
             if leaf.layout is not torch.strided:
                 # Only COO can be narrowed; a compressed layout comes back from it as it was.
-                rows = leaf.to_sparse_coo().narrow_copy(
-                    self._dim, place.start, place.stop - place.start
-                )
-                return rows.to_sparse(layout=leaf.layout)
+                whole: Tensor = leaf.to_sparse_coo()  # type: ignore[no-untyped-call]
+                part = whole.narrow_copy(self._dim, place.start, place.stop - place.start)
+                return part.to_sparse(layout=leaf.layout)
             part = leaf.narrow(self._dim, place.start, place.stop - place.start)
             return part.contiguous() if leaf.is_contiguous() else part
         if isinstance(leaf, np.ndarray):
