@@ -443,6 +443,69 @@ def test_hooks_see_whole_gradients(group):
     ranks(group, 2)(hooks_case)
 
 
+class WithMesh(Model):
+    """As scripts for ModelParallelStrategy are written."""
+
+    def configure_model(self):
+        copy.deepcopy(self._device_mesh)
+        assert not hasattr(self.device_mesh, "size")
+        self.net.mesh = self.device_mesh["data_parallel"]
+
+
+def mesh_case(world):
+    from lightning.fabric.strategies import ModelParallelStrategy as OfFabric
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from shardwise.lightning import adoption
+
+    with calm(), pytest.MonkeyPatch.context() as patch:
+        for kind in (pl.Trainer, fabric_library.Fabric):
+            patch.setattr(kind, "__init__", kind.__init__)
+        adoption._replace("lightning.pytorch", "Trainer", adoption.trainer_strategy)
+        adoption._replace("lightning.fabric", "Fabric", adoption.fabric_strategy)
+        with pytest.raises(UsageError, match=r"mesh\['data_parallel'\] belongs to Mod.*--zero 3"):
+            trainer(ModelParallelStrategy()).fit(WithMesh(world.size))
+        fabric = fabric_library.Fabric(
+            accelerator="cpu", devices=2, strategy=OfFabric(lambda model, mesh: model)
+        )
+        with pytest.raises(UsageError, match=r"strategy.device_mesh belongs to ModelParallelStr"):
+            fabric.strategy.device_mesh  # noqa: B018
+        assert not hasattr(fabric.strategy, "device_mesh")
+        assert Model().device_mesh is None
+
+
+def test_scripts_that_ask_for_a_device_mesh_are_told_what_to_write(group):
+    ranks(group, 2)(mesh_case)
+
+
+class WithoutOptimizer(Model):
+    """No optimizer: the module uses the gradients itself."""
+
+    def configure_optimizers(self):
+        return None
+
+    def on_after_backward(self):
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+
+
+def no_optimizer_case(world):
+    with calm():
+        expected = WithoutOptimizer()
+        trainer("auto", max_epochs=1).fit(expected)
+        for zero in (0, 3):
+            model = WithoutOptimizer(world.size)
+            trainer(ours(zero), max_epochs=1).fit(model)
+            alike(model, expected)
+
+
+def test_a_module_without_an_optimizer_has_averaged_gradients(group):
+    ranks(group, 2)(no_optimizer_case)
+
+
 class Falling(Sampler):
     """A curriculum: the last sample first, in the second epoch the first one."""
 

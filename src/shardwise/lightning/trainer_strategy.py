@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 
 import shardwise as sw
 from shardwise.errors import UsageError
+from shardwise.lightning import refused_mesh
 from shardwise.lightning.empty_modules import casting, give_memory
 from shardwise.lightning.environment import Environment, check_devices
 from shardwise.lightning.exact_mean import ItemsOf
@@ -68,6 +69,8 @@ class OverEngines:
         )
 
     _precision_keyword = "precision_plugin"
+    replaces = ""
+    """The name of the strategy that the script asked for, under --adopt."""
 
     # -- who this process is ----------------------------------------------------------------
 
@@ -103,6 +106,11 @@ class OverEngines:
         if world.size == 1:
             return None
         return {"num_replicas": Marked(world.size), "rank": world.rank}
+
+    @property
+    def device_mesh(self) -> Any:
+        """Raises NoDeviceMesh: the mesh of ModelParallelStrategy is not here."""
+        refused_mesh.refuse("strategy.device_mesh")
 
     def _configure_launcher(self) -> None:
         """Workers are started from outside: nothing is launched here."""
@@ -154,6 +162,8 @@ class TrainerStrategy(OverEngines):
     def setup_environment(self) -> None:
         """Before the script's `setup` hooks: this rank is known, and how loaders are shared."""
         super().setup_environment()  # type: ignore[misc]
+        if self.replaces.startswith(refused_mesh.MODEL_PARALLEL):
+            self.lightning_module._device_mesh = refused_mesh.RefusedMesh()
         share_in_order(self.lightning_module.trainer._data_connector, self.training.world.size)
 
     def setup(self, trainer: Any) -> None:

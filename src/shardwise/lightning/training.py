@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 
 import shardwise as sw
 from shardwise.bridging.joining import SETTINGS, join
+from shardwise.bridging.plain_gradients import plain_backward
 from shardwise.bridging.trained import Make, TrainedModels
 from shardwise.bridging.trained_engine import LossItems, Trained, in_training
 from shardwise.config import OF_THE_ENGINE
@@ -237,7 +238,8 @@ class Training:
                 "it out."
             )
         if not self._optimizers:
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            last = not self._more_to_come
+            plain_backward(loss, self._modules, self.world, last=last, retain_graph=retain_graph)
             return
         self.engines.forget_cleared()
         last = not self._more_to_come
