@@ -1,6 +1,7 @@
 """The Loader on real ranks: one order, every sample once, whatever the number of ranks."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -372,6 +373,23 @@ def test_parts_resumed_at_other_sizes_give_every_sample_once(group, legs, num_wo
     size, batch, _ = legs[0]
     whole, _ = _in_legs(group, UNEVEN, [(size, batch, None)], options)
     assert sorted(rows) == sorted(whole)  # the draws too
+
+
+LEGS = st.lists(st.tuples(st.integers(1, 4), st.integers(4, 9), st.integers(1, 4)), max_size=4)
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(lengths=st.lists(st.integers(1, 15), min_size=4, max_size=7), legs=LEGS, micro=st.booleans())
+def test_any_legs_of_an_epoch_give_every_sample_once(group, lengths, legs, micro):
+    ends = np.cumsum([0, *lengths]).tolist()
+    stream = UnevenShards([range(a, b) for a, b in pairwise(ends)])
+    options = {"micro_batch_size": 1} if micro else {}
+    if micro:  # a record is a micro-batch: leave legs at the end of a step
+        legs = [(size, batch, steps * -(-batch // size)) for size, batch, steps in legs]
+    rows, _ = _in_legs(group, stream, [*legs, (2, 8, None)], options)
+    assert sorted(number for number, _ in rows) == list(range(ends[-1]))
 
 
 def test_total_batches_of_parts_do_not_depend_on_the_size_of_a_resume(group):

@@ -199,6 +199,9 @@ class Accelerator(Clipping, Stock):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of `loss`, divided by the accumulation steps, in every engine that it reaches.
 
+        In a script that prepares no optimizer, gradients of prepared models are averaged instead,
+        and are in `p.grad`. Collective then, in the last micro-batch of a step.
+
         Takes `retain_graph`; with `exact_mean`, where nothing is divided, also `weight`, the number
         of items that the loss is a mean over (default: the samples of the batch), and `same_items`
         as the engine's backward does. Raises UsageError for other arguments of torch's backward.

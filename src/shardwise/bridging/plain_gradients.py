@@ -1,6 +1,6 @@
-"""Backwards of models that no prepared optimizer trains: gradients as DistributedDataParallel has.
+"""Averages the gradients of models that no prepared optimizer trains.
 
-There is no engine then, and `p.grad` is the script's own to read and to use.
+There is no engine then. As with DistributedDataParallel, `p.grad` is the script's own to use.
 """
 
 from __future__ import annotations
