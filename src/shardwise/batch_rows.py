@@ -60,13 +60,16 @@ class BatchRows(ABC):
         """This rank's rows of a total batch, for loops without a Loader; those of its replica.
 
         `batch` is a tensor of shape (rows, ...) or a nest of such tensors, alike on all ranks; with
-        `dim` rows are counted along that dimension, as in (time, rows, ...) along 1. Shares are
+        `dim` rows are counted along that dimension, as in (time, rows, ...) along 1. Tensors may be
+        sparse, or nested with a component for each row. A list is a nest, not a list of samples:
+        one of six or more tensors of one shape is refused. Shares are
         contiguous and differ by a row at most. Outside of a loop over a Loader the number of rows
         becomes the weight of the next `engine.backward`; what is shared out under
         `torch.no_grad()` changes nothing of that. A rank left without rows gets one, at weight 0.
         """
         self._check_takes_rows("world.share")
         rows = Rows(batch, dim, call="world.share")
+        rows.refuse_samples(batch)
         total = rows.total
         cuts = even_cuts(total, self.data_size)
         first, end = cuts[self.data_rank], cuts[self.data_rank + 1]

@@ -2,12 +2,13 @@
 
 A *column* is a list or tuple of plain values (texts, numbers), one for each row. A list or tuple
 that has a tensor or an array somewhere inside is a part of the nest, as are dicts and named tuples.
+Sparse tensors have rows as dense ones do. The rows of a nested tensor are its components.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ class Rows:
         self._leaves, self._nest = pytree.tree_flatten(batch, is_leaf=_is_leaf)
         self._dim = dim
         self._call = call
+        for number, leaf in enumerate(self._leaves):
+            self._check_layout(number, leaf)
         self.total = self._counted()
         self.taken(0, 1)
 
@@ -51,7 +54,7 @@ class Rows:
         """A number that tells the first row from others, on the device where that is a tensor."""
         number: float | Tensor = 0.0
         for leaf in self._leaves:
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
                 number = number + _digest(leaf.narrow(self._dim, 0, 1).detach())
             elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
                 row = np.ascontiguousarray(leaf.take([0], axis=self._dim).astype(np.float64))
@@ -82,6 +85,13 @@ class Rows:
 
     def _part(self, number: int, leaf: Any, place: slice) -> Any:
         if isinstance(leaf, Tensor):
+            if leaf.is_nested:
+                return torch.nested.as_nested_tensor(leaf.unbind()[place], layout=leaf.layout)
+            if leaf.layout is not torch.strided:
+                # Only COO can be narrowed; a compressed layout comes back from it as it was.
+                whole: Tensor = leaf.to_sparse_coo()  # type: ignore[no-untyped-call]
+                part = whole.narrow_copy(self._dim, place.start, place.stop - place.start)
+                return part.to_sparse(layout=leaf.layout)
             part = leaf.narrow(self._dim, place.start, place.stop - place.start)
             return part.contiguous() if leaf.is_contiguous() else part
         if isinstance(leaf, np.ndarray):
@@ -109,6 +119,40 @@ class Rows:
             f"{self._call}: {self._name(number)} is {what}, so that it cannot be told what a row "
             "of it is. Give it as a tensor or a numpy array that has the batch's rows, or leave it "
             "out of the call where it has none."
+        )
+
+    def refuse_samples(self, batch: Any) -> None:
+        """Raise DataError if `batch` has a list of tensors that may be samples.
+
+        `[x1, x2, ...]` is cut like `[inputs, targets]`: each tensor by its first dimension. If the
+        tensors are samples of one shape, that takes a part of each sample. Nothing in the list
+        tells, except that a batch seldom has so many columns of one shape and dtype.
+        """
+        known = sum(map(_has_dims, self._leaves))
+        for each in _lists_of_one_form(batch):
+            inside = [leaf for leaf in pytree.tree_leaves(each) if _has_dims(leaf)]
+            if len(inside) < known and len(each) != self.total:
+                continue  # other parts have rows too, and as many as these columns
+            raise DataError(
+                f"{self._call}: a {type(each).__name__} of {len(each)} items, of shape "
+                f"{tuple(inside[0].shape)} each, may be {len(each)} samples, or columns of "
+                f"{self.total} rows. Write torch.stack(items) for samples, as the default "
+                "collate_fn does, or give columns in a dict."
+            )
+
+    def _check_layout(self, number: int, leaf: Any) -> None:
+        """Raise DataError for a tensor that cannot be cut along this dimension."""
+        if not isinstance(leaf, Tensor):
+            return
+        if leaf.is_nested and self._dim != 0:
+            what = "a nested tensor has rows along its first dimension only"
+        elif leaf.layout in (torch.sparse_bsr, torch.sparse_bsc):
+            what = f"a tensor of layout {leaf.layout} is made of blocks that rows would cut"
+        else:
+            return
+        raise DataError(
+            f"{self._call}: {self._name(number)} cannot be cut along {dimension(self._dim)}, since "
+            f"{what}: give a dense tensor, or leave it out of the call."
         )
 
     def _is_nest(self, leaf: Any) -> bool:
@@ -146,8 +190,38 @@ def _has_dims(leaf: Any) -> bool:
     return isinstance(leaf, (Tensor, np.ndarray))
 
 
+_SEVERAL = 6
+"""Tensors of one shape and dtype that are more likely samples than columns: a batch of a language
+model has up to five (ids, mask, types, positions, labels)."""
+
+
+def _lists_of_one_form(batch: Any) -> Iterator[Any]:
+    """The lists and tuples in `batch` with several items that hold equally shaped tensors."""
+    if isinstance(batch, dict):
+        for value in batch.values():
+            yield from _lists_of_one_form(value)
+    elif isinstance(batch, (list, tuple)) and not isinstance(batch, torch.Size):
+        forms = {_form(each) for each in batch} if len(batch) >= _SEVERAL else set()
+        if len(forms) == 1 and forms != {()} and not hasattr(batch, "_fields"):
+            yield batch
+        for each in batch:
+            yield from _lists_of_one_form(each)
+
+
+def _form(item: Any) -> tuple[Any, ...]:
+    """The shapes and dtypes of the tensors and arrays in `item` that have dimensions."""
+    found = (leaf for leaf in pytree.tree_leaves(item) if _has_dims(leaf))
+    return tuple((tuple(x.shape), x.dtype) for x in found if x.ndim and not _is_nested(x))
+
+
+def _is_nested(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_nested
+
+
 def _size(leaf: Any, dim: int) -> int:
     """The size in dimension `dim`; 0 without it."""
+    if _is_nested(leaf):
+        return int(leaf.size(0))
     return int(leaf.shape[dim]) if -leaf.ndim <= dim < leaf.ndim else 0
 
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import pickle
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -626,6 +627,77 @@ def without_optimizer_case(world, zero):
 def test_clipping_names_parameters_without_an_optimizer(group):
     for zero in (0, 3):
         ranks(group, 2)(without_optimizer_case, zero)
+
+
+def by_hand_case(world, accumulation):
+    """A model that is prepared without an optimizer has the gradients of DistributedDataParallel:
+    those of one process. An unprepared one has plain gradients."""
+    accelerator = ours(gradient_accumulation_steps=accumulation, zero=3)
+    torch.manual_seed(world.rank)  # the values of rank 0 become everyone's
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1), nn.Linear(1, 1))
+    model = accelerator.prepare(model)
+    expected = copy.deepcopy(model)
+    weights = [p.tolist() for p in model.parameters()]
+    assert world.gather(weights) == [weights] * world.size
+    x, y = data(rows=8).tensors
+    for micro in range(accumulation):
+        part = slice(4 * micro, 4 * micro + 4)
+        ((expected(x[part]) - y[part]).square().mean() / accumulation).backward()
+        with accelerator.accumulate(model):
+            own = (model(world.share(x[part])) - world.share(y[part])).square().mean()
+            accelerator.backward(own)
+    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(found.grad, wanted.grad, atol=1e-7)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+    assert norm.item() == pytest.approx(
+        nn.utils.clip_grad_norm_(expected.parameters(), 1e-3).item(), rel=1e-5
+    )
+    accelerator.clip_grad_value_(model.parameters(), 1e-6)
+    assert max(p.grad.abs().max() for p in model.parameters()) <= 1e-6
+    plain = nn.Linear(1, 1)
+    accelerator.backward(plain(torch.full((1, 1), 1.0 + world.rank)).sum())
+    assert plain.weight.grad.item() == pytest.approx((1.0 + world.rank) / accumulation)
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_model_without_an_optimizer_has_averaged_gradients(group, accumulation):
+    ranks(group, 2)(by_hand_case, accumulation)
+
+
+def branch_case(world):
+    """A layer that the loss of one worker alone reaches."""
+    accelerator = ours()
+    layers = accelerator.prepare(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)]))
+    accelerator.backward(layers[world.rank](torch.ones(1, 1)).sum())
+    assert [p.grad.item() for p in (layers[0].weight, layers[1].weight)] == [0.5, 0.5]
+    assert layers[2].weight.grad is None
+    accelerator.free_memory()
+
+
+def test_gradients_of_a_layer_that_some_workers_use_are_averaged_too(group):
+    ranks(group, 2)(branch_case)
+
+
+def pickled_case(world, exact):
+    accelerator = ours(exact_mean=exact)
+    again = pickle.loads(pickle.dumps(accelerator))
+    assert again.state.__dict__ == accelerator.state.__dict__
+    assert again.world is world
+    seen, _ = train(again) if not exact else (None, None)
+    assert pickle.dumps(accelerator) == pickle.dumps(accelerator)  # hashes of functions need it
+    model = net()
+    accelerator.prepare(model, optimizer_of(model))
+    assert pickle.loads(pickle.dumps(accelerator)).engines == []
+    assert len(accelerator.engines) == 1
+    accelerator.free_memory()
+    if seen is not None:
+        assert seen == train(ours())[0]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_accelerator_is_pickled_without_what_it_trains(group, exact):
+    ranks(group, 2)(pickled_case, exact)
 
 
 def dropped_case(world):

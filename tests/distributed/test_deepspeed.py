@@ -29,8 +29,8 @@ def batch(step, micro, rank):
     return x, x[:, :3].sin()
 
 
-def loss_of(model, x, y):
-    return (model(x) - y).square().mean()
+def loss_of(model, x, y, reduction="mean"):
+    return nn.functional.mse_loss(model(x), y, reduction=reduction)
 
 
 def json_of(zero, **more):
@@ -299,33 +299,111 @@ def test_weights_are_copied_out_as_scripts_do(group, tmp_path):
 
 
 def scaled_case(world, zero):
-    """engine.scale(loss).backward() is engine.backward(loss)."""
+    """loss.backward() and engine.scale(loss).backward() are engine.backward(loss)."""
     import shardwise.deepspeed as deepspeed
 
     seen = []
-    for by_scale in (False, True):
+    for way in ("engine", "scale", "loss", "gradient"):
         model = net()
         engine, *_ = deepspeed.initialize(
             model=model, config=json_of(zero, gradient_accumulation_steps=2)
         )
         for micro in range(2):
             loss = loss_of(engine, *batch(0, micro, world.rank))
-            if by_scale:
-                (2 * engine.scale(loss / 2)).backward()
-            else:
-                engine.backward(loss)
+            match way:
+                case "engine":
+                    engine.backward(loss)
+                case "scale":
+                    (2 * engine.scale(loss / 2)).backward()
+                case "loss":
+                    loss.backward()
+                case "gradient":
+                    errors = loss_of(engine, *batch(0, micro, world.rank), reduction="none")
+                    errors.backward(torch.full_like(errors, 1 / errors.numel()))
             engine.step()
         with deepspeed.zero.GatheredParameters(model[0].weight):
             seen.append((engine.get_global_grad_norm(), model[0].weight.tolist()))
         engine.destroy()
-    assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-12)
-    assert torch.allclose(*(torch.tensor(weights) for _, weights in seen), rtol=1e-9)
+    for norm, weights in seen[1:]:
+        assert norm == pytest.approx(seen[0][0], rel=1e-12)
+        assert torch.allclose(torch.tensor(weights), torch.tensor(seen[0][1]), rtol=1e-9)
     close(engine, world)
 
 
-def test_scale_and_backward_by_hand(group):
+def test_every_way_to_write_a_backward_is_the_same(group):
     for zero in (1, 3):
         ranks(group, 2)(scaled_case, zero)
+
+
+def one_loss_case(world, zero):
+    """One loss.backward() of several engines; a model without an engine keeps torch's own."""
+    import shardwise.deepspeed as deepspeed
+
+    seen = []
+    for way in ("engine", "loss"):
+        engines = [deepspeed.initialize(model=net(), config=json_of(zero))[0] for _ in range(2)]
+        beside = net()
+        for step in range(2):
+            x, y = batch(step, 0, world.rank)
+            losses = [(number + 1) * loss_of(e, x, y) for number, e in enumerate(engines)]
+            if way == "loss":
+                sum(losses).backward()
+            else:
+                for each, loss in zip(engines, losses, strict=True):
+                    each.backward(loss)
+            for each in engines:
+                each.step()
+            beside.zero_grad()
+            loss_of(beside, x, y).backward()
+        seen.append([each.get_global_grad_norm() for each in engines])
+        gradient = beside[0].weight.grad.clone()
+        for each in engines:
+            each.destroy()
+    assert seen[1] == pytest.approx(seen[0], rel=1e-9)
+    assert seen[0][0] != pytest.approx(seen[0][1], rel=1e-3)
+    beside.zero_grad()
+    loss_of(beside, *batch(1, 0, world.rank)).backward()
+    assert torch.equal(beside[0].weight.grad, gradient)
+    close(engines[0], world)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_backward_reaches_all_engines_of_its_loss_and_no_other_model(group, zero):
+    ranks(group, 2)(one_loss_case, zero)
+
+
+def second_order_case(world):
+    import shardwise.deepspeed as deepspeed
+
+    engine, *_ = deepspeed.initialize(model=net(), config=json_of(1))
+    try:
+        loss_of(engine, *batch(0, 0, world.rank)).backward(create_graph=True)
+    finally:
+        close(engine, world)
+
+
+def test_a_backward_that_keeps_a_graph_of_gradients_is_refused(group):
+    for kind, message in ranks(group, 2).errors(second_order_case):
+        assert kind == "UsageError"
+        assert "without the engine" in message
+
+
+def seeded_case(world):
+    import random
+
+    import numpy as np
+
+    from shardwise.deepspeed import runtime_utils
+
+    found = []
+    for _ in range(2):
+        runtime_utils.set_random_seed(3)
+        found.append((random.random(), np.random.rand(), torch.rand(2).tolist()))
+    assert found[0] == found[1]
+
+
+def test_set_random_seed_seeds_all_generators(group):
+    ranks(group, 1)(seeded_case)
 
 
 def bf16_case(world, zero):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from shardwise.errors import ModelError, UsageError
 
@@ -441,6 +441,120 @@ def hooks_case(world):
 
 def test_hooks_see_whole_gradients(group):
     ranks(group, 2)(hooks_case)
+
+
+class WithMesh(Model):
+    """As scripts for ModelParallelStrategy are written."""
+
+    def configure_model(self):
+        copy.deepcopy(self._device_mesh)
+        assert not hasattr(self.device_mesh, "size")
+        self.net.mesh = self.device_mesh["data_parallel"]
+
+
+def mesh_case(world):
+    from lightning.fabric.strategies import ModelParallelStrategy as OfFabric
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from shardwise.lightning import adoption
+
+    with calm(), pytest.MonkeyPatch.context() as patch:
+        for kind in (pl.Trainer, fabric_library.Fabric):
+            patch.setattr(kind, "__init__", kind.__init__)
+        adoption._replace("lightning.pytorch", "Trainer", adoption.trainer_strategy)
+        adoption._replace("lightning.fabric", "Fabric", adoption.fabric_strategy)
+        with pytest.raises(UsageError, match=r"mesh\['data_parallel'\] belongs to Mod.*--zero 3"):
+            trainer(ModelParallelStrategy()).fit(WithMesh(world.size))
+        fabric = fabric_library.Fabric(
+            accelerator="cpu", devices=2, strategy=OfFabric(lambda model, mesh: model)
+        )
+        with pytest.raises(UsageError, match=r"strategy.device_mesh belongs to ModelParallelStr"):
+            fabric.strategy.device_mesh  # noqa: B018
+        assert not hasattr(fabric.strategy, "device_mesh")
+        assert Model().device_mesh is None
+
+
+def test_scripts_that_ask_for_a_device_mesh_are_told_what_to_write(group):
+    ranks(group, 2)(mesh_case)
+
+
+class WithoutOptimizer(Model):
+    """No optimizer: the module uses the gradients itself."""
+
+    def configure_optimizers(self):
+        return None
+
+    def on_after_backward(self):
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+
+
+def no_optimizer_case(world):
+    with calm():
+        expected = WithoutOptimizer()
+        trainer("auto", max_epochs=1).fit(expected)
+        for zero in (0, 3):
+            model = WithoutOptimizer(world.size)
+            trainer(ours(zero), max_epochs=1).fit(model)
+            alike(model, expected)
+
+
+def test_a_module_without_an_optimizer_has_averaged_gradients(group):
+    ranks(group, 2)(no_optimizer_case)
+
+
+class Falling(Sampler):
+    """A curriculum: the last sample first, in the second epoch the first one."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 12
+
+    def __iter__(self):
+        return iter(range(12) if self.epoch else range(11, -1, -1))
+
+
+class Ordered(pl.LightningModule):
+    def __init__(self, **options):
+        super().__init__()
+        self.layer, self.options, self.rows = nn.Linear(1, 1), options, []
+
+    def training_step(self, batch, index):
+        self.rows += batch.flatten().int().tolist()
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+    def train_dataloader(self):
+        return DataLoader(torch.arange(12.0).view(12, 1), batch_size=2, **self.options)
+
+
+def order_case(world):
+    """The rows of all workers by epoch, in total order."""
+    found = []
+    for options in ({"sampler": Falling()}, {}, {"shuffle": True}):
+        with calm():
+            model = Ordered(**options)
+            trainer(ours(0)).fit(model)
+        ranks_rows = world.gather(model.rows)
+        found.append([row for rows in zip(*ranks_rows, strict=True) for row in rows])
+    return found
+
+
+def test_only_shuffle_true_shuffles(group):
+    falling, plain, shuffled = ranks(group, 2)(order_case)[0]
+    assert falling == [*range(11, -1, -1), *range(12)]
+    assert plain == [*range(12), *range(12)]
+    assert sorted(shuffled[:12]) == list(range(12)) != shuffled[:12]
 
 
 class Endless(IterableDataset):

@@ -1,6 +1,7 @@
 """The Loader on real ranks: one order, every sample once, whatever the number of ranks."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -250,7 +251,10 @@ def test_a_sliced_stream_resumes_at_another_size(group):
     plain = group(1)(_run, Stream(14), 5, {}, 3)
     first = group(2)(_interrupted, Stream(14), 5, {}, 5)
     assert {str(state) for _, state in first} == {
-        str({"samples": 24, "epoch": 1, "offset": 10, "steps": 2})
+        str(
+            {"samples": 24, "epoch": 1, "offset": 10, "steps": 2}
+            | {"parts": 0, "part_batch": 0, "joined": 0}
+        )
     }
     then = group(3)(_resumed, Stream(14), 5, {}, first[0][1])
     assert _total(then, 1) == _total(plain, 1)[2:]
@@ -311,6 +315,115 @@ def test_parts_resume_at_the_same_size(group):
     resumed = group(2)(_resumed_part, lengths, state)
     assert _total(resumed) == _total(ranks)[3:]
     assert [[record[3] for record in records] for records in resumed] == [[2, 1], [0, 0]]
+
+
+class UnevenShards(IterableDataset):
+    """Shards of different lengths, each shuffled by torch's generator. Samples carry a draw."""
+
+    def __init__(self, shards):
+        self.shards, self.num_shards = shards, len(shards)
+
+    def shard(self, num_shards, index):
+        return UnevenShards(self.shards[index::num_shards])
+
+    def __iter__(self):
+        for shard in self.shards:
+            for place in torch.randperm(len(shard)).tolist():
+                yield shard[place], torch.rand(()).item()
+
+
+UNEVEN = UnevenShards([range(9), range(9, 23), range(23, 28), range(28, 39), range(39, 50)])
+
+
+def _some_steps(world, dataset, batch, options, state, most):
+    loader = Loader(dataset, batch, **options)
+    if state is not None:
+        loader.load_state_dict(state)
+    return _record(world, loader, 2, most), loader.state_dict()
+
+
+def _in_legs(group, dataset, legs, options):
+    """The rows of an epoch trained in `legs` of (ranks, batch, steps), and the state at its end."""
+    rows, state = [], None
+    for size, batch, steps in legs:
+        said = group(size)(_some_steps, dataset, batch, options, state, steps)
+        ranks = [records for records, _ in said]
+        rows += [row for step in _total(ranks) for row in step]
+        state = said[0][1]
+        assert all(theirs == state for _, theirs in said)
+    return rows, state
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "legs",
+    [
+        [(2, 8, 3), (3, 8, None)],
+        [(3, 8, 4), (1, 8, None)],
+        [(1, 8, 2), (4, 8, None)],
+        [(2, 8, 3), (2, 6, None)],  # other shares of each part
+        [(4, 8, 2), (2, 6, 1), (4, 8, 2), (3, 8, None)],
+        [(2, 8, 6), (3, 8, None)],  # after a part has ended
+    ],
+)
+def test_parts_resumed_at_other_sizes_give_every_sample_once(group, legs, num_workers):
+    options = {"num_workers": num_workers}
+    rows, _ = _in_legs(group, UNEVEN, legs, options)
+    assert sorted(number for number, _ in rows) == list(range(50))
+    size, batch, _ = legs[0]
+    whole, _ = _in_legs(group, UNEVEN, [(size, batch, None)], options)
+    assert sorted(rows) == sorted(whole)  # the draws too
+
+
+LEGS = st.lists(st.tuples(st.integers(1, 4), st.integers(4, 9), st.integers(1, 4)), max_size=4)
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(lengths=st.lists(st.integers(1, 15), min_size=4, max_size=7), legs=LEGS, micro=st.booleans())
+def test_any_legs_of_an_epoch_give_every_sample_once(group, lengths, legs, micro):
+    ends = np.cumsum([0, *lengths]).tolist()
+    stream = UnevenShards([range(a, b) for a, b in pairwise(ends)])
+    options = {"micro_batch_size": 1} if micro else {}
+    if micro:  # a record is a micro-batch: leave legs at the end of a step
+        legs = [(size, batch, steps * -(-batch // size)) for size, batch, steps in legs]
+    rows, _ = _in_legs(group, stream, [*legs, (2, 8, None)], options)
+    assert sorted(number for number, _ in rows) == list(range(ends[-1]))
+
+
+def test_total_batches_of_parts_do_not_depend_on_the_size_of_a_resume(group):
+    rows, _ = _in_legs(group, UNEVEN, [(2, 8, 1), (3, 8, 2), (4, 8, None)], {})
+    whole, _ = _in_legs(group, UNEVEN, [(2, 8, None)], {})
+    assert rows[:32] == whole[:32]  # until a part ends
+
+
+def test_the_epoch_after_a_resume_at_another_size_has_parts_of_its_own(group):
+    state = group(2)(_some_steps, UNEVEN, 8, {}, None, 3)[0][1]
+    assert (state["parts"], state["joined"]) == (2, 0)
+    said = group(3)(_some_steps, UNEVEN, 8, {}, state, None)
+    fresh = group(3)(_some_steps, UNEVEN, 8, {}, None, None)
+    assert _total([records for records, _ in said], 1) == _total([r for r, _ in fresh], 1)
+    middle = group(3)(_some_steps, UNEVEN, 8, {}, state, 2)[0][1]
+    assert (middle["parts"], middle["part_batch"], middle["joined"]) == (2, 8, 1)
+
+
+def test_a_sliced_epoch_ends_sliced_where_there_are_shards_enough(group):
+    few = UnevenShards([range(9), range(9, 23)])
+    rows, _ = _in_legs(group, few, [(3, 6, 2), (2, 6, None)], {})
+    assert sorted(number for number, _ in rows) == list(range(23))
+
+
+def test_parts_that_only_their_ranks_can_read_are_not_resumed_at_another_size(group):
+    state = {"samples": 8, "epoch": 0, "offset": 8, "steps": 2}
+    state |= {"parts": 2, "part_batch": 4, "joined": 0}
+    for size, batch in ((3, 4), (2, 6)):
+        errors = group(size).errors(_some_steps, Stream(9), batch, PARTS, state, None)
+        assert {kind for kind, _ in errors} == {"DataError"}
+        assert "2 workers read a part of Stream each, in total batches of 4" in errors[0][1]
+
+
+PARTS = {"sharding": "dataset"}
 
 
 def test_a_part_without_samples_is_named_on_all_ranks(group):

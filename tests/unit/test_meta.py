@@ -381,6 +381,23 @@ def test_a_write_after_the_block_is_refused() -> None:
         materialise(deferred.weight, "weight")
 
 
+def test_a_second_block_casts_what_the_first_has_built() -> None:
+    plain, deferred, _ = both(lambda: nn.Linear(2, 2))
+    with shardwise.on_meta():
+        deferred.to(torch.bfloat16).to("cpu")
+    assert torch.equal(materialise(deferred.weight), plain.weight.bfloat16())
+    nn.init.zeros_(deferred.weight)
+    with pytest.raises(ModelError, match="was written after the block"):
+        materialise(deferred.weight)
+
+
+def test_a_write_between_two_blocks_is_refused_by_the_second() -> None:
+    _, deferred, _ = both(lambda: nn.Linear(2, 2))
+    nn.init.zeros_(deferred.weight)
+    with pytest.raises(ModelError, match="was written after the block"), shardwise.on_meta():
+        deferred.to("cpu")
+
+
 def test_a_parameter_filled_from_nothing_is_refused() -> None:
     with (
         pytest.raises(ModelError, match=r"copy_.* sparse, lazily conjugated or without values"),

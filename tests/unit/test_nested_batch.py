@@ -88,6 +88,78 @@ def test_what_cannot_be_told_is_refused_by_name(batch, words):
         Rows(batch, call="share")
 
 
+def samples(count, *shape):
+    return [torch.arange(24.0)[: torch.Size(shape).numel()].view(shape) + n for n in range(count)]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        samples(6, 8),
+        tuple(samples(9, 3, 4)),
+        {"images": samples(6, 8)},
+        [x.numpy() for x in samples(6, 8)],
+        [{"ids": x, "mask": x > 3} for x in samples(7, 8)],
+        (samples(8, 8), torch.arange(8)),  # each part has 8 rows, whichever it is
+    ],
+)
+def test_a_list_that_may_be_of_samples_is_refused(batch):
+    with pytest.raises(DataError, match=r"items, of shape .* may be \d samples, or columns of"):
+        Rows(batch, call="share").refuse_samples(batch)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        samples(5, 8),  # ids, mask, types, positions, labels
+        dict(enumerate(samples(6, 8))),
+        torch.stack(samples(6, 8)),
+        (samples(6, 8), torch.arange(8)),
+        [*samples(6, 8), torch.arange(8)],
+        (torch.arange(6), list("abcdef")),
+    ],
+)
+def test_columns_of_one_shape_are_cut(batch):
+    Rows(batch, call="share").refuse_samples(batch)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_have_rows(layout):
+    x = torch.arange(24.0).view(6, 4) % 3
+    sparse = x.to_sparse(layout=layout)
+    rows = Rows({"x": sparse, "y": torch.arange(6)}, call="share")
+    assert rows.total == 6
+    mine = rows.taken(2, 5)["x"]
+    assert mine.layout is layout
+    assert torch.equal(mine.to_dense(), x[2:5])
+    assert rows.taken(3, 3)["x"].shape == (1, 4)
+    along = Rows(sparse, 1, call="share").taken(1, 3)
+    assert torch.equal(along.to_dense(), x[:, 1:3])
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_rows_of_a_nested_tensor_are_its_components(layout):
+    components = [torch.randn(length, 2) for length in (3, 1, 4, 1, 5)]
+    nested = torch.nested.nested_tensor(components, layout=layout)
+    rows = Rows((nested, torch.arange(5)), call="share")
+    assert rows.total == 5
+    mine = rows.taken(1, 4)[0]
+    assert mine.layout is layout
+    for one, other in zip(mine.unbind(), components[1:4], strict=True):
+        assert torch.equal(one, other)
+    assert rows.digest() == Rows(torch.arange(5), call="share").digest()
+    with pytest.raises(DataError, match=r"batch cannot be cut along dimension 1, since a nested"):
+        Rows(nested, 1, call="share")
+
+
+def test_a_tensor_of_sparse_blocks_is_refused():
+    blocks = torch.eye(4).to_sparse_bsr((2, 2))
+    with pytest.raises(DataError, match="is made of blocks that rows would cut: give a dense"):
+        Rows({"x": blocks}, call="share")
+
+
 def test_rows_along_another_dimension_are_contiguous_where_the_batch_is():
     x = torch.arange(24).view(4, 6)
     mine, array, names = Rows((x, x.numpy(), list("abcdef")), 1, call="share").taken(2, 4)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.data import order
-from shardwise.data.position import Position, restored
+from shardwise.data.position import PartOrder, Position, restored
 from shardwise.errors import DataError
 
 SIZES = st.integers(1, 9)
@@ -110,6 +110,8 @@ def test_a_position_moves_by_steps_and_epochs():
 def test_a_state_with_its_epoch_is_restored():
     position = Position(epoch=2, before=17).stepped(5)
     assert restored(position.state(None), None, 4) == position
+    parts = Position(order=PartOrder(parts=3, batch=8, joined=True)).stepped(8)
+    assert restored(parts.state(None), None, 4) == parts
 
 
 @pytest.mark.parametrize(

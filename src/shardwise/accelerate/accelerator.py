@@ -26,12 +26,16 @@ from shardwise.accelerate.clipping import Clipping
 from shardwise.accelerate.exact_mean import ExactBatches
 from shardwise.accelerate.optimizer import ShardedOptimizer
 from shardwise.accelerate.pretrained import follow
-from shardwise.bridging.joining import SETTINGS, join
+from shardwise.bridging.joining import SETTINGS, join, joined
+from shardwise.bridging.plain_gradients import plain_backward
 from shardwise.bridging.trained import TrainedModels
 from shardwise.bridging.trained_engine import LossItems
 from shardwise.config import OF_THE_ENGINE
 from shardwise.deepspeed.written_files import KeptBeside
+from shardwise.engine.initial_values import make_alike
 from shardwise.errors import UsageError
+
+_PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 
 _PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 
@@ -86,6 +90,19 @@ class Accelerator(Clipping, Stock):
         self._leaves_weights = False
         """Whether weights are the engines' to save: nobody needs them whole."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs: who this one is. Nothing is prepared in a copy."""
+        prepared = dict.fromkeys(_PREPARED_LISTS, ())
+        is_exact = self._batches is not None
+        return vars(self) | prepared | {"world": None, "_trained": None, "_batches": is_exact}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {name: list(state[name]) for name in _PREPARED_LISTS})
+        # None in a process that has no rank, such as a DataLoader worker.
+        self.world = joined()  # type: ignore[assignment]
+        self._trained = TrainedModels(self._make_engine)
+        self._batches = ExactBatches(self.world, self._is_training) if state["_batches"] else None
+
     def _check_ranks(self) -> None:
         if self.num_processes != self.world.size:
             PartialState._reset_state()
@@ -117,6 +134,10 @@ class Accelerator(Clipping, Stock):
         self._trained.form(self._models, [each.optimizer for each in self._optimizers])
         if self._json is not None:
             self._trained.clip_always(self._json.max_norm)
+        if self._trains_by_hand:  # nothing else gives all ranks rank 0's values
+            for model in self._models:
+                tensors = (t for t in [*model.parameters(), *model.buffers()] if not t.is_meta)
+                make_alike(tensors, self.world.collectives)
         return prepared
 
     def prepare_model(
@@ -178,6 +199,9 @@ class Accelerator(Clipping, Stock):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of `loss`, divided by the accumulation steps, in every engine that it reaches.
 
+        In a script that prepares no optimizer, gradients of prepared models are averaged instead,
+        and are in `p.grad`. Collective then, in the last micro-batch of a step.
+
         Takes `retain_graph`; with `exact_mean`, where nothing is divided, also `weight`, the number
         of items that the loss is a mean over (default: the samples of the batch), and `same_items`
         as the engine's backward does. Raises UsageError for other arguments of torch's backward.
@@ -192,6 +216,16 @@ class Accelerator(Clipping, Stock):
         if weight is None:
             loss = loss / self.gradient_accumulation_steps
         last = self.sync_gradients and not self._more_to_come
+        if self._trains_by_hand and weight is None:
+            self.world.say_once(
+                "no optimizer is prepared: each accelerator.backward averages the gradients of "
+                "prepared models over the workers, as DistributedDataParallel does, and nothing "
+                "is sharded"
+            )
+            loss = loss if self.scaler is None else self.scaler.scale(loss)
+            keep = retain_graph
+            plain_backward(loss, self._models, self.world, last=last, retain_graph=keep)
+            return
         self._trained.backward(loss, last=last, retain_graph=retain_graph, weight=weight)
 
     def _items_of(self, kwargs: dict[str, Any]) -> LossItems | None:

@@ -16,8 +16,14 @@ class Clipping:
     """The calls of an Accelerator that look at gradients between backward and step."""
 
     _trained: TrainedModels
+    _json: Any
     sync_gradients: bool
     device: torch.device
+
+    @property
+    def _trains_by_hand(self) -> bool:
+        """Whether the script uses gradients itself: it has prepared no optimizer."""
+        return not self._trained.has_optimizers and self._json is None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing to do: the engine has the loss scale, and gives gradients without it."""
@@ -33,6 +39,8 @@ class Clipping:
         need a gradient and have no optimizer; and for a `max_norm` that is not above 0.
         """
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._trains_by_hand:
+            return nn.utils.clip_grad_norm_(several, max_norm, norm_type=norm_type)
         self._check_clipping("clip_grad_norm_", several)
         if not max_norm > 0:
             raise UsageError(
@@ -49,6 +57,9 @@ class Clipping:
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip every element of the gradients, which are whole for that moment. Collective."""
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._trains_by_hand:
+            nn.utils.clip_grad_value_(several, clip_value)
+            return
         self._check_clipping("clip_grad_value_", several)
         with self._trained.full_gradients(several):
             nn.utils.clip_grad_value_(several, clip_value)

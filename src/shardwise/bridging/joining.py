@@ -29,7 +29,7 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
     what its workers draw in common is seeded by the step.
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
-    world = _joined()
+    world = joined()
     if world is None:
         error_file.watch_exceptions()
         settled = resolve(sources(os.environ, given))[0]
@@ -43,7 +43,7 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
     return world
 
 
-def _joined() -> sw.World | None:
+def joined() -> sw.World | None:
     """The world that this process has joined already; None before."""
     with suppress(UsageError):
         return sw.world()

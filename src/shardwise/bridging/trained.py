@@ -47,6 +47,11 @@ class TrainedModels:
         self.followers: list[Callable[[Trained], None]] = []
         """What is called with an engine that has updated, such as the step of its schedule."""
 
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether an optimizer was prepared, or another Accelerator took over what one trained."""
+        return bool(self._trained or self._waiting or self._was_taken)
+
     def __iter__(self) -> Iterator[Trained]:
         return iter(self._trained)
 

@@ -16,7 +16,7 @@ from shardwise.current_batch import LoaderStream, StreamShape
 from shardwise.data import source
 from shardwise.data.checks import LoaderArguments, UnknownLength
 from shardwise.data.position import Position, restored
-from shardwise.data.readers import Reader, reader
+from shardwise.data.readers import Reader, part_order, reader
 from shardwise.data.source import Item
 from shardwise.data.steps import LoaderPass, LoaderStep
 from shardwise.errors import DataError, UsageError
@@ -57,7 +57,9 @@ class Loader:
     is that of one process); "dataset" takes the stream as this rank's own part, made by its
     `shard(num_shards=, index=)` where it has one, and a rank that has finished goes on with
     stand-ins until all have; "auto" is "dataset" where there is such a method with enough
-    shards, else "slice". The dataset never sees `get_worker_info()` while it is read: the Loader
+    shards, else "slice". An epoch that is resumed on another number of ranks, or with another
+    batch_size, ends with the parts that it began with: every rank reads all of them until then.
+    The dataset never sees `get_worker_info()` while it is read: the Loader
     spreads the work over its workers, and their number changes nothing.
 
     seed_samples: seed torch, numpy and random by (seed, epoch, index) before each sample of a
@@ -146,7 +148,8 @@ class Loader:
     def _build(self) -> None:
         """Make what reads the data, which is seeded by the run's seed, for the present mesh."""
         self._seed, self._mesh = self._world.seed, self._world.mesh
-        self._reader = reader(self._given, self._world)
+        found = part_order(self._given, self._world, self._position)
+        self._reader = reader(self._given, self._world, found)
         self._plan = _plan(self._given, self._reader)
         self._torch_loader: DataLoader[Any] = DataLoader(
             self._reader.source,
@@ -220,7 +223,10 @@ class Loader:
         """The position: {"samples": consumed so far, "epoch": the one that the next step is of, or
         whose end of the body is still to run}.
 
-        Where epochs may differ in length (a sampler, a stream) also offset and steps.
+        Where epochs may differ in length (a sampler, a stream) also offset and steps; of a stream
+        also "parts", the number of parts that ranks read in this epoch (0: they read all of it),
+        "part_batch", the samples of a total batch then, and "joined", whether all ranks now read
+        all parts.
         """
         return self._position.state(self._reader.epoch_length)
 
@@ -244,6 +250,7 @@ class Loader:
             self._build()  # a checkpoint was loaded, of a run with another seed
         self._follow_mesh()
         self._settle()
+        self._follow_order()
         self._began, self._reenter = self._position, False
         self._taken = 0
         self._run += 1
@@ -264,6 +271,13 @@ class Loader:
         )
         self._given.check()
         self._build()
+
+    def _follow_order(self) -> None:
+        """Read a stream in the order of the epoch that the next pass is of."""
+        found = part_order(self._given, self._world, self._position)
+        if found != self._reader.order:
+            self._build()
+        self._position = replace(self._position, order=found)
 
     def _settle(self) -> None:
         """Decide where the next pass begins."""

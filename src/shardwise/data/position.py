@@ -6,18 +6,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.data import order
+from shardwise.data.order import locate
 from shardwise.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartOrder:
+    """The order of a stream's samples in an epoch.
+
+    With `parts` of 0 it is the order of the stream. Otherwise the stream is cut into `parts`, one
+    per rank when the epoch began, and a total batch of `batch` samples takes a share of each part.
+    """
+
+    parts: int = 0
+    batch: int = 0
+    joined: bool = False
+    """Whether every rank reads all parts, because the ranks or the batch changed in the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Position:
-    """`offset` samples and `steps` steps into `epoch`; `before` samples lie in earlier epochs."""
+    """`offset` samples and `steps` steps into `epoch`; earlier epochs had `before` samples."""
 
     epoch: int = 0
     offset: int = 0
     steps: int = 0
     before: int = 0
+    order: PartOrder | None = None
+    """Of a stream in the middle of an epoch. None if unknown, and for map-style datasets."""
 
     @property
     def samples(self) -> int:
@@ -39,13 +55,18 @@ class Position:
         place = {"samples": self.samples, "epoch": self.epoch}
         if epoch_length is not None:
             return place
-        return place | {"offset": self.offset, "steps": self.steps}
+        place |= {"offset": self.offset, "steps": self.steps}
+        if self.order is None:
+            return place
+        parts, batch, joined = self.order.parts, self.order.batch, int(self.order.joined)
+        return place | {"parts": parts, "part_batch": batch, "joined": joined}
 
 
 def restored(
     state: Mapping[str, Any], epoch_length: int | None, batch_size: int | None
 ) -> Position:
     """The position that `state` tells. Raises DataError for a state of something else."""
+    order: PartOrder | None = None
     try:
         samples = int(state["samples"])
         if epoch_length is not None:
@@ -53,18 +74,23 @@ def restored(
             steps = -(-offset // batch_size) if batch_size else 0
         else:
             epoch, offset, steps = (int(state[key]) for key in ("epoch", "offset", "steps"))
+            if "parts" in state:  # states of earlier versions do not have it
+                parts, batch = int(state["parts"]), int(state["part_batch"])
+                order = PartOrder(parts=parts, batch=batch, joined=bool(state["joined"]))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"The state of a Loader holds samples (and epoch, offset and steps for a sampler or a "
             f"stream), not {dict(state)!r}."
         ) from error
-    if min(samples, epoch, offset, steps) < 0 or offset > samples:
+    is_order = order is None or order.parts == 0 or 0 < order.parts <= order.batch
+    if min(samples, epoch, offset, steps) < 0 or offset > samples or not is_order:
         raise DataError(f"{dict(state)!r} is no position in the data.")
-    return Position(epoch=epoch, offset=offset, steps=steps, before=samples - offset)
+    before = samples - offset
+    return Position(epoch=epoch, offset=offset, steps=steps, before=before, order=order)
 
 
 def _located(samples: int, epoch: int | None, length: int) -> tuple[int, int]:
     """The epoch, and the samples of it that are consumed: all of them at its very end."""
     if epoch is not None and 0 <= samples - epoch * length <= length:
         return epoch, samples - epoch * length
-    return order.locate(samples, length)
+    return locate(samples, length)

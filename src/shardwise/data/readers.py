@@ -23,7 +23,8 @@ from shardwise.data.batch_schedule import (
     length_of,
 )
 from shardwise.data.checks import LoaderArguments
-from shardwise.data.position import Position
+from shardwise.data.joined_parts import JoinedParts, part_of
+from shardwise.data.position import PartOrder, Position
 from shardwise.data.source import Item, MapSource, MicroBatch, StreamRequest, StreamSource, may_draw
 from shardwise.errors import DataError
 from shardwise.world import World
@@ -33,10 +34,11 @@ class Reader(ABC):
     """One way of reading. `source` does it, in DataLoader workers or in the main process.
 
     `epoch_length` is the number of samples that every epoch has, None where that may differ;
-    `steps` the number of steps of an epoch, None where unknown.
+    `steps` the number of steps of an epoch, None where unknown. `order` is that of a stream.
     """
 
     source: Any
+    order: PartOrder | None = None
     epoch_length: int | None = None
     steps: int | None = None
 
@@ -53,15 +55,40 @@ class Reader(ABC):
         self.source.close()
 
 
-def reader(given: LoaderArguments, world: World) -> Reader:
-    """The reader for checked arguments. Raises DataError where islands would make different
-    numbers of steps."""
+def part_order(given: LoaderArguments, world: World, at: Position) -> PartOrder | None:
+    """Return the order of the stream's samples after `at`; None for a map-style dataset.
+
+    An epoch keeps its order until its end, even if the number of ranks changes: in another order
+    the samples before `at` would be other ones. Raises DataError if islands would make different
+    numbers of steps.
+    """
     if not given.stream:
-        return MapReader(given, world)
+        return None
+    own = PartOrder()
     if world.island_count > 1:
         _check_islands(given, world)
-        return SliceReader(given, world)
-    return PartReader(given, world) if _sharded_by_dataset(given) else SliceReader(given, world)
+    elif _sharded_by_dataset(given):
+        assert given.batch_size is not None
+        own = PartOrder(parts=world.data_size, batch=given.batch_size)
+    if at.offset == 0:
+        return own
+    if at.order is None:
+        if own.parts > 1:
+            world.say_once(
+                "the position of the Loader is of an earlier version, which did not save how many "
+                f"workers read parts of the stream: the epoch is right if they were {own.parts}."
+            )
+        return own
+    return at.order if at.order in (own, PartOrder()) else replace(at.order, joined=True)
+
+
+def reader(given: LoaderArguments, world: World, found: PartOrder | None) -> Reader:
+    """The reader for checked arguments and the order of a stream."""
+    if found is None:
+        return MapReader(given, world)
+    if found.parts and not found.joined:
+        return PartReader(given, world, found)
+    return SliceReader(given, world, found)
 
 
 def _check_islands(given: LoaderArguments, world: World) -> None:
@@ -96,10 +123,19 @@ class MapReader(Reader):
 class SliceReader(Reader):
     """Every rank reads the whole stream and keeps its share of each total batch."""
 
-    def __init__(self, given: LoaderArguments, world: World) -> None:
+    def __init__(self, given: LoaderArguments, world: World, found: PartOrder) -> None:
         assert given.batch_size is not None
-        self.source = _stream_source(given, given.dataset, world, sliced=True)
-        length = length_of(given.dataset)
+        self.order = found
+        dataset = given.dataset
+        if found.parts:
+            dataset = JoinedParts(dataset, found, world.seed)
+            world.say_once(
+                f"this epoch began with {found.parts} worker(s) that read a part of "
+                f"{type(given.dataset).__name__} each, in total batches of {found.batch}: until "
+                "its end every worker reads all parts and keeps its share"
+            )
+        self.source = _stream_source(given, dataset, world, sliced=True)
+        length = length_of(dataset)
         if length is not None:
             self.steps = order.steps_per_epoch(length, given.batch_size, drop_last=given.drop_last)
 
@@ -110,11 +146,10 @@ class SliceReader(Reader):
 class PartReader(Reader):
     """Every rank reads a part of its own, until the parts of all ranks have ended."""
 
-    def __init__(self, given: LoaderArguments, world: World) -> None:
+    def __init__(self, given: LoaderArguments, world: World, found: PartOrder) -> None:
         assert given.batch_size is not None
-        dataset = given.dataset
-        if world.data_size > 1 and hasattr(dataset, "shard"):
-            dataset = dataset.shard(num_shards=world.data_size, index=world.data_rank)
+        self.order = found
+        dataset = part_of(given.dataset, world.data_size, world.data_rank)
         self.source = _stream_source(given, dataset, world, sliced=False)
         self._world = world
         self._needed = given.batch_size if given.drop_last else 1

@@ -15,8 +15,8 @@ comm.py           collectives between the workers
 zero.py           models without memory, whole parameters for a moment
 zero_marks.py     ds_id and ds_status of sharded parameters
 zero_to_fp32.py   whole fp32 weights of a save
-manual_backward.py  engine.scale(loss).backward()
-runtime_utils.py  a line on memory
+manual_backward.py  loss.backward() and engine.scale(loss).backward()
+runtime_utils.py  seeds, and a line on memory
 utils.py          whole parameters, gradients and optimizer state; a log
 accelerator.py    where this process computes
 checkpointing.py  forwards that are run again in backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -53,6 +53,9 @@ class DeepSpeedEngine(Configured):
         self._grad_norm: float | None = None
         self.losses: float | None = None
         self.monitor = MonitorMaster(job, is_main=world.is_main)
+        self._trained_ids = frozenset(map(id, module.parameters()))
+        if not _made:
+            manual_backward.lead_backwards(_backwards)
         _made[:] = [each for each in _made if each() is not None] + [ref(self)]
         if trained.engine is not None and trained.engine.placement.is_sharded("parameters"):
             zero_marks.mark(module.parameters())
@@ -314,6 +317,14 @@ class DeepSpeedEngine(Configured):
 
 _made: list[ref[DeepSpeedEngine]] = []
 """The engines of this process, in the order of their making."""
+
+
+def _backwards() -> Iterator[tuple[frozenset[int], Callable[..., Tensor]]]:
+    """The parameters, by identity, and the backward of each engine that trains now."""
+    for each in _made:
+        engine = each()
+        if engine is not None and engine._trained.engine is not None:
+            yield engine._trained_ids, engine.backward
 
 
 def engine_of(parameter: Tensor) -> DeepSpeedEngine | None:

@@ -1,14 +1,24 @@
-"""Makes `engine.scale(loss).backward()` do what `engine.backward(loss)` does."""
+"""Makes `loss.backward()` and `engine.scale(loss).backward()` do what `engine.backward(loss)` does.
+
+DeepSpeed takes all three. torch gives no hook that sees the loss of a backward before it runs, and
+the engine must weigh the loss first: so the method of tensors is replaced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Backward = Callable[[Tensor], Tensor]
+BackwardOf = Callable[..., Any]
+"""A backward that takes `retain_graph` too."""
+
+Engine = tuple[frozenset[int], BackwardOf]
+"""The identities of an engine's parameters, and its backward."""
 
 
 def as_loss(loss: Tensor, backward: Backward) -> Tensor:
@@ -17,6 +27,49 @@ def as_loss(loss: Tensor, backward: Backward) -> Tensor:
     begin = torch.zeros((), device=loss.device, requires_grad=True)
     # In a tuple autograd does not see `loss`, whose graph it would else go through by itself too.
     found: Tensor = _Loss.apply(begin, (loss, backward))  # type: ignore[no-untyped-call]
+    return found
+
+
+def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
+    """Let `loss.backward()` call the engines that train a parameter in the graph of `loss`.
+
+    `trained` gives the engines that train now. A loss of other parameters has torch's backward.
+    """
+    stock = Tensor.backward
+
+    @wraps(stock)
+    def backward(
+        self: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        engines = [] if create_graph or inputs is not None else _reached(self, list(trained()))
+        if not engines:
+            stock(self, gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
+            return
+        loss = self if gradient is None else (self * gradient).sum()
+        for number, each in enumerate(engines, 1):
+            each(loss, retain_graph=bool(retain_graph) or number < len(engines))
+
+    Tensor.backward = backward  # type: ignore[method-assign]
+
+
+def _reached(loss: Tensor, trained: Sequence[Engine]) -> list[BackwardOf]:
+    """The backwards of the engines with a parameter in the graph of `loss`."""
+    left, found = list(trained), []
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes and left:  # one engine is found after a few nodes: its last layer
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            reached = [each for each in left if id(node.variable) in each[0]]
+            found += [backward for _, backward in reached]
+            left = [each for each in left if each not in reached]
+        nodes.extend(child for child, _ in node.next_functions)
     return found
 
 

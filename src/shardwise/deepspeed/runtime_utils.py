@@ -1,15 +1,26 @@
-"""deepspeed.runtime.utils: what scripts import of it, a line on memory."""
+"""deepspeed.runtime.utils: seeds, and a line on memory."""
 
 from __future__ import annotations
 
 import logging
+import random
 import resource
 import sys
+
+import numpy as np
+import torch
 
 from shardwise.deepspeed.accelerator import get_accelerator
 from shardwise.deepspeed.utils import log_dist
 
-__all__ = ["see_memory_usage"]
+__all__ = ["see_memory_usage", "set_random_seed"]
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of random, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

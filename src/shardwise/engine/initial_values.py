@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,19 +32,27 @@ def _reached(value: Tensor, group: Collectives) -> torch.device:
     return group.small_device if value.device.type == "cpu" else value.device
 
 
-def fill_unrecorded(models: Sequence[nn.Module]) -> list[str]:
-    """Give memory to what was built on the meta device outside of `on_meta`, by the modules' own
-    `reset_parameters`; returns the names. Raises ModelError for a module that has none."""
+def fill_unrecorded(models: Sequence[nn.Module], say: Callable[[str], None]) -> None:
+    """Fill what was built on the meta device outside of `on_meta`, by `reset_parameters`.
+
+    Buffers too, which `on_meta` leaves real. Raises ModelError for a module that has no
+    `reset_parameters`, or whose own leaves some of them unset.
+    """
     names = []
     for model in models:
         for path, module in model.named_modules():
-            if any(p is not None and _is_unrecorded(p) for p in module._parameters.values()):
+            if any(map(_is_unrecorded, [*module._parameters.values(), *module._buffers.values()])):
                 names += [f"{path}.{name}" for name in meta.materialise_by_reset(module)]
-    return names
+    if names:
+        say(
+            f"shardwise: {len(names)} tensor(s) of the model had no memory and no record "
+            f"({names[0]} ...): they start from reset_parameters, not from the values of a plain "
+            "build. Build the model inside with sw.on_meta() for those."
+        )
 
 
-def _is_unrecorded(parameter: nn.Parameter) -> bool:
-    return parameter.is_meta and not meta.is_deferred(parameter)
+def _is_unrecorded(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta and not meta.is_deferred(tensor)
 
 
 def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> None:

@@ -146,13 +146,7 @@ class UserObjects:
 
     def _give_memory(self) -> None:
         """Give memory and values to what was built without; then rank 0's values to all ranks."""
-        by_reset = initial_values.fill_unrecorded(self.spec.models)
-        if by_reset:
-            self._world.print(
-                f"shardwise: {len(by_reset)} parameters had no memory and no record "
-                f"({by_reset[0]} ...): they start from reset_parameters, not from the values of "
-                "a plain build. Build the model inside with sw.on_meta() for those."
-            )
+        initial_values.fill_unrecorded(self.spec.models, self._world.print)
         spec, located = self.spec, self.spec.located()
         real, line = consistency.everything(spec), spec.pipeline
         if line is not None and spec.tensor is None:

@@ -43,7 +43,8 @@ def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
         given = keywords.get("strategy", "auto")
         if not _is_ours(given):
             _say(name, given, keywords)
-            keywords["strategy"] = strategy(tree)()
+            ours = keywords["strategy"] = strategy(tree)()
+            ours.replaces = given if isinstance(given, str) else type(given).__name__
             keywords["devices"], keywords["num_nodes"] = 1, 1
             keywords["accelerator"] = sw.world().device.type.replace("cuda", "gpu")
         stock(self, *arguments, **keywords)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
+from shardwise.lightning.empty_modules import give_memory
 from shardwise.lightning.trainer_strategy import OverEngines, refuse_precision
 
 
@@ -41,6 +42,20 @@ class FabricStrategy(OverEngines):
         self._set_world_ranks()  # type: ignore[attr-defined]
 
     # -- what is trained --------------------------------------------------------------------
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Build a module inside the block, on the device of this worker, with its own values.
+
+        `empty_init` changes nothing: Fabric needs memory before the optimizer is set up, and
+        scripts load or initialise weights in between, which memory must be there for.
+        """
+        del empty_init
+        return super().module_init_context(empty_init=False)  # type: ignore[misc,no-any-return]
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move `module`; what was built on the meta device gets memory and values first."""
+        give_memory(module)
+        super().module_to_device(module)  # type: ignore[misc]
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[optim.Optimizer], scheduler: Any = None

@@ -21,7 +21,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    SequentialSampler,
+    RandomSampler,
 )
 
 
@@ -33,7 +33,8 @@ class Marked(int):
 def share_in_order(connector: Any, workers: int) -> None:
     """Let `connector`, which puts samplers into the loaders of a Trainer, keep their order.
 
-    Lightning shuffles whatever it shares out to train on, shuffled or not; one process does not.
+    Lightning shuffles every loader that it shares out to train on. Here only `shuffle=True`
+    shuffles: a sampler of the script, such as a curriculum, gives the order, as in one process.
     With one worker there is nothing to share out, and loaders stay as they are.
     """
     needed, resolve = connector._requires_distributed_sampler, connector._resolve_sampler
@@ -41,7 +42,7 @@ def share_in_order(connector: Any, workers: int) -> None:
         return
 
     def resolve_in_order(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
-        shuffle = shuffle and not isinstance(dataloader.sampler, SequentialSampler)
+        shuffle = shuffle and isinstance(dataloader.sampler, RandomSampler)
         with warnings.catch_warnings():
             # Lightning warns of samples that count twice, which `count_once` sees to.
             warnings.filterwarnings("ignore", message="Using `DistributedSampler`")

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+import shardwise as sw
 from shardwise.errors import UsageError
+from shardwise.lightning import refused_mesh
+from shardwise.lightning.empty_modules import casting, give_memory
 from shardwise.lightning.environment import Environment, check_devices
 from shardwise.lightning.exact_mean import ItemsOf
 from shardwise.lightning.forwards import inside_forward
@@ -66,6 +69,8 @@ class OverEngines:
         )
 
     _precision_keyword = "precision_plugin"
+    replaces = ""
+    """The name of the strategy that the script asked for, under --adopt."""
 
     # -- who this process is ----------------------------------------------------------------
 
@@ -102,6 +107,11 @@ class OverEngines:
             return None
         return {"num_replicas": Marked(world.size), "rank": world.rank}
 
+    @property
+    def device_mesh(self) -> Any:
+        """Raises NoDeviceMesh: the mesh of ModelParallelStrategy is not here."""
+        refused_mesh.refuse("strategy.device_mesh")
+
     def _configure_launcher(self) -> None:
         """Workers are started from outside: nothing is launched here."""
         self._launcher = None
@@ -135,9 +145,25 @@ class TrainerStrategy(OverEngines):
 
     # -- setup and the end ------------------------------------------------------------------
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build a model inside the block, on the device of this worker.
+
+        With `empty_init` parameters that will be sharded take no memory until then. Their values
+        are those of a plain build either way: nothing trains from uninitialised memory.
+        """
+        with super().tensor_init_context(empty_init=False):  # type: ignore[misc]
+            if empty_init and self.training.shards_parameters:
+                with sw.on_meta():
+                    yield
+            else:
+                yield
+
     def setup_environment(self) -> None:
         """Before the script's `setup` hooks: this rank is known, and how loaders are shared."""
         super().setup_environment()  # type: ignore[misc]
+        if self.replaces.startswith(refused_mesh.MODEL_PARALLEL):
+            self.lightning_module._device_mesh = refused_mesh.RefusedMesh()
         share_in_order(self.lightning_module.trainer._data_connector, self.training.world.size)
 
     def setup(self, trainer: Any) -> None:
@@ -149,8 +175,11 @@ class TrainerStrategy(OverEngines):
         fitting = trainer.state.fn == "fit"
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()  # type: ignore[attr-defined]
+        if not fitting:  # an engine gives memory to what it trains, part by part
+            give_memory(self.model)
+        with casting(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()  # type: ignore[attr-defined]
         if not fitting:
             self.setup_precision_plugin()  # type: ignore[attr-defined]
             self.training.make_alike(self.model)

@@ -13,11 +13,13 @@ from torch.amp import GradScaler
 
 import shardwise as sw
 from shardwise.bridging.joining import SETTINGS, join
+from shardwise.bridging.plain_gradients import plain_backward
 from shardwise.bridging.trained import Make, TrainedModels
 from shardwise.bridging.trained_engine import LossItems, Trained, in_training
 from shardwise.config import OF_THE_ENGINE
 from shardwise.engine.initial_values import make_alike
 from shardwise.errors import UsageError
+from shardwise.lightning.empty_modules import give_memory
 from shardwise.lightning.exact_mean import ExactMean, ItemsOf
 from shardwise.lightning.parts import models_of
 
@@ -155,6 +157,12 @@ class Training:
                 f"start it with --device {wanted}."
             )
 
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether the engines of this run shard parameters."""
+        settings = {n: v for n, v in self._settings.items() if n in OF_THE_ENGINE}
+        return self.world.settle(**settings).placement.is_sharded("parameters")
+
     def _make_engine(self, models: list[nn.Module], optimizers: list[optim.Optimizer]) -> sw.Engine:
         settings = {n: v for n, v in self._settings.items() if n in OF_THE_ENGINE}
         return sw.Engine(models, optimizers, scaler=self.scaler, **settings)
@@ -181,7 +189,9 @@ class Training:
         # A Trainer that has failed may still train it: its shards are no values to send.
         models = self._models + [model for each in in_training() for model in each.models]
         known = {id(t) for model in models for t in _tensors(model)}
-        make_alike([t for t in _tensors(module) if id(t) not in known], self.world.collectives)
+        # Without memory there is no value yet: the engine sends rank 0's as it makes them.
+        left = [t for t in _tensors(module) if id(t) not in known and not t.is_meta]
+        make_alike(left, self.world.collectives)
 
     def close(self) -> None:
         """Give models and optimizers back as plain ones. Collective."""
@@ -228,7 +238,8 @@ class Training:
                 "it out."
             )
         if not self._optimizers:
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            last = not self._more_to_come
+            plain_backward(loss, self._modules, self.world, last=last, retain_graph=retain_graph)
             return
         self.engines.forget_cleared()
         last = not self._more_to_come
@@ -314,6 +325,7 @@ class Training:
 
     def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
         """Let `module` have the values of `state`, masters included. Collective."""
+        give_memory(module)
         with self.full_parameters(write=True):
             return module.load_state_dict(dict(state), strict=strict)
 

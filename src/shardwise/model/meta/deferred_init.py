@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.model.meta.recorder import ConstructionRecorder
 from shardwise.model.meta.storage_records import (
     StorageRecord,
+    check_unwritten,
     deferred_record,
     record_of,
     set_record,
@@ -59,7 +60,7 @@ def on_meta() -> Iterator[None]:
     recorder = _active.recorder = ConstructionRecorder()
     hook = register_module_buffer_registration_hook(_keep_buffer_real)  # type: ignore[arg-type]
     try:
-        with _parameters_deferred() as made, _PlainAnswers(recorder), recorder:
+        with _parameters_deferred() as made, _PlainAnswers(recorder, made), recorder:
             yield
         _seal(made)
     finally:
@@ -70,9 +71,10 @@ def on_meta() -> Iterator[None]:
 class _PlainAnswers(TorchFunctionMode):
     """Deferred tensors answer as those of a plain build would."""
 
-    def __init__(self, recorder: ConstructionRecorder) -> None:
+    def __init__(self, recorder: ConstructionRecorder, made: list[weakref.ref[Any]]) -> None:
         super().__init__()
         self._recorder = recorder
+        self._made = made
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,7 +82,7 @@ class _PlainAnswers(TorchFunctionMode):
             return func(*args, **kwargs)
         record = deferred_record(args[0])
         if func == _SET_DATA:
-            return func(args[0], self._alike(record, args[1]))
+            return func(args[0], self._data_for(args[0], record, args[1]))
         if func in _ANSWERED and record is not None:
             return _ANSWERED[func](record)
         if func in _LEAVING:
@@ -91,11 +93,14 @@ class _PlainAnswers(TorchFunctionMode):
                 args = (args[0], args[1], torch.tensor(args[2], dtype=args[0].dtype))
         return func(*args, **kwargs)
 
-    def _alike(self, record: StorageRecord | None, value: Tensor) -> Tensor:
+    def _data_for(self, taker: Tensor, record: StorageRecord | None, value: Tensor) -> Tensor:
         """`value` deferred if what takes it is, else real."""
         other = deferred_record(value)
         with self._recorder.working():
             if record is not None:
+                # Of an earlier block: its record, which tells of writes in between, is replaced.
+                check_unwritten(taker, record)
+                self._made.append(weakref.ref(taker))
                 return self._recorder.defer(value)
             return value if other is None else value_of(value.detach(), other)
 

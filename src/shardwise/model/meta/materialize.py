@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ModelError
-from shardwise.model.meta.storage_records import deferred_record, value_of
+from shardwise.model.meta.storage_records import check_unwritten, deferred_record, value_of
 
 
 def is_deferred(parameter: Tensor) -> bool:
@@ -31,11 +31,7 @@ def materialise(parameter: Tensor, name: str = "A parameter") -> Tensor:
             f"{name} of shape {tuple(parameter.shape)} on {parameter.device} has no recorded "
             "values: build the model, and copy or cast it, inside `with shardwise.on_meta():`."
         )
-    if record.versions and parameter._version not in record.versions:
-        raise ModelError(
-            f"{name} of shape {tuple(parameter.shape)} was written after the block that built "
-            "it, where nothing is recorded: write it inside `with shardwise.on_meta():`."
-        )
+    check_unwritten(parameter, record, name)
     try:
         return value_of(parameter.detach(), record)
     except ModelError as error:

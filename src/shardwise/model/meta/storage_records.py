@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shardwise.errors import ModelError
 from shardwise.model.meta.tape import Content, Layout, kept, replay
 
 
@@ -55,6 +56,16 @@ def keep_present(tensor: Tensor) -> None:
 def deferred_record(tensor: object) -> StorageRecord | None:
     """The record of `tensor` if it is a deferred one."""
     return record_of(tensor) if isinstance(tensor, Tensor) and tensor.is_meta else None
+
+
+def check_unwritten(parameter: Tensor, record: StorageRecord, name: str = "A parameter") -> None:
+    """Raise ModelError if `parameter` was written after its block, where nothing is recorded."""
+    if record.versions and parameter._version not in record.versions:
+        raise ModelError(
+            f"{name} of shape {tuple(parameter.shape)} was written after the block that built "
+            "it, where nothing is recorded: write it inside `with shardwise.on_meta():` (or the "
+            "init_module of Lightning that built it)."
+        )
 
 
 def value_of(tensor: Tensor, record: StorageRecord) -> Tensor:

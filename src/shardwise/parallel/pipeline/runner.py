@@ -60,7 +60,10 @@ def row_count(batch: Any) -> int:
 
 def _rows(batch: Any) -> Rows:
     try:
-        return Rows(batch, call="engine.forward_backward(loss_of, *batch)")
+        rows = Rows(batch, call="engine.forward_backward(loss_of, *batch)")
+        for argument in batch if isinstance(batch, tuple) else ():
+            rows.refuse_samples(argument)
+        return rows
     except DataError as error:
         raise UsageError(
             f"{error} It cuts the batch into micro-batches: give what is not cut to loss_of in "

@@ -1,0 +1,56 @@
+"""Averages the gradients of models that no prepared optimizer trains.
+
+There is no engine then. As with DistributedDataParallel, `p.grad` is the script's own to use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+
+
+def plain_backward(
+    loss: Tensor,
+    models: Sequence[nn.Module],
+    world: sw.World,
+    *,
+    last: bool = True,
+    retain_graph: bool = False,
+) -> None:
+    """Run torch's own backward of `loss`; average the gradients of `models` if it is the `last`.
+
+    Collective if it is the last. A gradient that is a mean already stays what it is.
+    """
+    world.expect_no_engine()
+    # The class's own: a bridge puts another method onto the loss itself.
+    Tensor.backward(loss, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    if last and world.size > 1:
+        _average(models, world)
+
+
+def _average(models: Sequence[nn.Module], world: sw.World) -> None:
+    found = (p for model in models for p in model.parameters() if p.requires_grad)
+    parameters = list(dict.fromkeys(found))
+    reached = torch.tensor([float(p.grad is not None) for p in parameters])
+    # On some ranks a loss may reach fewer parameters than on others.
+    counts = world.sum(reached).tolist()
+    parts: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter, count in zip(parameters, counts, strict=True):
+        if count:
+            parts.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for same in parts.values():
+        mean = world.sum(torch.cat([_gradient(p).reshape(-1) for p in same])) / world.size
+        values = torch.split(mean, [p.numel() for p in same])
+        for parameter, value in zip(same, values, strict=True):
+            parameter.grad = value.view(parameter.shape).clone()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient
