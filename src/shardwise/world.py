@@ -27,6 +27,7 @@ from shardwise.launch.identity import Identity
 from shardwise.launch.progress import ProgressWriter
 from shardwise.loop_checks import StepsWithoutEngine, UnsteppedBackwards
 from shardwise.mesh import Mesh
+from shardwise.other_libraries import HintsAtAttributes
 from shardwise.preemption import Preemption
 from shardwise.step_log import StepLog
 from shardwise.watch import process_status
@@ -37,7 +38,7 @@ T = TypeVar("T")
 _current: World | None = None
 
 
-class World(BatchRows):
+class World(BatchRows, HintsAtAttributes):
     """The group of ranks that trains together; made by `shardwise.init`.
 
     Attributes: `rank`, `size`, `local_rank`, `local_size`, `device` (torch.device), `is_main`
