@@ -1,5 +1,6 @@
 """Train a PyTorch model on many devices exactly as it trains on one."""
 
+import os
 import random
 import sys
 from importlib import import_module
@@ -58,6 +59,9 @@ _HOMES = {
     "start_timeline": "shardwise.world",
     "stop_timeline": "shardwise.world",
 }
+
+if "SHARDWISE_LAUNCH_REPORTS" in os.environ:  # in a rank: a refusal may come before `sw.init`
+    import_module("shardwise.launch.error_file").watch_exceptions()
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ from shardwise.common_calls import CommonCalls
 from shardwise.common_random_stream import CommonRandomStream
 from shardwise.current_batch import CurrentBatch
 from shardwise.errors import UsageError
+from shardwise.launch import error_file
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import ProgressWriter
 from shardwise.loop_checks import StepsWithoutEngine, UnsteppedBackwards
@@ -345,6 +346,7 @@ class World(BatchRows, HintsAtAttributes):
 def current() -> World:
     """Return the world of this process. Raises UsageError before `shardwise.init`."""
     if _current is None:
+        error_file.watch_exceptions()  # nothing has done so before `init`
         raise UsageError("Call world = shardwise.init() first, at the top of the script.")
     return _current
 

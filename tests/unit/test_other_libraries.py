@@ -119,6 +119,13 @@ def test_a_setting_of_another_library_is_refused_with_what_to_write() -> None:
         config.resolve(config.sources({"SHARDWISE_ZERO_STAGE": "3"}, {}))
 
 
+def test_a_keyword_of_the_bridge_of_accelerate_is_refused_with_what_to_write() -> None:
+    from shardwise.accelerate import Accelerator
+
+    with pytest.raises(TypeError, match=r"Accelerator takes no zero_stage. Write zero=0, 1"):
+        Accelerator(zero_stage=3)
+
+
 def test_a_flag_of_another_library_is_refused_with_what_to_write(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
