@@ -227,7 +227,7 @@ def _refused_in_one_line(shardwise: Launcher, line: str, said: str) -> None:
     ran = shardwise.run("run", "-n", "2", "early.py")
     assert (ran.code, ran.out) == (1, "")
     assert ran.err.startswith(f"\nshardwise: {said}")
-    assert ran.err.endswith(f" [early.py:1: {line}]\n")
+    assert ran.err.endswith(f"early.py:1: {line}]\n")
     assert ran.err.count("\n") == 2
 
 
