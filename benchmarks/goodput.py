@@ -175,7 +175,7 @@ def row(options: argparse.Namespace, gap: float, lengths: Lengths) -> dict[str, 
     kills = [each.second - began for each in events if each.what == "kill"]
     model = RunModel(
         topology=Topology(1, options.ranks, 1, 1),
-        failures=(FailureClass("kill", "kill -9", "job", 1 / gap),),
+        failures=(FailureClass("kill", "kill -9", "job", 1 / gap, "job"),),
         work=options.steps * lengths.step,
         step=lengths.step,
         interval=EVERY * lengths.step,

@@ -1,10 +1,15 @@
 """Train a PyTorch model on many devices exactly as it trains on one."""
 
+import os
 import random
+import sys
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from shardwise import other_libraries
 
 if TYPE_CHECKING:
     from shardwise import errors, lr
@@ -55,6 +60,9 @@ _HOMES = {
     "stop_timeline": "shardwise.world",
 }
 
+if "SHARDWISE_LAUNCH_REPORTS" in os.environ:  # in a rank: a refusal may come before `sw.init`
+    import_module("shardwise.launch.error_file").watch_exceptions()
+
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: the command line starts without torch."""
@@ -64,7 +72,14 @@ def __getattr__(name: str) -> Any:
         return _imported(f"shardwise.{name}")
     if name == "__version__":
         return version("shardwise")
-    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    said = f"module 'shardwise' has no attribute {name!r}"
+    hint = other_libraries.hint(name)
+    if hint is None or find_spec(f"shardwise.{name}") is not None:
+        raise AttributeError(said)
+    if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+        # `from shardwise import NAME` looks first, and would drop the text of an AttributeError.
+        raise ImportError(f"cannot import name {name!r} from 'shardwise'. {hint}", name=name)
+    raise AttributeError(f"{said}. {hint}")
 
 
 def _imported(module: str) -> ModuleType:

@@ -31,6 +31,7 @@ from shardwise.launch import (
 )
 from shardwise.launch.flags import Command, Flag
 from shardwise.launch.identity import described
+from shardwise.other_libraries import hint as hint_at_other_library
 from shardwise.pipeline_plan import flags as plan_flags
 from shardwise.planning import flags as planning_flags
 from shardwise.printable import printable, shortened
@@ -109,7 +110,9 @@ def _refuse(message: str) -> int:
 
 def _no_such_flag(error: click.NoSuchOption) -> str:
     near = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
-    hint = f"Did you mean {near[0]}?" if near else "See shardwise run --help."
+    hint = hint_at_other_library(error.option_name) or (
+        f"Did you mean {near[0]}?" if near else "See shardwise run --help."
+    )
     return (
         f"There is no flag {error.option_name}. {hint} "
         "(The script's own arguments go after its name.)"

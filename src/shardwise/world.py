@@ -23,10 +23,12 @@ from shardwise.common_calls import CommonCalls
 from shardwise.common_random_stream import CommonRandomStream
 from shardwise.current_batch import CurrentBatch
 from shardwise.errors import UsageError
+from shardwise.launch import error_file
 from shardwise.launch.identity import Identity
 from shardwise.launch.progress import ProgressWriter
 from shardwise.loop_checks import StepsWithoutEngine, UnsteppedBackwards
 from shardwise.mesh import Mesh
+from shardwise.other_libraries import HintsAtAttributes
 from shardwise.preemption import Preemption
 from shardwise.step_log import StepLog
 from shardwise.watch import process_status
@@ -37,7 +39,7 @@ T = TypeVar("T")
 _current: World | None = None
 
 
-class World(BatchRows):
+class World(BatchRows, HintsAtAttributes):
     """The group of ranks that trains together; made by `shardwise.init`.
 
     Attributes: `rank`, `size`, `local_rank`, `local_size`, `device` (torch.device), `is_main`
@@ -344,6 +346,7 @@ class World(BatchRows):
 def current() -> World:
     """Return the world of this process. Raises UsageError before `shardwise.init`."""
     if _current is None:
+        error_file.watch_exceptions()  # nothing has done so before `init`
         raise UsageError("Call world = shardwise.init() first, at the top of the script.")
     return _current
 

@@ -50,6 +50,29 @@ def test_nothing_rests_elsewhere(group):
     )
 
 
+def tiny_case(world):
+    """A model whose padding is more than it, and batches accumulated by hand."""
+    model, said = nn.Linear(3, 1), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = sw.Engine(model, sgd, zero=2, quiet=False)
+        for _ in range(6):
+            engine.backward(model(world.share(torch.ones(4, 3))).square().mean())
+    engine.zero_grad()
+    engine.close()
+    return said.getvalue().splitlines()[1:3]
+
+
+def test_a_tiny_model_and_batches_that_add_up_are_not_misread(group):
+    """Padding is named, and 6 batches of 4 rows are not called a batch of 4."""
+    model, batch = group(2)(tiny_case)[0]
+    assert "1 unit, state 192 B per worker (padding included; replicated: 32 B)" in model
+    assert batch == (
+        "  batch: 4 = 2 workers x 1 micro-batch x 2 of each world.share; those before one "
+        "engine.step() add up"
+    )
+
+
 def test_states_on_a_disk(group):
     where = f"nvme:{on_a_disk()}"
     known = "  model: 66.0k parameters in 4 units, state 528.4 kB per worker (replicated: 1.1 MB)"

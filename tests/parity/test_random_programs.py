@@ -15,7 +15,7 @@ from _pytest.mark import ParameterSet
 from shardwise.errors import ModelError
 from tests.parity.random_programs import program as written
 from tests.parity.random_programs.comparing import differences
-from tests.parity.random_programs.drawing import draw
+from tests.parity.random_programs.drawing import _Drawing, draw
 from tests.parity.random_programs.plain import Ran
 from tests.parity.random_programs.program import Config, Program, readable
 from tests.parity.random_programs.running import PlainSide, Runner, gone_wrong
@@ -128,6 +128,44 @@ def test_a_difference_is_seen_where_it_comes_first():
     found = list(differences(program, ours, plain))
     assert [number for number, _ in found] == [1, 2]
     assert "w" in found[1][1]
+
+
+def test_noise_is_what_one_ulp_makes_of_plain_pytorch():
+    """A difference as large as that is rounding, a larger one is a fault."""
+    program, plain = Program(), Ran(losses=[(0, 1.0), (1, 2.0)], seen={"2: model": [torch.ones(2)]})
+    chaotic = Ran(losses=[(0, 1.0), (1, 2.001)], seen={"2: model": [torch.ones(2) * 1.02]})
+    ours = Ran(losses=[(0, 1.0), (1, 2.02)], seen={"2: model": [torch.ones(2) * 1.2]})
+    assert len(list(differences(program, ours, plain))) == 2
+    assert list(differences(program, ours, plain, [chaotic])) == []
+    fault = Ran(losses=[(0, 1.01), (1, 2.02)], seen=ours.seen)
+    assert [number for number, _ in differences(program, fault, plain, [chaotic])] == [0]
+
+
+def test_plain_pytorch_one_ulp_off_stays_near(runner):
+    side = runner._plain
+    program = next(each for each in map(draw, count(1)) if not each.single)
+    one, other = side(program), side(program, perturbed=0)
+    assert one.losses == side(program).losses
+    assert one.losses != other.losses
+    assert [a for _, a in one.losses] == pytest.approx([b for _, b in other.losses], rel=1e-10)
+
+
+def test_further_features_leave_the_programs_of_other_seeds_alone():
+    """Each of them is drawn, and a seed without one has the program that it had."""
+    drawn = [draw(seed) for seed in range(1, 301)]
+    losses = {loss for p in drawn for _, s in p.steps() for part in s.parts for loss in part.losses}
+    events = {event for p in drawn for _, step in p.steps() for event in step.before}
+    blocks = {block for p in drawn for net in p.nets for block in net.blocks}
+    assert {"ignored", "class_weights"} <= losses
+    assert "fork" in events
+    assert {"spectral", "in_place"} <= blocks
+    assert any(net.checkpoint and "batch_norm" in net.blocks for p in drawn for net in p.nets)
+    streams = [p for p in drawn if p.feed == "stream"]
+    assert any(len({phase.config.size for phase in p.phases}) == 2 for p in streams)
+    few = [p for p in drawn if any(part.rows == 1 for _, s in p.steps() for part in s.parts)]
+    assert any({"tally", "spectral"} & {*p.nets[0].blocks} for p in few)
+    changed = [p for p in drawn if p != _Drawing(p.seed, 0).program()]
+    assert 0.1 * len(drawn) < len(changed) < 0.6 * len(drawn)
 
 
 def test_an_error_of_one_rank_is_told_from_its_consequences(runner, group):

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from shardwise.pipeline_plan import command
 from tests.system.launcher import Launcher, script
 from tests.system.test_launchers import EXAMPLES
 
@@ -41,6 +43,25 @@ def test_the_cut_is_shown_and_what_is_advised_runs(shardwise: Launcher) -> None:
         losses[name] = [float(x) for line in lines for x in re.findall(r'loss": ([0-9.]+)', line)]
     assert losses["two"] == pytest.approx(losses["one"], rel=1e-4)
     assert len(losses["one"]) >= 6
+
+
+def test_names_of_layers_are_whole_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "model.language_model.layers."
+    layers = [
+        command.TimedLayer(f"{name}{n}", 1_234_567, 0.01, 0.02, 1e6, adds_parameters=True)
+        for n in range(12)
+    ]
+    request = command.PlanRequest(("train.py",), (), 2, 8, 3, "time")
+    for table in command.tables(layers, request):
+        Console(width=80).print(table)
+    out = capsys.readouterr().out
+    assert "7,407,402" in out
+    assert "sends kB" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert command.advice(layers, request)[:2] == [
+        f"stage 0: {name}0 to {name}5",
+        f"stage 1: {name}6 to {name}11",
+    ]
 
 
 @pytest.mark.full

@@ -47,6 +47,11 @@ def test_a_plan_explains_its_peak(tmp_path):
     done = plan(tmp_path, "loss.item()", "--on", "2xH100", "--explain", "--json", str(file))
     assert done.returncode == 0, done.stderr
     assert "assumed: item() = 0.0 train.py:20" in done.stdout
+    # Each observation has a line before it starts, also in a log.
+    told = [line for line in done.stderr.splitlines() if line.startswith("observing ")]
+    assert "run 1: its own batch, activations kept" in told[0]
+    assert "run 2: half of the batch, activations kept" in told[1]
+    assert f"observing {tmp_path}/train.py, run {len(told)}: " in told[-1]
     # The largest tensors are made by the line that widens: 128 x 25,600 floats.
     rows = [line for line in done.stdout.splitlines() if "of sin" in line]
     assert rows, done.stdout

@@ -222,6 +222,15 @@ def on_terminal(
     return process.wait(timeout=LIMIT), seen.decode()
 
 
+def _refused_in_one_line(shardwise: Launcher, line: str, said: str) -> None:
+    (shardwise.folder / "early.py").write_text(line)
+    ran = shardwise.run("run", "-n", "2", "early.py")
+    assert (ran.code, ran.out) == (1, "")
+    assert ran.err.startswith(f"\nshardwise: {said}")
+    assert ran.err.endswith(f"early.py:1: {line}]\n")
+    assert ran.err.count("\n") == 2
+
+
 class TestFailing:
     def test_the_traceback_of_the_third_step_comes_last(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("third_step"))
@@ -265,6 +274,15 @@ class TestFailing:
         for rank in range(2):
             log = (shardwise.folder / "l" / f"rank{rank}.log").read_text()
             assert log.count("Traceback (most recent call last):") == 1
+
+    @WARM
+    def test_a_refusal_before_init_is_one_line(self, shardwise: Launcher) -> None:
+        line = "import shardwise as sw; sw.Metrics()"
+        _refused_in_one_line(shardwise, line, "Call world = shardwise.init() first")
+
+    def test_a_refusal_of_a_bridge_before_it_joins_is_one_line(self, shardwise: Launcher) -> None:
+        line = "import shardwise.horovod as hvd; hvd.rank()"
+        _refused_in_one_line(shardwise, line, "Horovod has not been initialized")
 
     @WARM
     def test_what_one_rank_is_refused_has_its_traceback(self, shardwise: Launcher) -> None:

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -370,3 +371,13 @@ def test_only_what_an_earlier_run_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     assert runs._folder(tmp_path) == tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"rank-0.pt", "notes.txt"}
+
+
+def test_ticks_of_a_narrow_range_of_accuracies_differ(
+    made: ScalingReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "accuracy", lambda _: {0: 0.1490, 1: 0.1530})
+    picture = plots.draw(made, tmp_path)["accuracy"]
+    ticks = re.findall(r">(1[45][.\d]*%)<", picture)
+    assert len(ticks) >= 3
+    assert len(set(ticks)) == len(ticks)

@@ -34,6 +34,7 @@ from shardwise.config import OF_THE_ENGINE
 from shardwise.deepspeed.written_files import KeptBeside
 from shardwise.engine.initial_values import make_alike
 from shardwise.errors import UsageError
+from shardwise.other_libraries import hint
 
 _PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 
@@ -419,6 +420,9 @@ def _drop_weights(models: list[nn.Module], weights: list[Any], folder: str) -> N
 def _bound(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
     """The arguments of Accelerate's constructor by name. Raises TypeError as that does."""
     signature = inspect.signature(Stock.__init__)
+    for name in keywords.keys() - signature.parameters.keys():
+        if sentence := hint(name):
+            raise TypeError(f"Accelerator takes no {name}. {sentence}")
     given = dict(signature.bind(None, *arguments, **keywords).arguments)
     given.pop("self")
     return given

@@ -184,6 +184,9 @@ class Draft:
         if error.errno == errno.EEXIST and place.is_dir():
             return "Does another run save there? Give each a folder of its own."
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
+            for each in (place, *place.parents):
+                if each.is_symlink() and not each.exists():
+                    return f"{each} is a link to {each.readlink()}, which does not exist: make it."
             return "Name a folder, or a place where one can be made: a file is in the way."
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return "Name a folder that this user may write to."

@@ -15,6 +15,7 @@ from typing import Any
 from shardwise.config import deepspeed, values
 from shardwise.config.settings import FIELDS, Settings, flag
 from shardwise.errors import ConfigError
+from shardwise.other_libraries import hint as hint_at_other_library
 
 FLAGS_VARIABLE = "SHARDWISE_FLAGS"
 """`shardwise run` hands its flags to the ranks in this variable, as a JSON object of strings."""
@@ -72,6 +73,8 @@ def unknown_key(name: str, known: Iterable[str], source: str) -> ConfigError:
     for alone in FLAGS_ALONE:
         if alone.lstrip("-") == name.replace("_", "-"):
             return ConfigError(f"{said} {alone} is a flag of shardwise run alone: give it there.")
+    if hint := hint_at_other_library(name):
+        return ConfigError(f"{said} {hint}")
     if source.startswith(FILE):
         known = [each.replace("_", "-") for each in known]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

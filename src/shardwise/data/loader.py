@@ -20,13 +20,14 @@ from shardwise.data.readers import Reader, part_order, reader
 from shardwise.data.source import Item
 from shardwise.data.steps import LoaderPass, LoaderStep
 from shardwise.errors import DataError, UsageError
+from shardwise.other_libraries import HintsAtAttributes
 from shardwise.randomness import seed_from
 from shardwise.sum_tree import MicroShards
 from shardwise.world import World
 from shardwise.world import current as current_world
 
 
-class Loader:
+class Loader(HintsAtAttributes):
     """Batches of a dataset: the TOTAL batch is `batch_size`, each rank gets its share of it. Ranks
     that split layers between them (`--tensor`) get the same one.
 

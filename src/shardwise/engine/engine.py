@@ -33,11 +33,12 @@ from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepRunner
 from shardwise.engine.step_statistics import StepStats
 from shardwise.engine.user_objects import living
+from shardwise.other_libraries import HintsAtAttributes
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.world import current as current_world
 
 
-class Engine:
+class Engine(HintsAtAttributes):
     """Trains `models` with `optimizers` over all ranks, as one process would.
 
     `models` and `optimizers` are one each or sequences; the objects stay the user's own and are

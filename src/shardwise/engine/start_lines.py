@@ -195,7 +195,10 @@ def _model_line(spec: EngineSpec, states: States) -> str:
     line = f"  model: {in_short(count)} parameters in {many(_unit_count(spec, states), 'unit')}"
     line += f", state {in_bytes(states.expected_bytes())} per worker"
     if spec.placement.level and spec.data_group.size > 1:
-        line += f" (replicated: {in_bytes(_replicated_bytes(spec, states))})"
+        replicated = _replicated_bytes(spec, states)
+        # Of a tiny model the padding of intervals is more than what sharding saves.
+        padded = "padding included; " if states.expected_bytes() > replicated else ""
+        line += f" ({padded}replicated: {in_bytes(replicated)})"
     elsewhere = _elsewhere(spec, states)
     return f"{line}, of it {elsewhere}" if elsewhere else line
 
@@ -262,6 +265,8 @@ def _batch_line(world: World, *, averaged: bool) -> str:
     parts = [replicas, many(plan.micro_batches, "micro-batch", "es")]
     up_to = "" if each * world.data_size * plan.micro_batches == plan.batch_size else "up to "
     line = f"  batch: {plan.batch_size} = {' x '.join(parts)} x {up_to}{each}"
+    if streams[-1].passing:  # nobody knows yet how many come before engine.step()
+        line += f" of each {streams[-1].name}; those before one engine.step() add up"
     if plan.steps_per_epoch is not None:
         line += f", {plan.steps_per_epoch:,} steps per epoch"
     if (islands := world.island_count) > 1 and world.settings.behind is None:

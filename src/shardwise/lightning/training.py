@@ -22,6 +22,7 @@ from shardwise.errors import UsageError
 from shardwise.lightning.empty_modules import give_memory
 from shardwise.lightning.exact_mean import ExactMean, ItemsOf
 from shardwise.lightning.parts import models_of
+from shardwise.other_libraries import hint as hint_at_other_library
 
 
 class Engines(TrainedModels):
@@ -111,9 +112,11 @@ class Training:
     ) -> None:
         for name in settings.keys() - SETTINGS:
             near = difflib.get_close_matches(name, SETTINGS, n=1)
+            such = f", such as {near[0]}." if near else "."
+            hint = hint_at_other_library(name)
             raise UsageError(
                 f"{library}'s strategy takes no {name}: it takes settings of Shardwise"
-                + (f", such as {near[0]}." if near else ".")
+                + (f". {hint}" if hint else such)
             )
         self._settings = dict(settings)
         self._library = library

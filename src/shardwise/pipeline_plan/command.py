@@ -131,10 +131,10 @@ def tables(layers: Sequence[TimedLayer], request: PlanRequest) -> list[Table]:
     assigned = assign_layers(layers, request, request.pipeline)
     total = sum(each.time for each in layers)
     stages = Table(
-        title=f"{request.pipeline} stages, balanced in {request.by}", title_justify="left"
+        title=f"{request.pipeline} stages, balanced in {request.by}",
+        title_justify="left",
     )
-    for heading in ("stage", "layers"):
-        stages.add_column(heading, overflow="fold")
+    stages.add_column("stage")
     for heading in ("parameters", "forward ms", "backward ms", "of the time", "sends kB"):
         stages.add_column(heading, justify="right")
     for number, stage in enumerate(assigned):
@@ -142,7 +142,6 @@ def tables(layers: Sequence[TimedLayer], request: PlanRequest) -> list[Table]:
         sent = 0.0 if last else stage[-1].nbytes / request.microbatches
         stages.add_row(
             str(number),
-            printable(_layer_range(stage)),
             f"{sum(each.parameters for each in stage):,}",
             f"{sum(each.forward for each in stage) * 1e3:.1f}",
             f"{sum(each.backward for each in stage) * 1e3:.1f}",
@@ -194,13 +193,18 @@ def idle_times(
 
 
 def advice(layers: Sequence[TimedLayer], request: PlanRequest) -> list[str]:
-    """The command line that trains with these stages."""
+    """The layers of each stage, and the command line that trains with these stages.
+
+    They are lines and no column of the table, which would break names on a narrow terminal.
+    """
     assigned = assign_layers(layers, request, request.pipeline)
+    lines = [f"stage {number}: {_layer_range(stage)}" for number, stage in enumerate(assigned)]
     names = ",".join(stage[0].name for stage in assigned[1:])
     flags = ["--pipeline", str(request.pipeline), "--stages", names]
     flags += ["--microbatches", str(request.microbatches)]
     words = [*flags, *request.flags, *request.words]
     return [
+        *lines,
         "engine.forward_backward in the loop keeps all workers busy; with engine.backward they "
         "take turns (docs/parallel.md). To start it so:",
         f"  shardwise run -n {request.pipeline} {shlex.join(words)}",

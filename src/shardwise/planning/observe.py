@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -93,15 +94,24 @@ class ObservedStep:
         return f"{sizes} its tensors live for other times"
 
 
-def observe_sizes(script: Script, *, activations: str, tensor: int = 1) -> ObservedStep:
+OnRun = Callable[[str], None]
+"""What is told of each run of the script before it starts."""
+
+
+def observe_sizes(
+    script: Script, *, activations: str, tensor: int = 1, on_run: OnRun = lambda _: None
+) -> ObservedStep:
     """Observe `script` with its own batch and with half of it, or the part of it that the first of
     `tensor` tensor-parallel ranks has. Raises LaunchError, which names the line, where it cannot be
     observed."""
     set_so = replace(script, flags=(*script.flags, "--activations", activations))
+    how = f"activations {activations}" + (f", --tensor {tensor}" if tensor > 1 else "")
+    on_run(f"its own batch, {how}")
     large = observe(set_so, tensor=tensor)
     half = large.batch_size // 2
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
+    on_run(f"half of the batch, {how}")
     return ObservedStep(large, observe(set_so, half, tensor=tensor))
 
 

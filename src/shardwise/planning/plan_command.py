@@ -54,8 +54,20 @@ def show_plan(request: PlanRequest) -> int:
     """Make a plan and print it; returns the exit code, 1 where nothing fits."""
     to_stdout = str(request.json_file) == "-"
     console = _console(stderr=to_stdout)
-    with console.status(f"observing a step of {printable(request.script.name)}"):
-        made = make_plan(request)
+    progress = _console(stderr=True)
+    name = printable(request.script.name)
+    number = 0
+    with progress.status(f"observing {name}") as status:
+
+        def show_run(words: str) -> None:
+            nonlocal number
+            number += 1
+            line = f"observing {name}, run {number}: {words}"
+            status.update(line)
+            if not progress.is_terminal:  # where the line above moves, it is enough
+                progress.print(line, soft_wrap=True)
+
+        made = make_plan(request, show_run)
     _print(made, console)
     if request.explain:
         _explain(made, console)

@@ -15,7 +15,7 @@ from shardwise.planning.clock import ScriptClock
 from shardwise.planning.cluster import Cluster, parse_cluster
 from shardwise.planning.cost import Cost, cost_of, is_within
 from shardwise.planning.meshes import tensor_sizes
-from shardwise.planning.observe import ObservedStep, Script, observe_sizes
+from shardwise.planning.observe import ObservedStep, OnRun, Script, observe_sizes
 from shardwise.planning.record import StepRecord
 from shardwise.planning.search import Line, Question, Way
 from shardwise.printable import in_bytes
@@ -163,28 +163,30 @@ class Plan:
         }
 
 
-def make_plan(request: PlanRequest) -> Plan:
-    """Observe the script and search. Raises LaunchError for one that cannot be observed,
-    ConfigError for an unknown cluster."""
+def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
+    """Observe the script and search; `on_run` is told of each observation.
+
+    Raises LaunchError for a script that cannot be observed, ConfigError for an unknown cluster.
+    """
     cluster = parse_cluster(request.on, read_catalogue(request.hardware))
     steps: dict[Way, ObservedStep] = {
-        ("kept", 1): observe_sizes(request.script, activations="kept")
+        ("kept", 1): observe_sizes(request.script, activations="kept", on_run=on_run)
     }
-    excluded = list(_observe_parts(request.script, cluster, steps))
+    excluded = list(_observe_parts(request.script, cluster, steps, on_run))
     question = Question(steps, cluster, ScriptClock(), request.disk, tuple(excluded))
     lines = search.search(question)
     if not any(line.fits and line.choice.micro_batches == 1 for line in lines):
         # It costs a third of the time of forward and backward: looked at only where memory lacks.
         for _, parts in list(steps):
             steps["recomputed", parts] = observe_sizes(
-                request.script, activations="recomputed", tensor=parts
+                request.script, activations="recomputed", tensor=parts, on_run=on_run
             )
         lines = search.search(question)
     return Plan(request, question, lines)
 
 
 def _observe_parts(
-    script: Script, cluster: Cluster, steps: dict[Way, ObservedStep]
+    script: Script, cluster: Cluster, steps: dict[Way, ObservedStep], on_run: OnRun
 ) -> Iterator[str]:
     """Observe the script's tensor-parallel parts; says why where it has none, or no pipeline."""
     if owner := next((name for name in script.adopt.split(",") if name in OWN_BATCHES), None):
@@ -196,7 +198,9 @@ def _observe_parts(
         return
     for parts in tensor_sizes(cluster)[1:]:
         try:
-            steps["kept", parts] = observe_sizes(script, activations="kept", tensor=parts)
+            steps["kept", parts] = observe_sizes(
+                script, activations="kept", tensor=parts, on_run=on_run
+            )
         except LaunchError as error:
             yield f"--tensor {parts} was not tried: {error}"
             break

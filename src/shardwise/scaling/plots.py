@@ -108,7 +108,7 @@ def _efficiency(axes: Any, report: ScalingReport) -> None:
     axes.axhline(1.0, color=GREY, linestyle=":", linewidth=1.3)
     axes.set_ylabel("efficiency")
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     _workers(axes, report)
     axes.legend(frameon=False, fontsize=9, loc="lower left")
 
@@ -123,7 +123,7 @@ def _loss(axes: Any, report: ScalingReport) -> None:
 
 def _accuracy(axes: Any, report: ScalingReport) -> None:
     _curves(axes, report, accuracy, "accuracy", "epoch")
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
 def _curves(

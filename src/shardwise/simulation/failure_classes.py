@@ -10,6 +10,10 @@ class is a count over what was observed, or a number per 1,000 days of one compo
     detect_seconds = { value = 60, from = "assumed" }   # from the failure until the run has ended
     repair_hours = { value = 24, from = "assumed" }     # until its hosts are back; none: they stay
 
+A failure that takes no hardware with it (`scope = "job"`) is counted per job, however large. With
+`per = { value = "device", from = "assumed" }` it is counted per device, or host, rack or pod: its
+rate grows with the run, as that of a software bug does that any rank may meet.
+
 `planned = true`: the run saves first. With `slowdown` nothing stops: for `lasts_hours` the run
 goes at the pace of that component.
 """
@@ -79,7 +83,10 @@ class Topology:
 
 @dataclass(frozen=True)
 class FailureClass:
-    """A kind of failure; `rate` is per second and component of `scope`.
+    """A kind of failure; `rate` is per second and component of `per`.
+
+    `scope` is what fails with it. The two differ where a failure takes no hardware with it (`scope`
+    is the job) and comes more often on more of it: `per` is the device or the host then.
 
     For `detect` seconds nobody notices. Its hosts are back after `repair` seconds in the mean, 0
     where they stay. `slowdown` above 1 only slows the run down, for `lasts` seconds in the mean.
@@ -89,11 +96,16 @@ class FailureClass:
     title: str
     scope: str
     rate: float
+    per: str
     detect: float = 0.0
     repair: float = 0.0
     planned: bool = False
     slowdown: float = 1.0
     lasts: float = 0.0
+
+    def rate_over(self, topology: Topology) -> float:
+        """Return the failures per second of all components."""
+        return topology.components(self.per) * self.rate
 
 
 @dataclass(frozen=True)
@@ -167,10 +179,11 @@ class _Reading(SourcedFile):
         self, name: str, entry: Mapping[str, Any], observed: Mapping[str, float]
     ) -> FailureClass:
         where = f"[class.{name}]"
-        self.only(entry, ("title", "scope", "planned", *_NUMBERS), where)
+        self.only(entry, ("title", "scope", "per", "planned", *_NUMBERS), where)
         scope = self.text(entry, "scope", where)
         if scope not in SCOPES:
             raise self.wrong(f"{where} scope is one of {', '.join(SCOPES)}, not {scope!r}.")
+        per = self._per(entry, name, scope)
         found = {key: self._number(entry[key], f"{name}.{key}") for key in _NUMBERS if key in entry}
         if found.get("slowdown", 2.0) <= 1 or ("slowdown" in found) != ("lasts_hours" in found):
             raise self.wrong(
@@ -180,7 +193,8 @@ class _Reading(SourcedFile):
             name=name,
             title=self.text(entry, "title", where),
             scope=scope,
-            rate=self._rate(where, scope, found, observed),
+            rate=self._rate(where, per, found, observed),
+            per=per,
             detect=found.get("detect_seconds", 0.0),
             repair=found.get("repair_hours", 0.0) * HOUR,
             planned=entry.get("planned") is True,
@@ -189,7 +203,7 @@ class _Reading(SourcedFile):
         )
 
     def _rate(
-        self, where: str, scope: str, found: Mapping[str, float], observed: Mapping[str, float]
+        self, where: str, per: str, found: Mapping[str, float], observed: Mapping[str, float]
     ) -> float:
         """Failures per second and component."""
         if ("count" in found) == ("per_1000_days" in found):
@@ -205,7 +219,19 @@ class _Reading(SourcedFile):
             int(observed.get("hosts_per_rack", 1)),
             int(observed.get("racks_per_pod", 1)),
         )
-        return found["count"] / (observed["days"] * DAY * seen.components(scope))
+        return found["count"] / (observed["days"] * DAY * seen.components(per))
+
+    def _per(self, entry: Mapping[str, Any], name: str, scope: str) -> str:
+        """The scope whose components the rate is per."""
+        if "per" not in entry:
+            return scope
+        value, self._found[f"{name}.per"] = self.sourced(entry["per"], f"{name}.per")
+        if scope != "job" or value not in SCOPES:
+            raise self.wrong(
+                f"[class.{name}] per is one of {', '.join(SCOPES)}, and of a class whose scope is "
+                f"job; it is {value!r} and the scope is {scope}."
+            )
+        return str(value)
 
     def _number(self, entry: Any, where: str) -> float:
         """A number, whose source is kept."""

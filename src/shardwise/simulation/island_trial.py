@@ -47,7 +47,7 @@ class IslandTrial:
     def __init__(self, model: RunModel, seed: int) -> None:
         self._model = model
         self._random = np.random.default_rng(seed)
-        rates = [model.topology.components(each.scope) * each.rate for each in model.failures]
+        rates = [each.rate_over(model.topology) for each in model.failures]
         self._rate = sum(rates)
         self._sums = np.cumsum(rates)
         self._slowest = model.slowest

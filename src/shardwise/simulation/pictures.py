@@ -84,7 +84,7 @@ def _over_time(axes: Any, report: Report) -> None:
     axes.plot(moments, [1.03] * len(moments), "|", color=INK, markersize=6, alpha=0.6)
     axes.set_ylim(0, 1.07)
     axes.set_xlim(0, shown.wall / DAY)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_xlabel("days (a mark above is a failure)")
     axes.set_title("where the time goes, in the run of median goodput")
     axes.figure.legend(

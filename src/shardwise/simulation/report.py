@@ -109,8 +109,13 @@ def sentences(report: Report) -> list[str]:
         dollars = f"{in_short(round(low))} to {in_short(round(high))} dollars"
         lines.append(f"It costs {dollars}, spare hosts included.")
     if assumed := _assumed(report.failures):
-        lines.append(f"Assumed, for want of a source: {assumed}.")
+        lines.append(f"Assumptions without a source: {assumed}.")
     return lines
+
+
+def _number(value: float) -> str:
+    """Return three digits, or more of a large number, which has no exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _given_up(found: Goodput) -> Iterator[str]:
@@ -131,8 +136,8 @@ def _on_checkpoints(report: Report) -> Iterator[str]:
         formulas = [each(rate, model.save) / model.pace for each in (young, daly)]
         yield (
             f"{'All stops' if model.islands > 1 else 'A failure stops the run'} every "
-            f"{1 / rate / HOUR:.3g} hours; {apart} (Young's formula says {formulas[0]:,.4g} s, "
-            f"Daly's {formulas[1]:,.4g} s)."
+            f"{_number(1 / rate / HOUR)} hours; {apart} (Young's formula says "
+            f"{_number(formulas[0])} s, Daly's {_number(formulas[1])} s)."
         )
     elif model.failure_rate:
         yield f"In none of the {len(found.outcomes)} runs all islands were away at once; {apart}."
@@ -153,7 +158,7 @@ def _on_islands(report: Report) -> Iterator[str]:
     yield (
         f"{model.islands} islands of {_island(model)} are made equal "
         f"every {model.every} steps{held}; a failure stops an island every "
-        f"{1 / model.failure_rate / HOUR:.3g} hours."
+        f"{_number(1 / model.failure_rate / HOUR)} hours."
         if model.failure_rate
         else f"{model.islands} islands are made equal every {model.every} steps{held}."
     )

@@ -59,7 +59,7 @@ class RunModel:
     def failure_rate(self) -> float:
         """Failures per second of all components that stop the run or an island of it, planned ones
         left out."""
-        return sum(self.topology.components(each.scope) * each.rate for each in self._stopping)
+        return sum(each.rate_over(self.topology) for each in self._stopping)
 
     @property
     def _stopping(self) -> list[FailureClass]:

@@ -26,7 +26,7 @@ class Trial:
     def __init__(self, model: RunModel, seed: int, moments: Sequence[float] | None = None) -> None:
         self._model = model
         self._random = np.random.default_rng(seed)
-        rates = [model.topology.components(each.scope) * each.rate for each in model.failures]
+        rates = [each.rate_over(model.topology) for each in model.failures]
         self._rate = sum(rates)
         self._sums = np.cumsum(rates)
         self._slowest = model.slowest

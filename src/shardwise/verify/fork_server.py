@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from shardwise.launch import error_file
+from shardwise.launch.environment import REPORTS_VARIABLE
 from shardwise.verify.rank_client import FREE
 
 IMPORTED = (
@@ -125,6 +127,8 @@ class ForkServer:
         os.environ.clear()
         os.environ.update(asked["environ"])
         os.chdir(asked["folder"])
+        if REPORTS_VARIABLE in os.environ:  # as `import shardwise` does in a rank
+            error_file.watch_exceptions()
         # What multiprocessing spawns finds the script from there.
         vars(import_module("multiprocessing.process"))["ORIGINAL_DIR"] = asked["folder"]
         if os.environ.get("PYTHONFAULTHANDLER"):

@@ -50,7 +50,7 @@ def draw(report: Report, folder: Path) -> str:
     """Save verify.png in `folder`, the verdict on top; returns the plots alone as SVG."""
     with plt.rc_context(STYLE):
         drawn, (losses, steps, tensors) = plt.subplots(
-            1, 3, figsize=(14, 4.2), layout="constrained", width_ratios=(1, 1, 1.1)
+            1, 3, figsize=(14, 4.8), layout="constrained", width_ratios=(1, 1, 1.1)
         )
         _losses(losses, report)
         _steps(steps, report)
@@ -92,7 +92,7 @@ def _losses(axes: Any, report: Report) -> None:
         )
     axes.ticklabel_format(axis="y", useOffset=False)
     _by_step(axes)
-    axes.legend(frameon=False, fontsize=8.5, loc="best")
+    _legend_below(axes)
 
 
 def _steps(axes: Any, report: Report) -> None:
@@ -120,7 +120,7 @@ def _steps(axes: Any, report: Report) -> None:
     axes.set_ylim(LEAST / 3, None)
     _by_step(axes)
     axes.set_xlabel("step (-1: before the first)")
-    axes.legend(frameon=False, fontsize=8.5, loc="best")
+    _legend_below(axes)
 
 
 def _tensors(axes: Any, report: Report) -> None:
@@ -145,6 +145,11 @@ def _tensors(axes: Any, report: Report) -> None:
     axes.set_xlabel(f"relative (dotted: {ASKED})")
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", labelsize=8.5)
+
+
+def _legend_below(axes: Any) -> None:
+    """Put the legend under the plot: curves may be anywhere inside."""
+    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2)
 
 
 def _by_step(axes: Any) -> None:

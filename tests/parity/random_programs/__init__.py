@@ -2,6 +2,7 @@
 
 - program.py: what a program is, data that prints as it is written
 - drawing.py: a seed becomes a program; sense.py: which programs make sense
+- further.py: adds features to some seeds, and leaves the programs of the others as they were
 - blocks.py, models.py, optimizers.py: what is trained, on what, and by what
 - plain.py: run as anyone would, in one process that imports nothing of ours
 - sharded.py: the same on ranks of Shardwise

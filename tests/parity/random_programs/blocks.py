@@ -409,6 +409,29 @@ class Positions(Block):
         return x + self.learned[:, :time] + self.fixed[:time].transpose(0, 1)
 
 
+class Spectral(Block):
+    """A layer under spectral normalisation, whose buffers move at each forward in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.lin(x))
+
+
+class InPlace(Block):
+    """A block that begins with an in-place operation on its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.LeakyReLU(0.2, inplace=True)
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(self.act(x))
+
+
 ANY: dict[str, Callable[[], nn.Module]] = {
     "linear": Linear,
     "residual": Residual,
@@ -452,7 +475,10 @@ OVER_TIME: dict[str, Callable[[], nn.Module]] = {
 }
 """Blocks for models of sequences."""
 
-COUNT_FORWARDS = {"counting", "tally"}
+FURTHER: dict[str, Callable[[], nn.Module]] = {"spectral": Spectral, "in_place": InPlace}
+"""Blocks that further.py puts in: in ANY they would change the program of every seed."""
+
+COUNT_FORWARDS = {"counting", "tally", "spectral"}
 """What depends on how many forwards there were."""
 
 ACROSS_ROWS = {"batch_norm", "batch_norm_own"}

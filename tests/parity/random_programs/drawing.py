@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.parity.random_programs import blocks
+from tests.parity.random_programs import blocks, further
 from tests.parity.random_programs.optimizers import BY_SIGN, OWN, REAL_ONLY, VARIANTS
 from tests.parity.random_programs.program import (
     Config,
@@ -45,7 +45,7 @@ def draw(seed: int) -> Program:
     for attempt in range(100):
         program = _Drawing(seed, attempt).program()
         if sensible(program):
-            return program
+            return further.added_to(program)
     raise AssertionError(f"no sensible program for seed {seed}")
 
 

@@ -36,7 +36,7 @@ class Model(nn.Module):
     def __init__(self, net: Net) -> None:
         super().__init__()
         self.checkpoint = net.checkpoint
-        known = blocks.ANY | blocks.OVER_TIME
+        known = blocks.ANY | blocks.OVER_TIME | blocks.FURTHER
         if net.modality == "tokens":
             self.stem: nn.Module = nn.Embedding(TOKENS, WIDTH, **dict(net.embedding))
         else:
@@ -100,8 +100,16 @@ def batch(program: Program, step: int, part: int, rows: int) -> Batch:
     )
 
 
-def items(losses: Sequence[str], data: Batch) -> int:
+CLASS_WEIGHTS = torch.linspace(0.2, 3.0, TOKENS, dtype=torch.float64)
+"""What cross-entropy weighs each class with where a loss is "class_weights"."""
+
+
+def items(losses: Sequence[str], data: Batch) -> float:
     """Over how many items of `data` the mean of each of `losses` is taken."""
+    if "ignored" in losses:
+        return int((data[1] != PAD).sum())
+    if "class_weights" in losses:
+        return float(CLASS_WEIGHTS[data[1][data[1] != PAD]].sum())
     return int((data[1] != PAD).sum()) if "tokens" in losses else len(data[0])
 
 
@@ -150,7 +158,12 @@ def losses_of_one_graph(
 def _base(name: str, out: Tensor, y: Tensor) -> Tensor:
     if name == "abs":
         return 0.5 * (out.square() + 0.1).sqrt().mean()
-    if name == "tokens":
+    if name == "class_weights":
+        weights = CLASS_WEIGHTS.to(out.dtype)
+        return functional.cross_entropy(
+            out.flatten(0, -2), y.flatten(), weight=weights, ignore_index=PAD
+        )
+    if name in ("tokens", "ignored"):
         return functional.cross_entropy(out.flatten(0, -2), y.flatten(), ignore_index=PAD)
     if y.is_floating_point():
         return (out - y).square().mean() if name != "square" else out.square().mean()

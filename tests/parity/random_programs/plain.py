@@ -1,10 +1,11 @@
 """One side of every comparison: a program as anyone would write it, in one process.
 
 It imports nothing of ours. Run as `python -m tests.parity.random_programs.plain` it answers
-pickled (program, watch) on stdin by pickled `Ran`, or an error's words, on stdout.
+pickled (program, watch, perturbed) on stdin by pickled `Ran`, or an error's words, on stdout.
 """
 
 import copy
+import os
 import pickle
 import sys
 import time
@@ -101,6 +102,8 @@ class Script:
             for p in self.models[0].parameters():
                 if not p.is_complex():
                     p.data.clamp_(-0.4, 0.4)
+        elif name == "fork":
+            write_in_a_child(self.models)
         elif name == "write_direct":
             with torch.no_grad():
                 self.models[0].head.bias.mul_(0.9)
@@ -139,8 +142,33 @@ class Script:
         return made_of.batch(self.program, 900 + self.number, 0, EVALUATED)[0]
 
 
+def write_in_a_child(models: list[Model]) -> None:
+    """Fork a child that overwrites every parameter and buffer; this process must not see it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: there are threads
+        child = os.fork()
+    if child == 0:
+        try:
+            for model in models:
+                for tensor in (*model.parameters(), *model.buffers()):
+                    with torch.no_grad():
+                        tensor.data.fill_(9)
+        finally:  # a parameter that is sharded raises
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
 class Plain(Script):
     """The program without any of ours."""
+
+    def perturb(self, seed: int) -> None:
+        """Move every number of every parameter by one ulp, up or down, as rounding might."""
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for p in (p for model in self.models for p in model.parameters()):
+                real = torch.view_as_real(p) if p.is_complex() else p
+                up = torch.rand(real.shape, generator=draw) < 0.5
+                real.copy_(torch.nextafter(real, torch.where(up, torch.inf, -torch.inf).to(real)))
 
     def run(self, *, watch: bool) -> Ran:
         """All steps."""
@@ -307,7 +335,7 @@ def serve() -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            program, watch = pickle.load(sys.stdin.buffer)
+            program, watch, perturbed = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         answer: Ran | str
@@ -316,7 +344,10 @@ def serve() -> None:
                 warnings.simplefilter("error")
                 warnings.filterwarnings("ignore", "Sparse invariant checks")
                 began = time.process_time()
-                answer = Plain(program).run(watch=watch)
+                script = Plain(program)
+                if perturbed is not None:
+                    script.perturb(perturbed)
+                answer = script.run(watch=watch)
                 answer.seconds = time.process_time() - began
         except Exception:
             answer = traceback.format_exc()

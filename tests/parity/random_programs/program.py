@@ -44,6 +44,8 @@ class Part:
     """A batch, its forward and its backwards.
 
     `losses` are added up, each of a forward of its own unless `shared`, where they have one graph.
+    Of "tokens" the number of items is told as the weight; of "ignored" and "class_weights", which
+    are means over other items than rows as well, it is not.
     `cuts` is None for even shares (world.share), else the seed of uneven ones cut by hand. With
     `explicit` the weight is told; it is `factor` for each item. `between`: an evaluation comes
     between the batch and its forward. `last` says whether `last=` is told.
@@ -105,7 +107,8 @@ class Program:
     """All of it.
 
     `family`: "one" model; "chain", two models one after the other in one engine; "gan", two models
-    with an engine each, the second of which judges the first. `feed`: "share" or "loader".
+    with an engine each, the second of which judges the first. `feed`: "share", "loader",
+    or "stream": a Loader of an iterable dataset with shard().
     `warm` steps are made by hand before there is an engine. `average` is an AveragedModel that the
     script updates by hand after each step.
     """

@@ -7,6 +7,10 @@ from tests.parity.random_programs.program import Net, Optimizer, Part, Phase, Pr
 CYCLED = {"adam", "adamw", "adamax", "nadam", "radam"}
 """Optimizers with a beta1, which OneCycleLR asks for where there is no momentum."""
 
+STREAM_ROWS = 12
+"""Rows of each batch of a stream: all numbers of workers divide it, so that the batches of a stream
+in shards have the rows of the whole one's."""
+
 SPLITTABLE = {"residual", "hooked", "gated", "late:2", "late:4", "in_training", "adapter"}
 SPLITTABLE |= {"attention", "multi_head", "encoder", "decoder", "experts:3", "experts:5"}
 """Blocks in which --tensor may find something."""
@@ -40,7 +44,7 @@ def _sensible_net(net: Net, *, first: bool) -> bool:
     if net.tied and ("sparse", True) in net.embedding:  # the head's gradient is dense
         return False
     over_time = any(name in blocks.OVER_TIME for name in net.blocks)
-    if net.checkpoint and {*net.blocks} & {"hooked", *blocks.ACROSS_ROWS, *blocks.COUNT_FORWARDS}:
+    if net.checkpoint and {*net.blocks} & {"hooked", "in_place", *blocks.COUNT_FORWARDS}:
         return False
     if net.checkpoint == "reentrant" and not first:
         return False
@@ -102,7 +106,12 @@ def _sensible_step(step: Step, program: Program) -> bool:
 
 def _sensible_part(part: Part, program: Program) -> bool:
     net = program.nets[0]
-    if looks_across(program) and (part.cuts is not None or part.rows < 4):
+    if looks_across(program) and part.cuts is not None:
+        return False
+    if program.synchronised and part.rows < 4:
+        return False
+    over_items = {"ignored", "class_weights"} & {*part.losses}
+    if over_items and (net.modality != "tokens" or len(part.losses) > 1 or part.shared):
         return False
     if counts_forwards(program) and len(part.losses) > 1:
         return False
@@ -120,8 +129,14 @@ def _sensible_part(part: Part, program: Program) -> bool:
 
 def _same_batches(program: Program) -> bool:
     """A Loader gives batches of one size, but for the last; one part in each step."""
-    if program.feed != "loader":
+    if program.feed == "share":
         return True
+    if program.feed == "stream" and any(
+        part.rows != STREAM_ROWS or part.losses[0] == "sum"
+        for _, step in program.steps()
+        for part in step.parts
+    ):
+        return False
     steps = [step for _, step in program.steps()]
     rows = [step.parts[0].rows for step in steps]
     return all(len(step.parts) == 1 for step in steps) and (

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import shardwise as sw
 from shardwise.states import storage
@@ -57,6 +57,19 @@ def uneven_cuts(rows: int, size: int, seed: int) -> list[int]:
     return [0, *inner, rows]
 
 
+class Stream(IterableDataset[tuple[Tensor, ...]]):
+    """Rows in order, of which each worker reads its own."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.num_shards = tensors, len(tensors[0])
+
+    def shard(self, num_shards: int, index: int) -> "Stream":
+        return Stream([each[index::num_shards] for each in self.tensors])
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return zip(*self.tensors, strict=True)
+
+
 class Sharded(Script):
     """The program on one of several ranks."""
 
@@ -68,13 +81,14 @@ class Sharded(Script):
         self._take_settings()
         self.number = program.first_step(phase)
         self.loader: Any = None
-        if program.feed == "loader":
+        if program.feed != "share":
             parts = [
                 made_of.batch(program, number, 0, step.parts[0].rows)
                 for number, step in program.steps()
             ]
             rows = next(program.steps())[1].parts[0].rows
-            data = TensorDataset(*(torch.cat(each) for each in zip(*parts, strict=True)))
+            whole = [torch.cat(each) for each in zip(*parts, strict=True)]
+            data = Stream(whole) if program.feed == "stream" else TensorDataset(*whole)
             self.loader = sw.Loader(
                 data, batch_size=rows, micro_batch_size=self.config.micro_batch_size
             )

@@ -63,6 +63,16 @@ def test_keep_leaves_the_newest_and_never_what_lies_ahead(tmp_path):
     assert names(tmp_path) == ["step-3", "step-4", "step-9"]
 
 
+def test_a_dangling_link_as_folder_is_named(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    for folder in (tmp_path / "link", tmp_path / "link" / "deeper"):
+        with pytest.raises((FileExistsError, NotADirectoryError)) as caught:
+            Draft(folder, 5, 0).begin()
+        said = Draft(folder, 5, 0).refused(caught.value)
+        assert f"{tmp_path}/link is a link to {tmp_path}/absent, which does not exist" in said
+        assert "in the way" not in said
+
+
 def test_what_stands_in_the_way_is_not_taken_for_a_full_disk(tmp_path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):

@@ -16,7 +16,7 @@ HOSTS = Topology(hosts=128, devices_per_host=8, hosts_per_rack=4, racks_per_pod=
 def failing(per_day: float, scope: str = "job", **more: float) -> FailureClass:
     """A class of so many failures a day of all components of HOSTS."""
     rate = per_day / DAY / HOSTS.components(scope)
-    return FailureClass(name="it", title="it", scope=scope, rate=rate, **more)  # type: ignore[arg-type]
+    return FailureClass(name="it", title="it", scope=scope, rate=rate, per=scope, **more)  # type: ignore[arg-type]
 
 
 def model(*failures: FailureClass, **more: float) -> RunModel:

@@ -142,7 +142,7 @@ class TestIslands:
 
     def test_stops_are_counted_with_repair_and_by_racks(self) -> None:
         hosts = replace(HOSTS, hosts=8)  # four islands of two, and two racks of two islands
-        failure = FailureClass("it", "it", "rack", 0.5 / DAY, detect=60.0, repair=DAY / 2)
+        failure = FailureClass("it", "it", "rack", 0.5 / DAY, "rack", detect=60.0, repair=DAY / 2)
         made = replace(model(failure, islands=4, work=40 * DAY), topology=hosts)
         away = 0.5 * (0.5 + 360 / DAY)
         # One rack fails while the other is away; what waits for hosts does not fail.
@@ -167,7 +167,7 @@ class TestIslands:
 
     def test_islands_of_the_devices_of_one_host(self) -> None:
         one = replace(HOSTS, hosts=1)
-        failure = FailureClass("it", "it", "device", 1 / DAY, detect=60.0, repair=DAY / 4)
+        failure = FailureClass("it", "it", "device", 1 / DAY, "device", detect=60.0, repair=DAY / 4)
         made = replace(model(failure, islands=2, every=30), topology=one)
         assert made.units_at("device", 5) == range(5, 6)
         assert made.units_at("host", 0) == range(8)

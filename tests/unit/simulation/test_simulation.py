@@ -176,11 +176,28 @@ class TestCatalogue:
     def test_llama_3_fails_as_often_as_it_did(self) -> None:
         failures = read_failures("llama3")
         topology = Topology(2048, 8, failures.hosts_per_rack, failures.racks_per_pod)
-        per_second = {
-            each.name: topology.components(each.scope) * each.rate for each in failures.classes
-        }
+        per_second = {each.name: each.rate_over(topology) for each in failures.classes}
         assert sum(per_second.values()) * 54 * DAY == pytest.approx(466)
         assert per_second["gpu"] * 54 * DAY == pytest.approx(148)
+
+    def test_every_class_of_llama_3_fails_less_often_on_fewer_devices(self) -> None:
+        """The paper counts 466 stops of one job on 16,384 devices; 32 devices have 1/512."""
+        failures = read_failures("llama3")
+        few = Topology(4, 8, failures.hosts_per_rack, failures.racks_per_pod)
+        per_run = {each.name: each.rate_over(few) * 54 * DAY for each in failures.classes}
+        assert per_run["software"] == pytest.approx(54 / 512)
+        assert per_run["planned"] == pytest.approx(47 / 512)
+        assert sum(per_run.values()) == pytest.approx(466 / 512)
+
+    def test_a_job_class_without_per_fails_as_often_on_any_size(self, tmp_path: Path) -> None:
+        path = tmp_path / "own.toml"
+        path.write_text(
+            "title='x'\n[sources.log]\ntext='log'\ndate='2026-10'\n[class.a]\ntitle='a'\n"
+            "scope='job'\nper_1000_days = { value = 1000, from = 'log' }\n"
+        )
+        (only,) = read_failures(str(path)).classes
+        rates = [only.rate_over(Topology(hosts, 8, 1, 1)) * DAY for hosts in (1, 1000)]
+        assert rates == pytest.approx([1, 1])
 
     @pytest.mark.parametrize(("gpus", "hours"), [(16_384, 1.80), (131_072, 0.23)])
     def test_rsc_1_stops_as_often_as_its_paper_says(self, gpus: int, hours: float) -> None:
@@ -198,6 +215,11 @@ class TestCatalogue:
             ("title = 'x'", "it has no [class.NAME]"),
             ("titel = 'x'", "Did you mean title?"),
             ("title = 'x'\n[class.a]\ntitle='a'\nscope='galaxy'", "scope is one of device, host"),
+            (
+                "title = 'x'\n[sources.s]\ntext='s'\ndate='1'\n[class.a]\ntitle='a'\n"
+                "scope='host'\nper={value='device', from='s'}",
+                "per is one of device, host, rack, pod, job, and of a class whose scope is job",
+            ),
             ("title = 'x'\n[class.a]\ntitle='a'\nscope='host'", "needs count or per_1000_days"),
             (
                 "title = 'x'\n[class.a]\ntitle='a'\nscope='host'\ncount={value=1,from='s'}",
