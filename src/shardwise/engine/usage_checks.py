@@ -107,6 +107,36 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
     )
 
 
+def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
+    """The error for a step whose `losses`, by worker, have no common weight."""
+    return UsageError(
+        "Losses of this step cannot be weighed by one number, so the result would not be that of "
+        f"one process. {_told(losses)}. A loss that is a mean over n items: engine.backward(loss, "
+        "weight=n), in engine.forward_backward weight=lambda *batch: n. Terms that are means over "
+        "different items: divide each by its items of all workers and micro-batches, and write "
+        'engine.backward(a * n_a / world.sum(n_a) + b * n_b / world.sum(n_b), reduction="sum"). '
+        "Sums beside means or penalties: make them means, or sums."
+    )
+
+
+def other_weights(losses: Sequence[Sequence[str]]) -> str:
+    """What to say where `weight=` is not what the `losses`, by worker, are means over."""
+    return (
+        "weight= is not proportional to what these losses are means over, so that the result is "
+        f"not that of one process: {_told(losses)}. weight= counts as it is given."
+    )
+
+
+def _told(losses: Sequence[Sequence[str]]) -> str:
+    """The losses of two workers that differ, or of one where all workers have the same."""
+    other = next((n for n, each in enumerate(losses) if each != losses[0]), 0)
+    chosen = [(n, losses[n]) for n in sorted({0, other})]
+    return "; ".join(
+        f"worker {number}: {', then '.join(list(dict.fromkeys(words))[:3]) or 'none'}"
+        for number, words in chosen
+    )
+
+
 def _other_batch(rows: Sequence[float]) -> int:
     """The first rank with other rows than rank 0; where each is near to that, the furthest."""
     apart = [n for n, row in enumerate(rows) if not nearly_alike([rows[0], row])]
