@@ -1,5 +1,7 @@
 """Losses whose mean is not over rows: without `weight=` the result is that of plain PyTorch."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from shardwise.errors import UsageError
 
 SIZES = [1, 2, 3]
 BATCH, ROWS = 7, 23  # three whole batches, and one of 2 rows
@@ -237,3 +240,135 @@ def trains(world, names, micro, zero):
 def test_losses_are_those_of_one_process(group, size, micro):
     # A part of a batch needs something of everything here: plain PyTorch gives NaN without it too.
     group(size)(trains, list(LOSSES), micro, 0)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_losses_of_sharded_models_are_those_of_one_process(group, zero):
+    names = ["cross_entropy ignore_index", "masked mean with clamp", "several terms", "penalties"]
+    group(2)(trains, names, None, zero)
+
+
+def mixed(out, ys):
+    """Means over different items: labels that count, and all elements."""
+    return cross_entropy(out, ys) + 0.1 * out.square().mean()
+
+
+def refused(world, name):
+    loss_of, how, _ = REFUSED[name]
+    model, (x, _, ys, _) = net(), data()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    x, ys = world.share(x[:BATCH]), world.share(ys[:BATCH])
+    if how == "forward_backward":
+        engine.forward_backward(lambda x, ys: loss_of(model(x), ys), x, ys)
+    else:
+        engine.backward(loss_of(model(x), ys))
+    engine.step()
+
+
+REFUSED = {
+    "means over different items": (mixed, "backward", r"a mean over \d+ items \(cross_entropy\)"),
+    "in forward_backward": (cross_entropy, "forward_backward", r"weight=lambda \*batch: n"),
+    "a sum beside a mean": (
+        lambda out, ys: out.square().mean() + out.square().sum(),
+        "backward",
+        r"a mean over \d+ items \(mean\) and a sum \(sum\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_weight_is_right_for_is_refused_on_all_ranks(group, name):
+    words = REFUSED[name][2]
+    for kind, message in group(2).errors(refused, name):
+        assert kind == UsageError.__name__
+        assert "worker 0: " in message
+        assert re.search(words, message), message
+    group(1)(refused, name)  # one process adds what it is given
+
+
+COUNTS = {
+    "number": lambda has: int(has.sum()),
+    "tensor": lambda has: has.sum(),
+    "rows": len,
+    "labels": lambda labels: (labels != IGNORED).sum(),
+}
+
+
+def nothing_here(world, zero, weight):
+    torch.manual_seed(0)
+    x, has = torch.randn(8, 6).double(), torch.tensor([True] * 3 + [False] * 5)
+    model = net()
+    single = net()
+    wanted = (single(x[has]) - 1).square().mean()
+    wanted.backward()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=zero)
+    x, has = world.share((x, has))
+    loss = (model(x[has]) - 1).square().mean() if has.any() else torch.zeros(())
+    engine.backward(loss, weight=COUNTS[weight](has))
+    stats = engine.step()
+    norm = nn.utils.clip_grad_norm_(single.parameters(), 1e9)
+    assert (stats.loss, stats.grad_norm) == pytest.approx((wanted.item(), norm.item()), rel=1e-8)
+    engine.close()
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_loss_of_weight_0_needs_no_graph(group, size, zero):
+    group(size)(nothing_here, zero, "number")
+    group(size)(nothing_here, zero, "tensor")
+
+
+def two_batches(world, how):
+    """A loss of a batch of 4 rows and of one of 10, by the advice of the message."""
+    torch.manual_seed(0)
+    a, b, model = torch.randn(4, 6).double(), torch.randn(10, 6).double(), net()
+    want = (model(a).square().mean() + (model(b) - 1).square().mean()).item()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    a, b = world.share(a), world.share(b)
+    loss_a, loss_b = model(a).square().mean(), (model(b) - 1).square().mean()
+    if how == "weight":
+        engine.backward(loss_a + loss_b, weight=len(b))
+    elif how == "sum":
+        engine.backward(loss_a * len(a) / 4 + loss_b * len(b) / 10, reduction="sum")
+    else:
+        engine.backward(loss_a + loss_b)
+    loss = engine.step().loss
+    engine.close()
+    return loss, want
+
+
+def test_two_batches_are_added_as_the_message_says(group):
+    for size in SIZES:
+        for kind, message in group(size).errors(two_batches, "unsaid"):
+            assert kind == UsageError.__name__
+            assert 'loss_b * n_b / total_b, reduction="sum")' in message
+        for loss, want in group(size)(two_batches, "sum"):
+            assert loss == pytest.approx(want, rel=1e-8)
+
+
+def told(world, weights):
+    """What is said of a loss of 7 rows with `weights`, in two steps."""
+    said = []
+    world.say_once = said.append
+    try:
+        model, (x, _, ys, _) = net(), data()
+        engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        for _ in range(2):
+            mine, labels = world.share(x[:BATCH]), world.share(ys[:BATCH])
+            engine.backward(cross_entropy(model(mine), labels), weight=COUNTS[weights](labels))
+            engine.step()
+        engine.close()
+    finally:
+        del world.say_once
+    return said
+
+
+def test_a_weight_that_contradicts_the_loss_is_named_once(group):
+    for said in group(2)(told, "rows"):
+        (line,) = said
+        assert line.startswith("weight= is not proportional to what these losses are means over")
+        assert re.search(
+            r"worker 1: a mean over \d+ items \(cross_entropy\), weighed by [34]", line
+        )
+    assert not any(group(2)(told, "labels"))
+    assert not any(group(1)(told, "rows"))

@@ -61,7 +61,7 @@ class BackwardRunner:
         retain_graph: bool,
     ) -> None:
         """See Engine.backward."""
-        usage_checks.check_loss(loss)
+        loss = usage_checks.check_loss(loss, weight)
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
         is_said = given or divisor > 0
         batch = self._begin(weighted=is_said, anew=given and not same_items)
@@ -253,7 +253,7 @@ class BackwardRunner:
         losses = []
         for number, (weight, part) in enumerate(parts):
             loss = loss_of(*part)
-            usage_checks.check_loss(loss)
+            loss = usage_checks.check_loss(loss, weight)
             look_at(loss, number)
             self._seed_autograd(loss, weight, last=last and number == len(parts) - 1)
             value = loss.detach().double().reshape(())

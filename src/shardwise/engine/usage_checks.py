@@ -46,8 +46,12 @@ def check_unreduced(*, is_reduced: bool) -> None:
         )
 
 
-def check_loss(loss: Any) -> None:
-    """Raise UsageError unless `loss` is a real floating scalar that gradients can flow from."""
+def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
+    """Return `loss`, a real floating scalar that gradients can flow from; UsageError for others.
+
+    A loss of weight 0 needs no graph: it is replaced by a leaf, so that this rank takes part in
+    whatever the others do in their backward.
+    """
     if not isinstance(loss, Tensor):
         raise UsageError(
             f"engine.backward takes the loss as a tensor, not {type(loss).__name__}: give it as "
@@ -60,11 +64,16 @@ def check_loss(loss: Any) -> None:
         )
     if not loss.is_floating_point():
         raise UsageError(f"engine.backward takes a real floating loss, not {loss.dtype}.")
+    # Reading a weight on a GPU waits for it, but only where there is no graph.
+    if not loss.requires_grad and weight is not None and float(weight) == 0:
+        return loss.detach().clone().requires_grad_()
     if not loss.requires_grad:
         raise UsageError(
             "This loss does not depend on any parameter (it was computed under no_grad, detached, "
-            "or all parameters are frozen): compute it with gradients on."
+            "or all parameters are frozen): compute it with gradients on. On a worker that has "
+            "nothing to train on: engine.backward(loss, weight=0)."
         )
+    return loss
 
 
 def _known(world: World) -> str:
