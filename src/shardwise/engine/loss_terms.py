@@ -133,16 +133,19 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0, look: bool = True) -
 
 @dataclass(frozen=True)
 class _Scale:
-    """What a scalar was multiplied by on its way to the loss: `factor` by numbers that are known,
-    and it was divided by `count`."""
+    """The scaling of a scalar on its way to the loss.
+
+    `factor` is the product of the known numbers that it was multiplied by. `count` is the number
+    that it was divided by, or None.
+    """
 
     factor: float = 1.0
     count: Number | None = None
     siblings: int = 0
-    """How many scalars were added before the division by `count`; 0 where none were."""
+    """How many scalars were added before the division by `count`; 0 if none."""
     is_multiplied: bool = False
     is_bent: bool = False
-    """Whether an operation that is not linear comes between."""
+    """Whether an operation between it and the loss is not linear."""
 
 
 _BENT = _Scale(is_bent=True)
@@ -322,7 +325,7 @@ class _Walk:
         has_rows = self.rows in (sizes if name in _PRODUCTS else sizes[:1])
         inner = _kind(child)
         if inner in ("Mean", "Sum") and (across := _rows_reduced(child)):
-            # A reduction over the rows came first, such as x.mean(0).sum().
+            # The rows were reduced before, as in x.mean(0).sum().
             has_rows = across == self.rows
             numel = across if inner == "Mean" else numel
             name = inner
@@ -360,12 +363,12 @@ class _Walk:
     def _sum(
         self, counted: Number, numel: int, source: str, scale: _Scale, *, has_rows: bool = False
     ) -> None:
-        """A sum of `numel` elements, of which `counted` count: a mean, where their number divides
-        it."""
+        """Add a sum of `numel` elements. `counted` of them are not masked. It is a mean if it was
+        divided by their number."""
         source, count, factor = source.lower(), scale.count, abs(scale.factor)
         known = {self.rows, numel} | ({scale.siblings} if numel == 1 else set())
         if isinstance(count, Tensor) or (count is not None and isinstance(counted, Tensor)):
-            # Where nothing counts, what divides is no count, but often the 1 of clamp(min=1).
+            # If all is masked, the divisor is no count, but often the 1 of clamp(min=1).
             device = count.device if isinstance(count, Tensor) else counted.device  # type: ignore[union-attr]
             count = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
             some = torch.as_tensor(counted, device=device) != 0
@@ -432,7 +435,7 @@ def _short(name: str) -> str:
 
 
 def _inverse(factor: float) -> int | None:
-    """The whole number of which `factor` is the inverse; None without one."""
+    """Return 1 / `factor` if it is a whole number, else None."""
     inverse = round(1 / factor)
     return inverse if math.isclose(inverse * factor, 1, rel_tol=1e-6) else None
 
@@ -453,7 +456,7 @@ def _numel(node: Any, output: int) -> int:
 
 
 def _number(value: Tensor) -> Any:
-    """A number, where it can be read without waiting for a GPU."""
+    """Return a Python number if `value` is on the CPU, else the tensor: reading it would wait."""
     return value.item() if value.device.type == "cpu" else value.detach()
 
 
@@ -468,7 +471,7 @@ def _is_opaque(node: Any) -> bool:
 
 
 def _stacked(node: Any) -> list[tuple[Any, int]]:
-    """The scalars that `node` has put together; none where it is something else."""
+    """Return the scalars that `node` stacks; empty if it stacks none."""
     if _kind(node) not in ("Stack", "Cat"):
         return []
     edges = _edges(node)
@@ -542,10 +545,10 @@ _BY_ELEMENT = frozenset(
 
 
 def _statistic_under(node: Any) -> str:
-    """The name of a statistic over the rows of a batch, such as a variance, that `node` makes
-    something of; empty without one.
+    """Return the name of a statistic over the rows of a batch, such as a variance, under `node`.
 
-    What is summed or averaged then are features: their number says nothing of the items.
+    A sum or a mean above it is over features, whose number does not depend on the items. Empty if
+    there is none.
     """
     opened, seen = [node], set[Any]()
     while opened and len(seen) < 50:
@@ -570,9 +573,9 @@ def _statistic_under(node: Any) -> str:
 
 
 def _of_parameters(node: Any) -> bool:
-    """Whether what `node` made depends on parameters alone, and not on the batch.
+    """Return whether the output of `node` depends on parameters alone, and not on the batch.
 
-    Data has no edge in the graph. It comes in by an operation that has fewer edges than tensors,
+    Data has no edge in the graph: an operation that takes data has fewer edges than tensors,
     except for a constant of the shape of the parameter, such as the weights that a penalty pulls
     towards.
     """
