@@ -228,6 +228,9 @@ _ELEMENTWISE = ("Mul", "Div", "Add", "Sub", "Rsub", "Where", "MaskedFill", "Pow"
 _OF_WEIGHTS = ("_GatherParameterBackward", "_TakeParameterShardBackward")
 """Operations of this package that give whole parameters, or parts of them."""
 
+DEEPEST = 16
+"""Operations between a penalty and its parameters, at most."""
+
 SMALL = 0.05
 """A factor of this size or less may be a division by a number of items."""
 
@@ -579,19 +582,20 @@ def _of_parameters(node: Any) -> bool:
     except for a constant of the shape of the parameter, such as the weights that a penalty pulls
     towards.
     """
-    opened, seen = [node], set[Any]()
+    # Penalties are shallow. Without a limit this would walk through the whole model in each step.
+    opened, seen = [(node, 0)], set[Any]()
     while opened:
-        one = opened.pop()
+        one, depth = opened.pop()
         if one in seen or hasattr(one, "variable") or one.name() in _OF_WEIGHTS:
             continue
         seen.add(one)
         name = _kind(one)
-        if name in _WITH_DATA or _is_opaque(one):
+        if name in _WITH_DATA or _is_opaque(one) or depth == DEEPEST:
             return False
         edges = _edges(one)
         if len(edges) < len(one.next_functions) and (
             name not in _ELEMENTWISE or _numel(one, 0) != _numel(*edges[0])
         ):
             return False
-        opened.extend(child for child, _ in edges)
+        opened.extend((child, depth + 1) for child, _ in edges)
     return True
