@@ -242,7 +242,12 @@ class CurrentBatch:
             )
 
 
-_WEIGHT = "Write engine.backward(loss, weight=number_of_items_the_loss_is_a_mean_over)."
+_WEIGHT = (
+    "For a mean over n items of one batch write engine.backward(loss, weight=n). For a sum of "
+    "means over several batches no such n is right: multiply each by its items of this worker, "
+    "divide it by those of all workers, and write engine.backward(loss_a * n_a / total_a + "
+    'loss_b * n_b / total_b, reduction="sum").'
+)
 
 
 def _check_stand_ins(training: Sequence[LoaderStream]) -> None:

@@ -146,6 +146,40 @@ def test_means_over_other_items(group):
         ranks(group, 2)(words_case, zero)
 
 
+def ignored_labels(model, x):
+    """A mean over the rows whose first number is positive, which cross_entropy alone knows."""
+    labels = torch.where(x[:, 0] > 0, (x[:, 1] > 0).long(), -100)
+    scores = model(x).sum(1, keepdim=True) * torch.tensor([1.0, -1.0], dtype=torch.float64)
+    return nn.functional.cross_entropy(scores, labels)
+
+
+def labels_case(world):
+    expected = net(torch.float64)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.3)
+    x = data(torch.float64, ROWS).tensors[0]
+    for part in x.split(BATCH * WINDOW):
+        optimizer.zero_grad()
+        ignored_labels(expected, part).backward()
+        optimizer.step()
+    model = net(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    accelerator = ours(exact_mean=True, gradient_accumulation_steps=WINDOW)
+    loader = DataLoader(data(torch.float64, ROWS), batch_size=BATCH // world.size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, _ in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(ignored_labels(model, x))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert distance(model, expected) < 1e-12
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_loss_is_a_mean_over_is_read_from_its_graph(group, size):
+    ranks(group, size)(labels_case)
+
+
 def several_losses_case(world):
     """Two backwards of one batch add up; the loss of the step is exact; an evaluation in between
     has every sample once."""

@@ -74,7 +74,9 @@ def test_sums_have_the_factor_one_and_no_weight():
     assert not count(accumulation, OTHER, summed=True)
     assert accumulation.weights == [8.0, 0.0, 8.0]
     assert accumulation.losses == [2.0] * 3
-    assert weigh(Batch(samples=0), None, summed=True) == LossWeight(factor=0.0, items=0.0)
+    assert weigh(Batch(samples=0), None, summed=True) == LossWeight(
+        factor=0.0, items=0.0, shown=0.0
+    )
     with pytest.raises(UsageError, match=r"sums .* and losses that are means"):
         count(accumulation, ONE)
     accumulation.clear()

@@ -49,11 +49,11 @@ class GivenBatches:
         return bool(self._open)
 
     def items(self, number: float | Tensor | None, same_items: bool | None) -> LossItems:
-        """What a loss is a mean over: `number` items where the script says so, else the samples of
-        the batch. Nothing, where that has samples only that counted before."""
+        """What a loss is a mean over: `number` items where the script says so, else what its graph
+        says, or the samples of the batch. Nothing, where those have all counted before."""
         if number is None:
             batch = self.of_loss()
-            return LossItems(batch.samples, batch, same_items)
+            return LossItems(batch.samples, batch, same_items, rows=batch.samples)
         empty = self.last is not None and self.last.samples == 0
         return LossItems(0.0 if empty else number, same_items=same_items)
 

@@ -144,7 +144,9 @@ class TrainedModels:
         reached = self._reached(loss)
         for number, each in enumerate(reached, 1):
             each.check_complete("A backward")
-            how: dict[str, Any] = {"reduction": "ddp"} if weight is None else each.weighted(weight)
+            how: dict[str, Any] = (
+                {"reduction": "ddp"} if weight is None else each.weighted(weight, loss)
+            )
             keep = retain_graph or number < len(reached)
             each.engine.backward(loss, last=last, retain_graph=keep, **how)
 

@@ -14,6 +14,7 @@ from weakref import ref
 from torch import Tensor, nn, optim
 
 import shardwise as sw
+from shardwise.engine.loss_terms import read
 from shardwise.engine.usage_checks import mark_schedulers
 from shardwise.errors import UsageError
 
@@ -29,6 +30,8 @@ class LossItems:
     batch: object = None
     same_items: bool | None = None
     """Whether they are those of an earlier loss, where the script says so."""
+    rows: int = 0
+    """The rows of the batch, where the script has not said what the loss is a mean over."""
 
 
 @dataclass(eq=False)
@@ -50,6 +53,8 @@ class Trained:
     """What every step clips to, whatever it was asked; None: what it was asked."""
     cleared: bool = True
     """Whether a plain optimizer would have no gradients before the next backward."""
+    _number: float | Tensor = 0.0
+    """What that loss is a mean over."""
     _batch: object = None
     """The batch that the last loss was of."""
     _stepped: list[optim.Optimizer] = field(default_factory=list)
@@ -109,14 +114,19 @@ class Trained:
             "nothing."
         )
 
-    def weighted(self, items: LossItems) -> dict[str, Any]:
-        """How a backward of a loss over `items` is weighted: a further loss of one batch adds up
+    def weighted(self, items: LossItems, loss: Tensor) -> dict[str, Any]:
+        """How a backward of `loss` over `items` is weighted: a further loss of one batch adds up
         with those before, as in plain PyTorch."""
         again = items.same_items
         if again is None and items.batch is not None:
             again = (items.batch is self._batch and self.engine.has_gradients) or None
-        self._batch = items.batch
-        return {"weight": items.number, "same_items": again}
+        self._batch, number = items.batch, items.number
+        if items.rows:
+            main = read(loss, items.rows).main
+            # A further loss of the batch has the weight with which its items were counted.
+            number = self._number if again else number if main is None else main.items
+        self._number = number
+        return {"weight": number, "same_items": again}
 
     def clear(self) -> None:
         """Forget the gradients since the last step."""

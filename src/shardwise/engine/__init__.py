@@ -46,7 +46,7 @@ plain_state_dict.py    plain optimizer state_dicts, made and taken
 What is said to the user:
 
 usage_checks.py        refuses lines that would be silently wrong
-loss_shape.py          tells a summed loss from a mean
+loss_terms.py          reads what a loss is a mean over from its graph
 start_lines.py, describe.py
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,15 +13,17 @@ from torch import Tensor, nn
 
 from shardwise import randomness
 from shardwise.current_batch import Batch
-from shardwise.engine import start_lines, usage_checks
+from shardwise.engine import loss_terms, start_lines, usage_checks
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
 from shardwise.engine.loss_accumulation import LossTerm
+from shardwise.engine.loss_terms import UNKNOWN, LossTerms
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
 from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
-from shardwise.parallel.pipeline.runner import PipelineRunner
+from shardwise.parallel.pipeline.runner import LookAtLoss, PipelineRunner
+from shardwise.placement import DEVICE
 from shardwise.states import parameters_at_rest
 from shardwise.timeline import span
 
@@ -43,7 +46,7 @@ class BackwardRunner:
         self._pipeline = (
             None if line is None else PipelineRunner(line, state.spec.settings, state.weighting)
         )
-        self._announced = False
+        self._announced = self._announced_loss = False
 
     # -- what the engine calls --------------------------------------------------------------
 
@@ -58,15 +61,21 @@ class BackwardRunner:
         retain_graph: bool,
     ) -> None:
         """See Engine.backward."""
-        usage_checks.check_loss(loss)
+        loss = usage_checks.check_loss(loss, weight)
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
-        summed = divisor > 0
-        batch = self._begin(weighted=given or summed, anew=given and not same_items)
-        weighed = weigh(batch, weight, summed=summed)
+        is_said = given or divisor > 0
+        batch = self._begin(weighted=is_said, anew=given and not same_items)
+        in_parts = isinstance(loss, StageTensor)
+        terms = self._terms_of(loss.value if isinstance(loss, StageTensor) else loss, batch)
+        if not is_said and not in_parts:
+            divisor = self._accumulation.divisor_read(terms)
+        compares = given or reduction == "mean"
+        weighed = weigh(batch, weight, summed=divisor > 0, terms=UNKNOWN if in_parts else terms)
         term = self._accumulation.term(
-            batch, weighed, given=given, divisor=divisor, same_items=same_items
+            batch, weighed, given=given, divisor=divisor, same_items=same_items, terms=terms
         )
-        self._announce(None, loss, batch, summed=summed, averaged=reduction == "ddp")
+        self._announce(None, averaged=reduction == "ddp")
+        self._announce_loss(terms, is_said=is_said)
         if last is None:
             last = batch.last if batch is not None else True
         factor = weighed.factor
@@ -74,7 +83,7 @@ class BackwardRunner:
             loss = self._stage_by_stage(loss, float(factor), last=last, keep_graph=retain_graph)
         else:
             self._seed_autograd(loss, factor, last=last, keep_graph=retain_graph)
-        self._end(loss, term, divisor)
+        self._end(loss, term, divisor, compares=compares)
 
     def forward_backward(
         self,
@@ -98,17 +107,26 @@ class BackwardRunner:
             for rows, part in micro
         ]
         factors = [float(each > 0) for each in items] if summed else items
-        weighed = LossWeight(factor=sum(factors), items=sum(items))
+        weighed = LossWeight(factor=sum(factors), items=sum(items), shown=sum(items))
         term = self._accumulation.term(
             of, weighed, given=given, divisor=divisor, same_items=same_items
         )
-        self._announce(len(micro))
+        self._announce(len(micro), averaged=reduction == "ddp")
+        found: list[tuple[LossTerms, float]] = []
+
+        def look_at(loss: Tensor, number: int) -> None:
+            rows = micro[number][0]
+            found.append((self._read(loss, rows), factors[number]))
+
         parts = [(factor, part) for factor, (_, part) in zip(factors, micro, strict=True)]
         last = of.last if of is not None else True
         run = self._one_by_one if self._pipeline is None else self._through_stages
         with self.abandoning():
-            loss = run(loss_of, parts, last=last)
-        self._end(loss, term, divisor)
+            loss = run(loss_of, parts, last=last, look_at=look_at)
+        if found:
+            self._announce_loss(found[0][0], is_said=given or summed)
+        term = replace(term, parts=found)
+        self._end(loss, term, divisor, compares=given or not summed)
         return loss * weighed.factor if summed else loss
 
     def _cut(self, batch: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -171,27 +189,36 @@ class BackwardRunner:
     def _divisor(self, reduction: str, *, weighted: bool) -> float:
         return divisor_of(reduction, weighted=weighted, replicas=self._spec.replicas)
 
-    def _announce(
-        self,
-        parts: int | None,
-        loss: Tensor | None = None,
-        batch: Batch | None = None,
-        *,
-        summed: bool = False,
-        averaged: bool = False,
-    ) -> None:
+    def _terms_of(self, loss: Tensor | None, batch: Batch | None) -> LossTerms:
+        """What the graph of `loss`, of which this rank may have none, says of it."""
+        if loss is None:
+            return UNKNOWN
+        if batch is None:
+            return self._read(loss, None)
+        return self._read(loss, max(batch.samples, 1), total=batch.total)
+
+    def _read(self, loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
+        # What was offloaded is fetched in the order of backward, and not for a look at it.
+        look = self._spec.settings.offload_activations == DEVICE
+        return loss_terms.read(loss, rows, total=total, look=look)
+
+    def _announce(self, parts: int | None, *, averaged: bool) -> None:
         """Print, at the first backward, into how many `parts` batches are cut, and whether losses
-        are `averaged` over workers; and of its `loss`, where it is known, whether it looks like a
-        sum but is not `summed`."""
+        are `averaged` over workers."""
         if not self._announced:
             self._announced = True
             start_lines.announce_batch(self._world, self._spec, parts, averaged=averaged)
-            if loss is not None and batch is not None and not summed:
-                start_lines.announce_sum(self._world, self._spec, loss, batch.samples)
 
-    def _end(self, loss: Tensor, term: LossTerm, divisor: float) -> None:
+    def _announce_loss(self, terms: LossTerms, *, is_said: bool) -> None:
+        """Print, at the first backward, what to know of a loss with these `terms`; `is_said`: the
+        user has said what it is a mean over, or that it is a sum."""
+        if not self._announced_loss:
+            self._announced_loss = True
+            start_lines.announce_loss(self._world, self._spec, terms, is_said=is_said)
+
+    def _end(self, loss: Tensor, term: LossTerm, divisor: float, *, compares: bool) -> None:
         self._world.current_batch.train()
-        self._accumulation.add(loss, term, divisor)
+        self._accumulation.add(loss, term, divisor, compares=compares)
         buffers = self._objects.buffers
         if term.batch is not None and term.batch.samples == 0:
             buffers.restore()
@@ -215,13 +242,19 @@ class BackwardRunner:
             usage_checks.check_reachable(loss, several=len(living) > 1)
 
     def _one_by_one(
-        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
+        self,
+        loss_of: Callable[..., Tensor],
+        parts: Sequence[tuple[float, Any]],
+        *,
+        last: bool,
+        look_at: LookAtLoss,
     ) -> Tensor:
         """Forward and backward of each of `parts`; their mean loss."""
         losses = []
         for number, (weight, part) in enumerate(parts):
             loss = loss_of(*part)
-            usage_checks.check_loss(loss)
+            loss = usage_checks.check_loss(loss, weight)
+            look_at(loss, number)
             self._seed_autograd(loss, weight, last=last and number == len(parts) - 1)
             value = loss.detach().double().reshape(())
             losses.append(value * weight if weight else torch.zeros_like(value))
@@ -284,7 +317,12 @@ class BackwardRunner:
     # -- the stages of a pipeline -----------------------------------------------------------
 
     def _through_stages(
-        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
+        self,
+        loss_of: Callable[..., Tensor],
+        parts: Sequence[tuple[float, Any]],
+        *,
+        last: bool,
+        look_at: LookAtLoss,
     ) -> Tensor:
         """Forward and backward of `parts` over the workers of a pipeline; their mean loss."""
         assert self._pipeline is not None
@@ -299,6 +337,7 @@ class BackwardRunner:
             on_stage=self._show_stage,
             refusal=self._refusal,
             collect=self._collecting,
+            look_at=look_at,
         )
 
     def _refusal(self, used: Sequence[nn.Parameter]) -> str | None:

@@ -81,6 +81,7 @@ class BoundedStaleness:
         report = Report(
             step,
             totals.weight,
+            totals.shown,
             totals.loss,
             totals.backwards,
             totals.divisor,
@@ -155,6 +156,7 @@ def _nothing(totals: StepTotals) -> StepTotals:
     return replace(
         totals,
         weight=0.0,
+        shown=0.0,
         loss=0.0,
         squared_norm=0.0,
         backwards=0,
@@ -171,6 +173,7 @@ def _joined(totals: StepTotals, reports: Sequence[Report], used: list[bool]) -> 
     return replace(
         totals,
         weight=sum(report.weight for report in reports),
+        shown=sum(report.shown for report in reports),
         loss=sum(report.loss for report in reports),
         squared_norm=0.0 if all(report.finite for report in reports) else math.inf,
         backwards=int(sum(report.backwards for report in reports)),

@@ -128,8 +128,11 @@ class Engine(HintsAtAttributes):
     ) -> None:
         """Add the gradient of `loss`, a scalar that is a mean over `weight` items of this rank.
 
-        Without `weight` it is the number of samples that the Loader last gave; without a Loader,
-        1. A device tensor is fine. With `reduction="sum"` the loss is a sum over items, and those
+        Without `weight` it is what the autograd graph of the loss shows: the labels that
+        `cross_entropy` counts, the elements of a mean, the number by which a sum is divided. Sums
+        over the batch are added, as with `reduction="sum"`. Where the graph does not show it, the
+        weight is the number of samples that the Loader last gave; without a Loader, 1. A device
+        tensor is fine. With `reduction="sum"` the loss is a sum over items, and those
         of all workers and backwards are added. With `reduction="ddp"` losses are what
         DistributedDataParallel takes them for: those of a worker add up, whatever they are means
         over, and the sums are averaged over the workers.
@@ -141,8 +144,9 @@ class Engine(HintsAtAttributes):
         this engine's parameters only. Where gradients are sharded each backward is collective:
         every rank makes as many.
 
-        Raises UsageError for a loss that is not a scalar of the graph, and where the weight of the
-        loss cannot be told.
+        Raises UsageError for a loss that is not a scalar of the graph, unless its weight is 0, and
+        where the weight of the loss cannot be told. `step` raises it where no weight is right for
+        all terms of the losses of all workers.
         """
         self._backward.backward(
             loss,

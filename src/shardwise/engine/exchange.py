@@ -44,6 +44,7 @@ def exchange(
     came too late for their bucket on any rank are reduced by all.
     """
     nothing = [0.0] * accumulation.backwards
+    no_mix = math.inf, -math.inf
     mine = StepReport(
         weights=aggregation.reported(accumulation.weights if counts else nothing),
         losses=aggregation.reported(accumulation.losses if counts else nothing),
@@ -52,6 +53,8 @@ def exchange(
         options=options,
         calls=calls.number(),
         rows=calls.rows,
+        shown=sum(accumulation.shown) if counts else 0.0,
+        mix=accumulation.mix_range() if counts else no_mix,
         used=gradients.used,
         late=[number in gradients.late for number in range(len(gradients.sums))],
         news=bool(buffers.news()),
@@ -59,7 +62,8 @@ def exchange(
         unsaved=unsaved,
         asked=asked,
         written=written,
-        divisor=accumulation.divisor,
+        divisor=accumulation.divisor if accumulation.is_said else -1.0,
+        alone=accumulation.needs_to_be_alone,
     )
     report = mine.row(group.small_device)
     # Looked at on the CPU: one copy from a GPU, and no more waiting for it.
@@ -105,7 +109,7 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
     Weights and losses are those of every stage, which have the same batches.
     """
     flags = [float(totals.several), float(totals.unsaved), float(totals.asked), totals.written]
-    flags += [float(totals.rows_differ), totals.calls]
+    flags += [float(totals.rows_differ), totals.calls, float(totals.is_mixed)]
     row = torch.tensor([totals.squared_norm, totals.options, *flags], dtype=torch.float64)
     rows = group.read(group.gather_rows(row.to(group.small_device)))
     options, calls = rows[:, 1].tolist(), rows[:, 7].tolist()
@@ -115,6 +119,7 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
         options=options[0] if len(set(options)) == 1 else math.nan,
         calls=calls[0] if len(set(calls)) == 1 else math.nan,
         rows_differ=bool(rows[:, 6].any()),
+        is_mixed=bool(rows[:, 8].any()),
         several=bool(rows[:, 2].any()),
         unsaved=bool(rows[:, 3].any()),
         asked=int(rows[:, 4].max()),

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.current_batch import Batch
+from shardwise.engine.loss_terms import UNKNOWN, LossTerms
 from shardwise.engine.step_statistics import Aggregation, StepTotals
 from shardwise.errors import UsageError
 from shardwise.model.loss_scale import LossScale
@@ -39,23 +40,38 @@ class LossWeight:
     and the number of items that the step has seen grows by `items`.
 
     Where losses are means both are the weight, and the sum is divided by all items. Where they are
-    sums the factor is 1, and nothing is divided.
+    sums the factor is 1, and nothing is divided. `shown` is what users see of the items: rows where
+    a loss is a mean over the elements of whole rows.
     """
 
     factor: float | Tensor
     items: float | Tensor
+    shown: float | Tensor
 
 
-def weigh(batch: Batch | None, weight: float | Tensor | None, *, summed: bool) -> LossWeight:
+def weigh(
+    batch: Batch | None,
+    weight: float | Tensor | None,
+    *,
+    summed: bool,
+    terms: LossTerms = UNKNOWN,
+) -> LossWeight:
     """How a loss of `batch` counts: a mean over `weight` items, or `summed` over them.
 
-    Without `weight` it is the samples of the batch, and 1 without a batch. A stand-in weighs
-    nothing whatever is given. A number that lives on a GPU stays there, as a 0-dim tensor.
+    Without `weight` it is what the `terms` of the loss say, else the samples of the batch, and 1
+    without a batch. A stand-in weighs nothing whatever is given. A number that lives on a GPU stays
+    there, as a 0-dim tensor.
     """
-    items = _items(weight, batch)
-    if not summed:
-        return LossWeight(factor=items, items=items)
-    return LossWeight(factor=1.0 if items else 0.0, items=items)
+    shown = items = _items(weight, batch)
+    if summed:
+        return LossWeight(factor=1.0 if items else 0.0, items=items, shown=items)
+    if weight is None and not (batch is not None and batch.samples == 0):
+        if terms.main is not None:
+            items = terms.main.items
+            shown = shown if terms.main.has_rows else items
+        elif terms.is_zero:
+            shown = items = 0.0
+    return LossWeight(factor=items, items=items, shown=shown)
 
 
 def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:

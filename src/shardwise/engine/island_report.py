@@ -15,6 +15,8 @@ class Report(NamedTuple):
     step: float
     """From 1 on; 0 says that there is none, and that no more follow."""
     weight: float
+    shown: float
+    """What users see of the weight."""
     loss: float
     backwards: float
     divisor: float

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from shardwise.current_batch import Batch
 from shardwise.engine.gradient_weighting import LossWeight
+from shardwise.engine.loss_terms import UNKNOWN, LossTerms
 from shardwise.engine.step_statistics import Number
 from shardwise.errors import UsageError
+
+_PLACES = 1 << 20
+"""More than a batch has micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -18,36 +24,57 @@ class LossTerm:
     """How one loss counts in its step.
 
     `batch` is the one it comes from and `weight` how much it counts; `given` says whether the user
-    gave the weight, `repeated` whether an earlier backward of the step has counted its items.
+    gave the weight. `of` is the number of the earlier backward of the step that has counted its
+    items, or None. `terms` is what its graph says, `parts` the same of each micro-batch with its
+    weight, where the loss is a mean over several.
     """
 
     batch: Batch | None
     weight: LossWeight
     given: bool
-    repeated: bool
+    of: int | None
+    terms: LossTerms = UNKNOWN
+    parts: Sequence[tuple[LossTerms, Number]] = ()
+
+    @property
+    def repeated(self) -> bool:
+        """Whether an earlier backward of the step has counted its items."""
+        return self.of is not None
 
 
 @dataclass
 class LossAccumulation:
     """This rank's backwards since the last step (gradient accumulation; no `no_sync` is needed).
 
-    By backward: `weights` are the items that it counts, `losses` its loss x factor, `indices` its
-    samples. Numbers stay on the device where that is a GPU.
+    By backward: `weights` are the items that it counts, `shown` what users see of them, `losses`
+    its loss x factor, `indices` its samples. Numbers stay on the device where that is a GPU.
     """
 
     weights: list[Number] = field(default_factory=list)
+    shown: list[Number] = field(default_factory=list)
     losses: list[Number] = field(default_factory=list)
     indices: list[tuple[int, ...]] = field(default_factory=list)
     divisor: float = 0.0
     """What the added losses are divided by; 0 where they are means: by the items."""
+    is_said: bool = False
+    """Whether the user has said, or a graph shows, by what the losses are divided."""
     stepping: bool = False
     """Whether the step has begun; it stays so where the step fails."""
+    checks_given: bool = True
+    """Whether weights that the user gives are compared with what graphs say."""
     _terms: list[LossTerm] = field(default_factory=list)
+    _mixes: dict[int, Number] = field(default_factory=dict)
+    """By the backward that has counted the items, a number that all ranks have in common where its
+    weight is right for all losses of the items."""
+    needs_to_be_alone: bool = False
+    """Whether a loss is both sums and means, so that no weight is right beside other backwards."""
 
     def clear(self) -> None:
         """Begin anew: the step was made, or its gradients are forgotten."""
-        self.weights, self.losses, self.indices, self._terms = [], [], [], []
+        self.weights, self.shown, self.losses, self.indices = [], [], [], []
+        self._terms, self._mixes = [], {}
         self.divisor, self.stepping = 0.0, False
+        self.is_said = self.needs_to_be_alone = False
 
     @property
     def backwards(self) -> int:
@@ -59,6 +86,10 @@ class LossAccumulation:
         """Backwards whose weight is not known to be 0."""
         return sum(isinstance(weight, Tensor) or weight != 0 for weight in self.weights)
 
+    def divisor_read(self, terms: LossTerms) -> float:
+        """What losses of the step are divided by, where only the `terms` of one say so."""
+        return self.divisor if self.backwards else float(terms.is_sum)
+
     def term(
         self,
         batch: Batch | None,
@@ -67,6 +98,7 @@ class LossAccumulation:
         given: bool,
         divisor: float,
         same_items: bool | None = None,
+        terms: LossTerms = UNKNOWN,
     ) -> LossTerm:
         """How a loss of `batch` will count; its `weight` was `given` by the user or not.
 
@@ -77,15 +109,73 @@ class LossAccumulation:
         Raises UsageError where that is ambiguous, and for losses with another `divisor`.
         """
         self._check_reduction(divisor)
-        return LossTerm(batch, weight, given, self._is_repeated(batch, weight, given, same_items))
+        of = self._counted_by(batch, weight, given, same_items)
+        if of is not None and not given and not divisor:
+            # The items were counted with this weight, and are not counted again.
+            weight = replace(weight, factor=self._terms[of].weight.factor)
+        return LossTerm(batch, weight, given, of, terms)
 
-    def add(self, loss: Tensor, term: LossTerm, divisor: float) -> None:
-        """Count one backward of `loss`."""
+    def add(self, loss: Tensor, term: LossTerm, divisor: float, *, compares: bool = True) -> None:
+        """Count one backward of `loss`; its terms are to fit its weight, where it `compares`."""
+        number = self.backwards
         self.divisor = divisor
         self.indices.append(() if term.batch is None else term.batch.indices)
         self.weights.append(0.0 if term.repeated else term.weight.items)
+        self.shown.append(0.0 if term.repeated else term.weight.shown)
         self.losses.append(_weighted(loss, term.weight.factor))
         self._terms.append(term)
+        self.is_said |= not compares or term.given or bool(term.terms.terms or term.parts)
+        if not compares or (term.given and not self.checks_given):
+            return
+        for place, (terms, weight) in enumerate(term.parts or [(term.terms, term.weight.factor)]):
+            if not isinstance(weight, Tensor) and weight == 0:
+                continue
+            self.needs_to_be_alone |= not term.given and terms.mixes_sums(summed=divisor > 0)
+            if divisor > 0:
+                continue
+            if term.of is None:
+                self._mixes[number * _PLACES + place] = terms.mix(weight)
+            elif terms.terms:
+                first = self._terms[term.of]
+                key = term.of * _PLACES + min(place, max(len(first.parts) - 1, 0))
+                self._mixes[key] = self._mixes.get(key, 0.0) + (number + 2) * terms.mix(weight)
+
+    def mix_range(self) -> tuple[Number, Number]:
+        """The lowest and the highest of the numbers that are the same on all ranks where weights
+        are right for all losses; without any, infinity and its negative."""
+        mixes = list(self._mixes.values())
+        far = [mix for mix in mixes if isinstance(mix, Tensor) and mix.device.type != "cpu"]
+        if not far:
+            numbers = [float(mix) for mix in mixes if math.isfinite(mix)]
+            return min(numbers, default=math.inf), max(numbers, default=-math.inf)
+        device = far[0].device
+        row = torch.stack(
+            [torch.as_tensor(mix, dtype=torch.float64, device=device).reshape(()) for mix in mixes]
+        )
+        known = row.isfinite()
+        return (
+            torch.where(known, row, math.inf).min(),
+            torch.where(known, row, -math.inf).max(),
+        )
+
+    def describe(self) -> list[str]:
+        """In words what each loss of the step is, and its weight. Waits for a GPU that has it."""
+        return [
+            f"{terms.describe()}, weighed by {float(weight):,.10g}"
+            for term in self._terms
+            for terms, weight in (term.parts or [(term.terms, term.weight.factor)])
+        ]
+
+    @property
+    def read_first(self) -> LossTerms | None:
+        """What the graph of the step's first loss says, where that is its weight."""
+        first = self._terms[0] if self._terms else None
+        return None if first is None or first.given or self.divisor else first.terms
+
+    @property
+    def are_given(self) -> bool:
+        """Whether the user has given the weight of each loss of the step."""
+        return all(term.given for term in self._terms)
 
     def _check_reduction(self, divisor: float) -> None:
         """Raise UsageError where earlier losses of the step were reduced in another way."""
@@ -96,19 +186,20 @@ class LossAccumulation:
                 "one loss before engine.backward, or write all in one way."
             )
 
-    def _is_repeated(
+    def _counted_by(
         self, batch: Batch | None, weight: LossWeight, given: bool, same_items: bool | None
-    ) -> bool:
-        """Whether an earlier backward of this step has counted the items of a loss.
+    ) -> int | None:
+        """The number of the earlier backward of this step that has counted the items of a loss.
 
         Raises UsageError where a weight was `given` for one of two losses of a batch, since they
         may as well be of parts of it, and for means over other numbers of the same items.
         """
         if same_items is False or (not isinstance(weight.items, Tensor) and weight.items == 0):
-            return False
-        earlier = [term for term in self._terms if batch is not None and term.batch is batch]
+            return None
+        counting = [n for n, term in enumerate(self._terms) if not term.repeated]
+        earlier = [n for n in counting if batch is not None and self._terms[n].batch is batch]
         if same_items is None:
-            if earlier and (given or earlier[-1].given):
+            if earlier and (given or self._terms[earlier[-1]].given):
                 raise UsageError(
                     "A second engine.backward of one batch with weight=: say whether this loss is "
                     "of the same items as the one before, so that the two add up "
@@ -116,21 +207,22 @@ class LossAccumulation:
                     "by weight (same_items=False). Adding the losses before one engine.backward "
                     "needs neither."
                 )
-            return bool(earlier)
+            return earlier[-1] if earlier else None
         if not self._terms:
             raise UsageError(
                 "same_items=True is for a further loss of items that an earlier engine.backward "
                 "of this step has counted, and this is the first one: leave it out here."
             )
-        before = (earlier or self._terms)[-1].weight.items
-        if not self.divisor and float(weight.items) != float(before):
+        before = (earlier or counting)[-1]
+        items = self._terms[before].weight.items
+        if given and not self.divisor and float(weight.items) != float(items):
             raise UsageError(
                 f"same_items=True, but this loss is a mean over {float(weight.items):g} items and "
-                f"the one before over {float(before):g}. Means over other numbers cannot be added "
+                f"the one before over {float(items):g}. Means over other numbers cannot be added "
                 "beside each other: divide both by totals over all workers (world.sum) yourself, "
                 'and write engine.backward(loss, reduction="sum").'
             )
-        return True
+        return before
 
 
 def _weighted(loss: Tensor, weight: Number) -> Number:

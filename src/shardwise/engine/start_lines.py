@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.engine import pipeline_parallel, tensor_parallel
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.engine.loss_shape import is_sum
+from shardwise.engine.loss_terms import LossTerms
 from shardwise.model import units
 from shardwise.model.activations import Activations
 from shardwise.model.precision import NARROW
@@ -86,16 +86,43 @@ def announce_batch(
         world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
 
 
-def announce_sum(world: World, spec: EngineSpec, loss: Tensor, rows: int) -> None:
-    """A line where the first loss looks like a sum over the `rows` of its batch, and is taken for
-    a mean: on several workers, and in micro-batches, that is another gradient."""
-    settings = spec.settings
-    look = settings.activations == "kept" and not spec.placement.is_sharded("parameters")
-    if not settings.quiet and is_sum(loss, rows, look=look and not settings.offload_activations):
+def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: bool) -> None:
+    """Lines on the first loss: how it is weighed where its graph does not say so for certain, and
+    what makes it depend on the number of workers. `is_said`: the user has said how to weigh it."""
+    if spec.settings.quiet:
+        return
+    if terms.curved and spec.micro_shards is None:
         world.print(
-            "  this loss looks like a sum over the batch, and engine.backward takes it for a mean, "
-            'divided over workers and micro-batches: if it is a sum, write reduction="sum"'
+            "  not the same on every number of workers: the loss is no mean and no sum over the "
+            f"batch, but a function of them ({', '.join(terms.curved)})"
         )
+    if is_said:
+        return
+    unread = [term.source for term in terms.terms if term.kind == "unread"]
+    if unread:
+        world.print(
+            f"  the graph of this loss does not show what it is a mean over ({', '.join(unread)}): "
+            "it is weighed by rows. For another number write engine.backward(loss, weight=n)"
+        )
+    if terms.is_sum:
+        sources = ", ".join(dict.fromkeys(term.source for term in terms.terms))
+        world.print(
+            f"  losses are sums over the batch (from {sources}): those of all workers and "
+            "backwards are added"
+        )
+    for number in terms.guessed:
+        world.print(
+            f"  this loss is a sum divided by {number:g}, which is taken for the number of its "
+            'items: if it is a constant, write reduction="sum"'
+        )
+
+
+def announce_weight(world: World, spec: EngineSpec, terms: LossTerms, items: float) -> None:
+    """A line, after the first step, on the items of a loss that is a mean over others than rows."""
+    main = terms.main
+    if main is not None and not main.has_rows and not spec.settings.quiet:
+        what = "labels" if main.source == "cross_entropy" else "items"
+        world.print(f"  weight: {items:,.10g} {what} per step, from {main.source}")
 
 
 def _tried(states: States) -> dict[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shardwise.collectives import Handle
-from shardwise.engine import closures, consistency, diagnosis, usage_checks
+from shardwise.engine import closures, consistency, diagnosis, start_lines, usage_checks
 from shardwise.engine.backward import BackwardRunner
 from shardwise.engine.bounded_staleness import BoundedStaleness
 from shardwise.engine.checkpoint_saver import CheckpointSaver
@@ -163,6 +163,8 @@ class StepRunner:
                     'Losses of this step are sums on some ranks (reduction="sum" or "ddp") and '
                     "means, or the other kind of sums, on others: write them in one way."
                 )
+            if totals.is_mixed:
+                self._tell_mixed()
             usage_checks.check_calls(
                 self._world,
                 calls_differ=math.isnan(totals.calls),
@@ -176,6 +178,17 @@ class StepRunner:
             raise
         finally:
             self._world.calls.clear()
+
+    def _tell_mixed(self) -> None:
+        """Raise UsageError where no weight is right for all losses of the step; say it once where
+        the user gave the weights. Collective."""
+        accumulation = self._accumulation
+        told = self._world.island.gather_plain((accumulation.describe(), accumulation.are_given))
+        losses = [found for found, _ in told]
+        if not all(given for _, given in told):
+            raise usage_checks.mixed_losses(losses)
+        accumulation.checks_given = False
+        self._world.say_once(usage_checks.other_weights(losses))
 
     # -- reduce and exchange ----------------------------------------------------------------
 
@@ -251,7 +264,7 @@ class StepRunner:
         return StepStats(
             loss=totals.loss / totals.denominator,
             grad_norm=norm,
-            weight=totals.weight,
+            weight=totals.shown,
             skipped=not finite,
         )
 
@@ -335,6 +348,8 @@ class StepRunner:
 
     def _finish(self, totals: StepTotals, stats: StepStats) -> StepStats:
         """Leave the step behind; returns its figures."""
+        if self._state.steps == 0 and (terms := self._accumulation.read_first) is not None:
+            start_lines.announce_weight(self._world, self._spec, terms, stats.weight)
         self._clear(totals)
         self._count()
         stats = self._staleness.stepped(stats)

@@ -88,18 +88,21 @@ _BITS = 48
 class StepReport:
     """What a rank reports to all others at a step, as one fp64 vector.
 
-    | weights | losses x factor | squared norm | backwards | options | calls | rows | used, packed |
-    late, packed | news | several | unsaved | asked | written | divisor |
+    | weights | losses x factor | squared norm | backwards | options | calls | rows | shown | mix |
+    used, packed | late, packed | news | several | unsaved | asked | written | divisor | alone |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
     those of weight 0. `options` is a checksum of the optimizers' options, `calls` one of the calls
     that all make alike since the last step; joined they are NaN where ranks differ. `rows` is a
-    number of the first rows of the batches that were shared. `used` is by parameter: it had a
+    number of the first rows of the batches that were shared. `shown` is what users see of the
+    weights, and `mix` the range of a number that is the same everywhere where weights are right for
+    all terms of all losses. `used` is by parameter: it had a
     gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
     was seen to change for the first time. `several`: there was more than one backward. `unsaved`: a
     save in the background has failed. `asked`: the signal that asked this rank to end, or 0; of all
     ranks the highest. `written`: user code has written into parameters. `divisor`: what the added
-    losses are divided by, 0 for means.
+    losses are divided by, 0 for means, and -1 where nothing says so. `alone`: a loss is right only
+    without any others in the step.
     """
 
     weights: list[Number]
@@ -109,6 +112,8 @@ class StepReport:
     options: float
     calls: float
     rows: Number
+    shown: Number
+    mix: tuple[Number, Number]
     used: list[bool]
     late: list[bool]
     news: bool
@@ -117,12 +122,15 @@ class StepReport:
     asked: int
     written: bool
     divisor: float
+    alone: bool
 
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
-        flags = self.news, self.several, self.unsaved, self.asked, self.written, self.divisor
+        flags = self.news, self.several, self.unsaved, self.asked, self.written
         numbers = [*packed_flags(self.used), *packed_flags(self.late), *map(float, flags)]
-        known = [float(self.backwards), self.options, self.calls, self.rows, *numbers]
+        numbers += [self.divisor, float(self.alone)]
+        known = [float(self.backwards), self.options, self.calls, self.rows]
+        known += [self.shown, *self.mix, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
@@ -131,24 +139,29 @@ class StepReport:
             len(self.weights),
             len(self.losses),
             self.squared_norm.numel(),
-            4,
+            7,
             _words(self.used),
             _words(self.late),
-            6,
+            7,
         )
         ends = list(accumulate(lengths))
         weights, losses, squares, known, used, late, flags = (
             [row[end - length : end] for row in table]
             for length, end in zip(lengths, ends, strict=True)
         )
+        backwards = int(sum(row[0] for row in known))
+        divisors = [row[5] for row in flags if row[5] >= 0]
+        alone = any(row[6] for row in flags)
         return StepTotals(
             weight=aggregation.total(weights),
+            shown=sum(row[4] for row in known),
             loss=aggregation.total(losses),
             squared_norm=aggregation.total_of_squares(squares),
-            backwards=int(sum(row[0] for row in known)),
+            backwards=backwards,
             options=_common([row[1] for row in known]),
             calls=_common([row[2] for row in known]),
             rows_differ=not nearly_alike([row[3] for row in known]),
+            is_mixed=_differ([row[5:7] for row in known]) or (alone and backwards > 1),
             used=any_of(used, len(self.used)),
             late=any_of(late, len(self.late)),
             news=any(row[0] for row in flags),
@@ -156,7 +169,7 @@ class StepReport:
             unsaved=any(row[2] for row in flags),
             asked=int(max(row[3] for row in flags)),
             written=any(row[4] for row in flags),
-            divisor=_common([row[5] for row in flags]),
+            divisor=_common(divisors) if divisors else 0.0,
         )
 
 
@@ -164,7 +177,8 @@ class StepReport:
 class StepTotals:
     """What all ranks know of a step after its exchange, alike.
 
-    `weight` and `loss` (x weight) are sums over the ranks, `squared_norm` that of the summed
+    `weight` and `loss` (x weight) are sums over the ranks, `shown` is what users see of the weight;
+    `is_mixed` says that no weight is right for all losses. `squared_norm` that of the summed
     gradients. `backwards` is the number of those that had a weight, `options` the checksum of the
     optimizers' options, and `calls` that of the calls that all make alike, NaN where ranks differ.
     `rows_differ`: ranks have shared different batches. `used` says by parameter whether any rank
@@ -177,12 +191,14 @@ class StepTotals:
     """
 
     weight: float
+    shown: float
     loss: float
     squared_norm: float
     backwards: int
     options: float
     calls: float
     rows_differ: bool
+    is_mixed: bool
     used: list[bool]
     late: list[bool]
     news: bool
@@ -207,6 +223,13 @@ class StepTotals:
 def _common(numbers: list[float]) -> float:
     """The number that all ranks have; NaN where they differ."""
     return numbers[0] if len(set(numbers)) == 1 else math.nan
+
+
+def _differ(ranges: list[list[float]]) -> bool:
+    """Whether `ranges`, one of each rank, are of several numbers; one that is empty, from infinity
+    to its negative, is of none."""
+    lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
+    return lowest < highest and not nearly_alike([lowest, highest])
 
 
 def _row(numbers: list[Number], device: torch.device) -> Tensor:

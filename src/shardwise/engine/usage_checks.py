@@ -46,8 +46,12 @@ def check_unreduced(*, is_reduced: bool) -> None:
         )
 
 
-def check_loss(loss: Any) -> None:
-    """Raise UsageError unless `loss` is a real floating scalar that gradients can flow from."""
+def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
+    """Return `loss`, a real floating scalar that gradients can flow from; UsageError for others.
+
+    A loss of weight 0 needs no graph: it is replaced by a leaf, so that this rank takes part in
+    whatever the others do in their backward.
+    """
     if not isinstance(loss, Tensor):
         raise UsageError(
             f"engine.backward takes the loss as a tensor, not {type(loss).__name__}: give it as "
@@ -60,11 +64,16 @@ def check_loss(loss: Any) -> None:
         )
     if not loss.is_floating_point():
         raise UsageError(f"engine.backward takes a real floating loss, not {loss.dtype}.")
+    # Reading a weight on a GPU waits for it, but only where there is no graph.
+    if not loss.requires_grad and weight is not None and float(weight) == 0:
+        return loss.detach().clone().requires_grad_()
     if not loss.requires_grad:
         raise UsageError(
             "This loss does not depend on any parameter (it was computed under no_grad, detached, "
-            "or all parameters are frozen): compute it with gradients on."
+            "or all parameters are frozen): compute it with gradients on. On a worker that has "
+            "nothing to train on: engine.backward(loss, weight=0)."
         )
+    return loss
 
 
 def _known(world: World) -> str:
@@ -104,6 +113,36 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
         "gives each its rows of what should be one: some rows are trained on twice, others never. "
         "Draw the batch alike: with world.alike(), or for batch in world.alike(loader). Where "
         "only an augmentation is each worker's own, nothing is amiss."
+    )
+
+
+def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
+    """The error for a step whose `losses`, by worker, have no common weight."""
+    return UsageError(
+        "Losses of this step cannot be weighed by one number, so the result would not be that of "
+        f"one process. {_told(losses)}. A loss that is a mean over n items: engine.backward(loss, "
+        "weight=n), in engine.forward_backward weight=lambda *batch: n. Terms that are means over "
+        "different items: divide each by its items of all workers and micro-batches, and write "
+        'engine.backward(a * n_a / world.sum(n_a) + b * n_b / world.sum(n_b), reduction="sum"). '
+        "Sums beside means or penalties: make them means, or sums."
+    )
+
+
+def other_weights(losses: Sequence[Sequence[str]]) -> str:
+    """What to say where `weight=` is not what the `losses`, by worker, are means over."""
+    return (
+        "weight= is not proportional to what these losses are means over, so that the result is "
+        f"not that of one process: {_told(losses)}. weight= counts as it is given."
+    )
+
+
+def _told(losses: Sequence[Sequence[str]]) -> str:
+    """The losses of two workers that differ, or of one where all workers have the same."""
+    other = next((n for n, each in enumerate(losses) if each != losses[0]), 0)
+    chosen = [(n, losses[n]) for n in sorted({0, other})]
+    return "; ".join(
+        f"worker {number}: {', then '.join(list(dict.fromkeys(words))[:3]) or 'none'}"
+        for number, words in chosen
     )
 
 

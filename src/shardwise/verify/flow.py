@@ -308,6 +308,7 @@ def clue(compared: Comparison, other: Training, *, against: bool) -> str:
     if first.number and first.loss > TOLERANCE:
         return (
             "The models are fed the same and the loss differs: look at the forward and the loss "
-            "for what is not a mean over rows (pairs of samples, a mean over other items: weight=)."
+            "for what depends on how the batch is cut (pairs of samples, a compiled loss that is "
+            "no mean over rows: weight=)."
         )
     return "The losses agree and the update differs: look at what happens to the gradients."

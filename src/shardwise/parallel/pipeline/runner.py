@@ -81,6 +81,10 @@ OnStage = Callable[[int | None], None]
 """Called with the stage that runs next; None when the schedule has ended."""
 
 
+LookAtLoss = Callable[[Tensor, int], None]
+"""Called with the loss of each micro-batch, before its backward, and the micro-batch's number."""
+
+
 class CollectGradients(Protocol):
     """A block in which gradients are collected: of the buckets `among`, if given. A backward that
     is not `usual` does not count for which gradients are expected."""
@@ -130,6 +134,7 @@ class _PipelineBatch:
     last: bool
     """Whether this is the last batch of the step."""
     collect: CollectGradients
+    look_at: LookAtLoss | None = None
     passes: dict[tuple[int, int], _MicroBatchPass] = field(default_factory=dict)
     inputs: Sequence[Tensor] | None = None
     """The tensors that get gradients, where the graph may reach further."""
@@ -161,13 +166,14 @@ class PipelineRunner:
         on_stage: OnStage,
         refusal: Refusal,
         collect: CollectGradients,
+        look_at: LookAtLoss,
     ) -> Tensor:
         """Run forward and backward of all `parts`; returns their mean loss, in fp64, on all
         ranks."""
         pipeline, partition = self._pipeline, self._pipeline.partition
         rank, ranks = pipeline.group.rank, pipeline.group.size
         order = actions_of(self._settings.schedule, ranks, partition.stages, len(parts), rank)
-        batch = _PipelineBatch(loss_of, parts, seed, last, collect, inputs=inputs)
+        batch = _PipelineBatch(loss_of, parts, seed, last, collect, look_at, inputs=inputs)
         pipeline.tied_weights.invalidate()  # user code may have written to weights since
         self._weighting.begin(sum(weight for weight, _ in parts))
         self._run_trial(batch, refusal)
@@ -241,6 +247,8 @@ class PipelineRunner:
         value = loss.value if loss.stage == stage else None
         if value is not None:
             batch.losses[action.micro] = value.detach()
+            if batch.look_at is not None:
+                batch.look_at(value, action.micro)
         batch.passes[stage, action.micro] = _MicroBatchPass(run, loss.dtype, value)
 
     def _backward(

@@ -1,0 +1,601 @@
+"""Reads from the autograd graph of a loss what the loss is a mean over.
+
+The walk starts at the loss and follows operations that are linear in a scalar: additions,
+scalings, casts and views. Each path ends at the operation that reduced a tensor to a scalar, and
+gives a term:
+
+    cross_entropy(...) + 0.1 * hidden.square().mean()
+
+    AddBackward0
+    ├─ NllLossBackward0               a mean over _saved_total_weight labels
+    └─ MulBackward0 ─ MeanBackward0   a mean over hidden.numel() elements
+
+Penalties on parameters are the same for every share of a batch, so they are no terms. Nothing here
+waits for a GPU: counts that are on it stay there, as 0-dim tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from shardwise.engine.step_statistics import Number
+
+Kind = Literal["mean", "sum", "unread"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a loss that depends on the batch.
+
+    `items` is how many items a "mean" is over. For a "sum" it is 1. For a term that could not be
+    "unread" it is what can be compared between ranks instead: elements that went into it. `source`
+    names the operation. `has_rows` says whether its first dimension is that of the batch.
+    """
+
+    kind: Kind
+    items: Number
+    source: str
+    has_rows: bool = False
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """The terms of a loss.
+
+    `curved` names operations that are not linear and were applied to a mean or a sum of the batch:
+    such a loss depends on how the batch is cut. `guessed` are numbers that a sum was divided by,
+    and that are not known to count anything. `is_zero`: the loss was multiplied by 0.
+    """
+
+    terms: Sequence[Term] = ()
+    curved: Sequence[str] = ()
+    guessed: Sequence[float] = ()
+    is_zero: bool = False
+    has_penalty: bool = False
+    """Whether a term depends on parameters alone."""
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the loss is a sum over the batch, and nothing else."""
+        return bool(self.terms) and not self.curved and all(t.kind == "sum" for t in self.terms)
+
+    @property
+    def has_sum(self) -> bool:
+        return any(term.kind == "sum" for term in self.terms)
+
+    @property
+    def main(self) -> Term | None:
+        """The term whose items the loss is weighed by; None without a mean."""
+        means = [term for term in self.terms if term.kind == "mean"]
+        counted = [term for term in means if not term.has_rows]
+        return next(iter(counted or means), None)
+
+    def mixes_sums(self, *, summed: bool) -> bool:
+        """Whether means, sums and penalties are added, so that no factor is right for all of
+        them; `summed` losses of several workers are added."""
+        if summed:
+            return self.has_penalty or any(term.kind != "sum" for term in self.terms)
+        return self.has_sum
+
+    def mix(self, weight: Number) -> Number:
+        """Return a number that all ranks and micro-batches have in common where `weight` is right
+        for every term."""
+        terms = [term for term in self.terms if term.kind != "sum"]
+        if len(terms) == 1 and terms[0].items is weight:
+            return 1.0
+        # The factors keep counts that add up to the same number from cancelling out.
+        total = sum(((1 + 0.618 * i) * term.items for i, term in enumerate(terms)), 0.0)
+        return total / weight if terms else -1.0
+
+    def describe(self) -> str:
+        """The terms in words. Waits for a GPU that has the counts."""
+        return " and ".join(map(_words, self.terms)) or "nothing that depends on the batch"
+
+
+UNKNOWN = LossTerms()
+"""Of a loss that is not looked at."""
+
+
+def _words(term: Term) -> str:
+    if term.kind == "sum":
+        return f"a sum ({term.source})"
+    count = f"{float(term.items):,.10g}"
+    if term.kind == "unread":
+        return f"one that cannot be read ({term.source}, of {count} elements)"
+    return f"a mean over {count} items ({term.source})"
+
+
+def read(loss: Tensor, rows: int | None, *, total: int = 0, look: bool = True) -> LossTerms:
+    """Read the terms of `loss`, a scalar of a batch of `rows` rows.
+
+    All ranks together have `total` rows. With `look`, tensors that autograd has saved may be read:
+    hooks on them may give them out only once.
+    """
+    walk = _Walk(rows, total, look)
+    if loss.grad_fn is not None:
+        walk.visit(loss.grad_fn, 0, _Scale())
+    # Equal terms are one: a sum over the rows in Python has as many terms as there are rows.
+    # Tensors are told apart by identity, since comparing them would wait for a GPU.
+    terms = {(t.kind, t.items, t.source): t for t in reversed(walk.terms)}
+    is_zero = walk.is_zero and not terms
+    curved = tuple(dict.fromkeys(walk.curved))
+    return LossTerms(tuple(terms.values()), curved, walk.guessed, is_zero, walk.has_penalty)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """The scaling of a scalar on its way to the loss.
+
+    `factor` is the product of the known numbers that it was multiplied by. `count` is the number
+    that it was divided by, or None.
+    """
+
+    factor: float = 1.0
+    count: Number | None = None
+    siblings: int = 0
+    """How many scalars were added before the division by `count`; 0 if none."""
+    is_multiplied: bool = False
+    is_bent: bool = False
+    """Whether an operation between it and the loss is not linear."""
+
+
+_BENT = _Scale(is_bent=True)
+
+
+_LINEAR = frozenset(
+    [
+        "Add",
+        "Sub",
+        "Rsub",
+        "Neg",
+        "ToCopy",
+        "Clone",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Squeeze",
+        "Unsqueeze",
+        "Alias",
+        "Expand",
+        "Permute",
+        "Transpose",
+        "T",
+        "NanToNum",
+        "Where",
+        "CopySlices",
+        "Contiguous",
+        "Lift",
+        "MaskedFill",
+        "Stack",
+        "Cat",
+    ]
+)
+"""Operations through which a scalar passes as it is, or added to others."""
+
+_SUMS = ("Sum", "Nansum", "Dot", "Vdot")
+_PRODUCTS = ("Mm", "Bmm", "Mv")
+"""Products that give a scalar are sums."""
+
+_LOSSES = {
+    "NllLoss": "cross_entropy",
+    "NllLoss2D": "cross_entropy",
+    "MseLoss": "mse_loss",
+    "HuberLoss": "huber_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "SoftMarginLoss": "soft_margin_loss",
+    "BinaryCrossEntropy": "binary_cross_entropy",
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+    "MultiMarginLoss": "multi_margin_loss",
+    "MultilabelMarginLoss": "multilabel_margin_loss",
+}
+"""Losses of torch's that are one operation, by their name in the graph."""
+
+_BY_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")
+"""Those that are means over rows, and not over elements."""
+
+_MEAN, _SUM = 1, 2
+"""torch's numbers for reduction="mean" and "sum"."""
+
+_WITH_DATA = frozenset(
+    [
+        "Embedding",
+        "EmbeddingBag",
+        "Index",
+        "IndexSelect",
+        "Gather",
+        "NllLoss",
+        "NllLoss2D",
+        "CtcLoss",
+        "NativeDropout",
+        "Take",
+        "GridSampler2D",
+        "GridSampler3D",
+    ]
+)
+"""Operations that take data which is no edge of the graph."""
+
+_ELEMENTWISE = ("Mul", "Div", "Add", "Sub", "Rsub", "Where", "MaskedFill", "Pow", "Maximum")
+
+_OF_WEIGHTS = ("_GatherParameterBackward", "_TakeParameterShardBackward")
+"""Operations of this package that give whole parameters, or parts of them."""
+
+DEEPEST = 16
+"""Operations between a penalty and its parameters, at most."""
+
+SMALL = 0.05
+"""A factor of this size or less may be a division by a number of items."""
+
+
+@dataclass
+class _Walk:
+    """Finds the terms of one loss."""
+
+    rows: int | None
+    total: int
+    look: bool
+    terms: list[Term] = field(default_factory=list)
+    curved: list[str] = field(default_factory=list)
+    guessed: list[float] = field(default_factory=list)
+    is_zero: bool = False
+    has_penalty: bool = False
+
+    def visit(self, node: Any, output: int, scale: _Scale) -> None:
+        """Find the terms under `output` of `node`, a scalar that was scaled by `scale`."""
+        # A stack and no recursion: a loss may be a Python sum of thousands of terms.
+        opened = [(node, output, scale)]
+        while opened:
+            node, output, scale = opened.pop()
+            name = _kind(node)
+            if name in _LINEAR:
+                opened.extend((child, number, scale) for child, number in _edges(node))
+            elif _of_parameters(node):
+                self.has_penalty = True
+            elif name in ("Mul", "Div"):
+                opened.extend(self._scaled(node, name, scale))
+            elif name == "Mean" or name in _SUMS or name in _PRODUCTS:
+                opened.extend(self._reduced(node, name, scale))
+            elif name in _LOSSES:
+                self._loss(node, name, scale)
+            elif name in ("Select", "Unbind", "Split", "Slice", "Index", "Gather"):
+                self._sum(1, 1, name, scale)
+            elif _is_opaque(node) or (edge := self._curved_over(node)) is None:
+                self._unread(node)
+            else:
+                self.curved.append(name.lower())
+                opened.append((*edge, _BENT))
+
+    # -- scalars of scalars -----------------------------------------------------------------
+
+    def _scaled(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
+        """The scalar that `node` multiplies or divides, with its scale."""
+        edges: Sequence[Any] = (*node.next_functions, (None, 0))
+        first, second = edges[0], edges[1]
+        both = first[0] is not None and second[0] is not None
+        if both and _of_parameters(first[0]):  # a learned factor
+            yield (*second, scale)
+        elif both:
+            is_curved = not _of_parameters(second[0])
+            if is_curved:
+                self.curved.append(f"{name.lower()} of two terms")
+            yield (*first, _BENT if is_curved else scale)
+        else:
+            edge = second if first[0] is None else first
+            number = node._saved_self if first[0] is None else node._saved_other
+            if name == "Div" and first[0] is None:
+                self.curved.append("reciprocal")
+                yield (*edge, _BENT)
+            elif name == "Div":
+                yield (*edge, self._divided(scale, number, edge[0]))
+            elif isinstance(number, Tensor) and number.device.type != "cpu":
+                yield (*edge, scale)
+            else:
+                factor = scale.factor * float(number)
+                yield (*edge, replace(scale, factor=factor, is_multiplied=True))
+
+    def _divided(self, scale: _Scale, number: Any, child: Any) -> _Scale:
+        if isinstance(number, Tensor) and number.device.type == "cpu":
+            number = number.item()
+        count = number if scale.count is None else scale.count * number
+        added = _added(child) if _kind(child) in ("Add", "Sum") else []
+        return replace(scale, count=count, siblings=len(added))
+
+    def _curved_over(self, node: Any) -> tuple[Any, int] | None:
+        """The scalar of the batch that `node`, which is not linear, takes; None for what takes
+        none."""
+        edges = [edge for edge in _edges(node) if not _of_parameters(edge[0])]
+        return edges[0] if edges and _numel(*edges[0]) == 1 else None
+
+    # -- scalars of tensors -----------------------------------------------------------------
+
+    def _reduced(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
+        """A mean or a sum over a tensor. Yields scalars that were stacked, which are terms."""
+        child, output = _edges(node)[0]
+        sizes = _sizes(child, output)
+        numel = math.prod(sizes)
+        stacked = _stacked(child)
+        if stacked and not (name == "Mean" and self.rows == len(stacked)):
+            yield from ((inner, number, scale) for inner, number in stacked)
+            return
+        has_rows = self.rows in (sizes if name in _PRODUCTS else sizes[:1])
+        inner = _kind(child)
+        if inner in ("Mean", "Sum") and (across := _rows_reduced(child)):
+            # The rows were reduced before, as in x.mean(0).sum().
+            has_rows = across == self.rows
+            numel = across if inner == "Mean" else numel
+            name = inner
+        elif statistic := _statistic_under(child):
+            self.curved.append(statistic)
+            return
+        if name == "Mean":
+            self._mean(float(numel), "mean", scale, has_rows=has_rows)
+        else:
+            counted = self._counted(child) if scale.count is not None else numel
+            self._sum(numel if counted is None else counted, numel, name, scale, has_rows=has_rows)
+
+    def _loss(self, node: Any, name: str, scale: _Scale) -> None:
+        """A loss of torch's that is one operation."""
+        source = _LOSSES[name]
+        sizes = _sizes(*_edges(node)[0])
+        numel = math.prod(sizes)
+        has_rows = sizes[:1] == (self.rows,)
+        if node._saved_reduction == _SUM:
+            is_nll = name.startswith("NllLoss")
+            counted = _number(node._saved_total_weight) if is_nll else numel
+            self._sum(counted, numel, source, scale, has_rows=True)
+        elif name.startswith("NllLoss"):
+            self._mean(_number(node._saved_total_weight), source, scale)
+        else:
+            items = (sizes[0] if len(sizes) > 1 else 1) if name in _BY_ROWS else numel
+            self._mean(float(items), source, scale, has_rows=has_rows)
+
+    def _mean(self, items: Number, source: str, scale: _Scale, *, has_rows: bool = False) -> None:
+        if scale.siblings and scale.siblings == self.rows == scale.count:
+            # The loss of one row, of the losses of all rows that were averaged by hand.
+            items, has_rows = float(self.rows), True
+        self.terms.append(Term("mean", items, source, has_rows))
+
+    def _sum(
+        self, counted: Number, numel: int, source: str, scale: _Scale, *, has_rows: bool = False
+    ) -> None:
+        """Add a sum of `numel` elements. `counted` of them are not masked. It is a mean if it was
+        divided by their number."""
+        source, count, factor = source.lower(), scale.count, abs(scale.factor)
+        known = {self.rows, numel} | ({scale.siblings} if numel == 1 else set())
+        if isinstance(count, Tensor) or (count is not None and isinstance(counted, Tensor)):
+            # If all is masked, the divisor is no count, but often the 1 of clamp(min=1).
+            device = count.device if isinstance(count, Tensor) else counted.device  # type: ignore[union-attr]
+            count = torch.as_tensor(count, dtype=torch.float64, device=device).detach()
+            some = torch.as_tensor(counted, device=device) != 0
+            self.terms.append(Term("mean", torch.where(some, count, 0.0), source))
+        elif count is not None:
+            is_known = count in known or math.isclose(count, counted, rel_tol=1e-5)
+            divided = float(count) if counted else 0.0
+            is_multiple = divided and numel % count == 0 and count % (self.rows or 1) == 0
+            if divided and not is_known and (not is_multiple or count == self.total):
+                self.guessed.append(float(count))
+            self.terms.append(Term("mean", divided, source, count == self.rows))
+        elif factor == 0:
+            self.is_zero = True
+        elif scale.is_multiplied and (items := _inverse(factor)) and items in known:
+            if factor > SMALL:
+                self.guessed.append(float(items))
+            self.terms.append(Term("mean", float(items), source, items == self.rows))
+        elif has_rows and not scale.is_bent:
+            kind: Kind = "sum" if factor > SMALL else "unread"
+            self.terms.append(Term(kind, 1.0 if kind == "sum" else float(numel), source))
+
+    def _counted(self, node: Any) -> Any:
+        """How many elements of what `node` made count, by the mask that left out the others; None
+        without one that is known."""
+        while self.look and node is not None:
+            name = _kind(node)
+            if name in ("NllLoss", "NllLoss2D"):
+                return _number((node._saved_target != _signed(node._saved_ignore_index)).sum())
+            if name == "MaskedFill":
+                return _number((~node._saved_mask).sum())
+            edges = _edges(node)
+            if name == "Where" and len(edges) == 1:
+                first = node.next_functions[0][0] is not None
+                return _number((node._saved_condition == first).sum())
+            if name == "Mul" and len(edges) == 1:
+                first = node.next_functions[0][0] is not None
+                mask = node._saved_other if first else node._saved_self
+                if isinstance(mask, Tensor) and mask.numel() > 1:
+                    return _number(mask.double().sum() * (_numel(node, 0) // mask.numel()))
+            passes = name in ("Mul", "Neg", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
+            node = edges[0][0] if passes and len(edges) == 1 else None
+        return None
+
+    def _unread(self, node: Any) -> None:
+        """A term that nothing is known of: count what went into it."""
+        edges = [(child, n) for child, n in _edges(node) if _kind(child) != "AccumulateGrad"]
+        items: Number = float(sum(_numel(child, number) for child, number in edges))
+        if self.look and _is_opaque(node):
+            saved = [t for t in node.saved_tensors if t is not None]
+            # Labels that are negative are usually left out of a mean.
+            for labels in (t for t in saved if t.dtype == torch.int64 and t.numel() > 1):
+                items = items + _number((labels >= 0).sum())
+        self.terms.append(Term("unread", items, node.name().removesuffix("Backward")))
+
+
+def _kind(node: Any) -> str:
+    return _short(node.name())
+
+
+@cache
+def _short(name: str) -> str:
+    """`MulBackward0` is "Mul"."""
+    return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
+
+
+def _inverse(factor: float) -> int | None:
+    """Return 1 / `factor` if it is a whole number, else None."""
+    inverse = round(1 / factor)
+    return inverse if math.isclose(inverse * factor, 1, rel_tol=1e-6) else None
+
+
+def _edges(node: Any) -> list[tuple[Any, int]]:
+    return [(child, number) for child, number in node.next_functions if child is not None]
+
+
+def _sizes(node: Any, output: int) -> tuple[int, ...]:
+    """The shape of an output of `node`."""
+    if hasattr(node, "variable"):
+        return tuple(node.variable.shape)
+    return tuple(node._input_metadata[output].shape)
+
+
+def _numel(node: Any, output: int) -> int:
+    return math.prod(_sizes(node, output))
+
+
+def _number(value: Tensor) -> Any:
+    """Return a Python number if `value` is on the CPU, else the tensor: reading it would wait."""
+    return value.item() if value.device.type == "cpu" else value.detach()
+
+
+def _signed(index: int) -> int:
+    """autograd gives a negative `ignore_index` as 64 bits without a sign."""
+    return index - 2**64 if index >= 2**63 else index
+
+
+def _is_opaque(node: Any) -> bool:
+    """Whether `node` is a function of Python's, such as a compiled one."""
+    return isinstance(node, BackwardCFunction)
+
+
+def _stacked(node: Any) -> list[tuple[Any, int]]:
+    """Return the scalars that `node` stacks; empty if it stacks none."""
+    if _kind(node) not in ("Stack", "Cat"):
+        return []
+    edges = _edges(node)
+    return edges if all(_numel(*edge) == 1 for edge in edges) else []
+
+
+def _added(node: Any) -> list[Any]:
+    """The scalars that `node` adds up, in additions or as a sum over a stack of them."""
+    opened, found = [node], []
+    while opened:
+        one = opened.pop()
+        if _kind(one) == "Add":
+            opened.extend(child for child, _ in _edges(one))
+        elif _kind(one) == "Sum" and (stacked := _stacked(_edges(one)[0][0])):
+            opened.extend(child for child, _ in stacked)
+        else:
+            found.append(one)
+    return found
+
+
+def _rows_reduced(node: Any) -> int:
+    """The size of the first dimension of a tensor that `node` has reduced over it alone; else 0."""
+    dims: Any = getattr(node, "_saved_dim", None)
+    sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
+    if not isinstance(dims, tuple) or len(dims) != 1 or len(sizes) < 2:
+        return 0
+    return int(sizes[0]) if _signed(dims[0]) % len(sizes) == 0 else 0
+
+
+_BY_ELEMENT = frozenset(
+    [
+        "Mul",
+        "Div",
+        "Add",
+        "Sub",
+        "Rsub",
+        "Pow",
+        "Neg",
+        "Abs",
+        "Exp",
+        "Log",
+        "Sqrt",
+        "Rsqrt",
+        "Relu",
+        "Clamp",
+        "ClampMin",
+        "ClampMax",
+        "Threshold",
+        "Where",
+        "MaskedFill",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "T",
+        "Transpose",
+        "Permute",
+        "Squeeze",
+        "Unsqueeze",
+        "Expand",
+        "Diagonal",
+        "Select",
+        "Slice",
+        "ToCopy",
+        "Clone",
+        "Softplus",
+        "Sigmoid",
+        "Tanh",
+    ]
+)
+"""Operations through which a statistic of the batch is looked for."""
+
+
+def _statistic_under(node: Any) -> str:
+    """Return the name of a statistic over the rows of a batch, such as a variance, under `node`.
+
+    A sum or a mean above it is over features, whose number does not depend on the items. Empty if
+    there is none.
+    """
+    opened, seen = [node], set[Any]()
+    while opened and len(seen) < 50:
+        one = opened.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        name = _kind(one)
+        if name in ("Mean", "Sum") and _rows_reduced(one):
+            return f"{name.lower()} over rows"
+        edges = _edges(one)
+        if name in ("Var", "Std", "VarMean", "StdMean"):
+            ndim = len(_sizes(*edges[0]))
+            if any(_signed(dim) % ndim == 0 for dim in one._saved_dim or (0,)):
+                return f"{name.lower()} over rows"
+        is_product = name in ("Mm", "Bmm") and len(edges) == 2
+        if is_product and not any(_of_parameters(child) for child, _ in edges):
+            return "product of outputs"
+        if name in _BY_ELEMENT:
+            opened.extend(child for child, _ in edges)
+    return ""
+
+
+def _of_parameters(node: Any) -> bool:
+    """Return whether the output of `node` depends on parameters alone, and not on the batch.
+
+    Data has no edge in the graph: an operation that takes data has fewer edges than tensors,
+    except for a constant of the shape of the parameter, such as the weights that a penalty pulls
+    towards.
+    """
+    # Penalties are shallow. Without a limit this would walk through the whole model in each step.
+    opened, seen = [(node, 0)], set[Any]()
+    while opened:
+        one, depth = opened.pop()
+        if one in seen or hasattr(one, "variable") or one.name() in _OF_WEIGHTS:
+            continue
+        seen.add(one)
+        name = _kind(one)
+        if name in _WITH_DATA or _is_opaque(one) or depth == DEEPEST:
+            return False
+        edges = _edges(one)
+        if len(edges) < len(one.next_functions) and (
+            name not in _ELEMENTWISE or _numel(one, 0) != _numel(*edges[0])
+        ):
+            return False
+        opened.extend((child, depth + 1) for child, _ in edges)
+    return True

@@ -1,0 +1,150 @@
+"""What a loss is read to be from its autograd graph."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.engine.loss_terms import read
+
+ROWS = 6
+
+
+def made(loss_of):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return loss_of(model, model(torch.randn(ROWS, 4)), torch.randint(3, (ROWS,)))
+
+
+def terms(loss_of, rows=ROWS):
+    found = read(made(loss_of), rows)
+    return [(term.kind, term.items, term.source) for term in found.terms]
+
+
+HALF = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+
+MEANS = {
+    "cross entropy": (lambda m, out, y: F.cross_entropy(out, y), ROWS),
+    "ignored labels": (lambda m, out, y: F.cross_entropy(out, y.fill_(1), ignore_index=1), 0),
+    "mean of elements": (lambda m, out, y: out.square().mean(), ROWS * 3),
+    "rows summed, then their mean": (lambda m, out, y: out.square().sum(1).mean(), ROWS),
+    "mean of rows, then their sum": (lambda m, out, y: out.square().mean(0).sum(), ROWS),
+    "divided by the rows": (lambda m, out, y: out.square().sum() / len(out), ROWS),
+    "times one by the rows": (lambda m, out, y: out.sum() * (1 / ROWS), ROWS),
+    "masked": (lambda m, out, y: (out.mean(1) * HALF).sum() / HALF.sum(), 3),
+    "masked, of which nothing counts": (
+        lambda m, out, y: (out.mean(1) * 0 * HALF).sum() / (0 * HALF).sum().clamp(min=1),
+        1,
+    ),
+    "an empty mask": (
+        lambda m, out, y: (out.mean(1) * (HALF > 1)).sum() / (HALF > 1).sum().clamp(min=1),
+        0,
+    ),
+    "with penalties": (
+        lambda m, out, y: (
+            out.mean()
+            + 0.1 * sum(p.square().sum() for p in m.parameters())
+            + m[0].weight.norm()
+            + (m[0].weight - torch.ones(5, 4)).square().sum()
+        ),
+        ROWS * 3,
+    ),
+    "a learned factor": (
+        lambda m, out, y: out.mean() * m[0].bias[0].exp() + m[0].bias[0],
+        ROWS * 3,
+    ),
+    "a Python sum of rows": (
+        lambda m, out, y: sum(F.cross_entropy(o, t) for o, t in zip(out, y, strict=True)) / ROWS,
+        ROWS,
+    ),
+    "statistics of the batch beside": (
+        lambda m, out, y: (
+            out.mean() + (1 - out.std(0)).relu().mean() + (out.T @ out).square().mean()
+        ),
+        ROWS * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_are_over_a_number_of_items(name):
+    loss_of, items = MEANS[name]
+    ((kind, found, _),) = terms(loss_of)
+    assert (kind, found) == ("mean", items)
+
+
+SUMS = {
+    "cross entropy": lambda m, out, y: F.cross_entropy(out, y, reduction="sum"),
+    "mse": lambda m, out, y: F.mse_loss(out, torch.zeros_like(out), reduction="sum"),
+    "sum": lambda m, out, y: out.square().sum(),
+    "half of a sum": lambda m, out, y: 0.5 * out.square().sum(),
+    "a VAE's": lambda m, out, y: (
+        F.binary_cross_entropy_with_logits(out, torch.ones_like(out), reduction="sum")
+        - 0.5 * (1 + out - out.exp()).sum()
+    ),
+    "flattened": lambda m, out, y: F.binary_cross_entropy(
+        out.sigmoid().view(-1), torch.ones(ROWS * 3), reduction="sum"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_are_told_from_means(name):
+    assert read(made(SUMS[name]), ROWS).is_sum
+    assert not any(read(made(loss_of), ROWS).is_sum for loss_of, _ in MEANS.values())
+
+
+def test_several_terms():
+    def loss_of(model, out, y):
+        y[:2] = -100
+        return F.cross_entropy(out, y) + 0.1 * out.logsumexp(1).square().mean() + out.sum() * 0
+
+    found = read(made(loss_of), ROWS)
+    assert [term.items for term in found.terms] == [4, ROWS]
+    assert found.main.source == "cross_entropy"
+    assert found.mix(4.0) != found.mix(5.0)
+    assert read(made(lambda m, out, y: out.sum() * 0), ROWS).is_zero
+
+
+def test_functions_of_means_are_named():
+    assert read(made(lambda m, out, y: out.square().mean().sqrt()), ROWS).curved == ("sqrt",)
+    dice = read(made(lambda m, out, y: 1 - out.exp().sum() / (out.exp().sum() + 1)), ROWS)
+    assert dice.curved == ("div of two terms",)
+    assert not dice.is_sum
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_compiled_loss_cannot_be_read():
+    compiled = torch.compile(F.cross_entropy, backend="aot_eager")
+    ((kind, all_labels, _),) = terms(lambda m, out, y: compiled(out, y))
+    assert kind == "unread"
+    ((_, some, _),) = terms(lambda m, out, y: compiled(out, y.index_fill(0, torch.tensor(0), -100)))
+    assert some == all_labels - 1
+
+
+def test_a_constant_is_no_certain_number_of_items():
+    assert read(made(lambda m, out, y: out.square().sum() / 7), ROWS).guessed == [7]
+    assert read(made(lambda m, out, y: out.square().sum() / ROWS), ROWS).guessed == []
+
+
+def test_a_loss_in_a_checkpoint_is_read():
+    found = read(
+        made(lambda m, out, y: checkpoint(F.cross_entropy, out, y, use_reentrant=False)), ROWS
+    )
+    assert found.main.items == ROWS
+
+
+def test_what_hooks_keep_is_not_unpacked():
+    unpacked = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
+        loss = made(MEANS["an empty mask"][0])
+    read(loss, ROWS, look=False)
+    assert all(tensor.numel() == 1 for tensor in unpacked)
+
+
+def test_long_sums_do_not_recurse():
+    found = read(
+        made(lambda m, out, y: sum(o.mean() for _ in range(300) for o in out) / 1800), ROWS
+    )
+    assert [term.kind for term in found.terms] == ["mean"]
