@@ -272,11 +272,14 @@ class TestSsh:
 
     def test_a_loss_in_words(self) -> None:
         share = Share(Host("h2"), 4, 2)
-        assert command.lost_host(WAY, share, 255, "").startswith(
+        assert command.lost_host(WAY, share, 255, "", 9.0).startswith(
             "h2 (ranks 4-5) is lost: nothing was heard of it for 10 s. Did the host go down"
         )
-        assert command.lost_host(WAY, share, -9, "").startswith(
+        assert command.lost_host(WAY, share, -9, "", 9.0).startswith(
             "h2 (ranks 4-5) is lost: the agent on h2 e"
+        )
+        assert command.lost_host(WAY, share, 255, "", 0.66).startswith(
+            "h2 (ranks 4-5) is lost: its agent ended 0.7 s after its last sign of life. Was it"
         )
 
 

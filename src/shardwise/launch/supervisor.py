@@ -10,7 +10,7 @@ The orphan reaper ends process groups that outlive all this.
 
 import selectors
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from shardwise.launch import failure_report, nccl_watchdog
@@ -73,6 +73,8 @@ class Supervisor:
         hosts: Mapping[int, str] | None = None,
     ) -> None:
         self.selector = selectors.DefaultSelector()
+        self.every_turn: list[Callable[[], float | None]] = []
+        """Called in each turn; each returns the seconds until it must be called again at most."""
         self._console = console
         self._outputs = outputs
         self._signals = signals
@@ -106,13 +108,18 @@ class Supervisor:
 
     def turn(self, limit: float | None = None) -> None:
         """Wait for something to happen, `limit` seconds at most, and deal with it."""
-        waits = [wait for wait in (self._plan.wait(), limit) if wait is not None]
+        waits = [wait for wait in (limit, *self._waits()) if wait is not None]
         for key, _ in self.selector.select(min(waits, default=None)):
             key.data()
         for number in self._plan.due():
             self._send(number)
         if self._console.broken and self._asked is None:
             self._stop(signal.SIGPIPE)
+
+    def _waits(self) -> list[float | None]:
+        """Return the seconds until each thing that happens at its time; None where none is due."""
+        # The calls come first, because one that loses a host makes a new plan.
+        return [*[call() for call in self.every_turn], self._plan.wait()]
 
     @property
     def is_asked(self) -> bool:
