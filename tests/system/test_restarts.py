@@ -1,5 +1,6 @@
 """Faults survived: restarts, saves when asked to end, and disks that take no more."""
 
+import os
 import re
 import shutil
 import signal
@@ -83,6 +84,19 @@ class TestRestarts:
             "ValueError: bad sample\n\nshardwise: 3 failures in a row at step 7, and no newer "
             "checkpoint in between: not starting again.\n"
         )
+
+    @WARM
+    def test_names_an_error_whose_text_is_not_utf8(self, shardwise: Launcher) -> None:
+        """As that of a file whose name is Latin-1: os.listdir gives it with a surrogate."""
+        name = os.fsdecode(b"caf\xe9.jpg")
+        words = ("run", "-n", "2", "--restarts", "1", "--log-dir", "logs", script("tells"))
+        ran = shardwise.run(*words, "fails", "2", name)
+        assert ran.code == 1
+        said = "rank 1 of 2 failed at step 7 (ValueError: caf\\udce9.jpg). Starting again, 1 of 1"
+        assert said in ran.err
+        assert "shardwise: rank 1 of 2 failed (exit code 1)." in ran.err
+        log = (shardwise.folder / "logs" / "rank1.log").read_text()
+        assert log.count("tells.py fails 2 caf\\udce9.jpg\n") == 2
 
     def test_what_the_user_ends_stays_ended(self, shardwise: Launcher) -> None:
         words = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]

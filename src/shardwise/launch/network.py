@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import socket
 import struct
 import sys
@@ -83,7 +84,7 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 
 def _address_four(probe: socket.socket, name: str) -> str | None:
-    asked = struct.pack("256s", name.encode()[:15])
+    asked = struct.pack("256s", os.fsencode(name)[:15])
     try:
         found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)
     except OSError as error:

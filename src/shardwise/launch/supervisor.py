@@ -21,6 +21,7 @@ from shardwise.launch.progress import Progress
 from shardwise.launch.restarts import SAVED, Ending, Failure
 from shardwise.launch.signals import Signals, SignalSchedule
 from shardwise.launch.worker_output import WorkerOutput
+from shardwise.printable import as_utf8
 
 SETTLE = 0.4
 """Seconds after the first failure in which others may report that they failed too."""
@@ -249,9 +250,9 @@ class Supervisor:
         """Show what each rank was refused; only in its log where it is the same for all."""
         for rank, found in reports.items():
             if found.refusal and alike:
-                self._outputs[rank].keep(STDERR, found.text.encode())
+                self._outputs[rank].keep(STDERR, as_utf8(found.text))
             elif found.refusal:
-                self._outputs[rank].hear(STDERR, found.text.encode())
+                self._outputs[rank].hear(STDERR, as_utf8(found.text))
 
     def _blame(
         self, judged: failure_report.Verdict, reports: Mapping[int, ErrorReport], refused: str
