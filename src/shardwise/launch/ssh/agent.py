@@ -154,6 +154,7 @@ class Agent:
             self._islands.listener = self._listener
             spare = self._stack.enter_context(network.reserve_port(address))
             where = {"port": self._listener.getsockname()[1], "master_port": spare.getsockname()[1]}
+            self._islands.place = address, where["port"]
         self._send("ready", command=command, address=address, **where)
 
     def on_start(self, task: dict[str, Any]) -> None:
