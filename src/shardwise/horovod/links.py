@@ -112,7 +112,8 @@ def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) ->
                 ).blaming(missing)
             connection.socket.settimeout(HELLO_SECONDS)
             with suppress(OSError, ValueError):
-                found[int(connection.receive() or b"")] = Link(connection)
+                rank = int(connection.receive() or b"")  # before Link makes it non-blocking
+                found[rank] = Link(connection)
                 continue
             connection.close()
     return found
