@@ -1,8 +1,7 @@
 """Train a PyTorch model on many devices exactly as it trains on one."""
 
-import random
+# Nothing large: the command line cannot handle Ctrl-C before this module is imported.
 from importlib import import_module
-from importlib.metadata import version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -63,12 +62,16 @@ def __getattr__(name: str) -> Any:
     if name in ("errors", "lr", "world"):
         return _imported(f"shardwise.{name}")
     if name == "__version__":
+        from importlib.metadata import version
+
         return version("shardwise")
     raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 
 def _imported(module: str) -> ModuleType:
     """Some libraries draw a number when they are imported: what a script draws stays the same."""
+    import random
+
     state = random.getstate()
     try:
         return import_module(module)

@@ -109,6 +109,20 @@ class TestRestarts:
 
 
 class TestAskedToEnd:
+    @WARM
+    def test_ctrl_c_says_what_a_new_start_continues_from(self, shardwise: Launcher) -> None:
+        process = shardwise.start("run", "-n", "2", script("tells"), "waits")
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
+        process.send_signal(signal.SIGINT)
+        ran = shardwise.finish(process)
+        assert ran.code == 130
+        assert ran.err.endswith(
+            "shardwise: Ctrl-C ended the run at step 7 without a save. A new start continues from "
+            "the beginning, for the script calls no engine.resume(folder): 7 steps are lost. To "
+            "save before the end, send SIGTERM instead.\n"
+        )
+
     def test_the_launcher(self, shardwise: Launcher) -> None:
         """All ranks save between two steps, whatever their DataLoader workers would do."""
         words = ["run", "-n", "2", "--restarts", "1", script("resumes"), "checkpoints"]

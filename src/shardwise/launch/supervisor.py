@@ -231,7 +231,8 @@ class Supervisor:
         if judged is None and not lost and (saved or self._saving):
             return Ending(code=SAVED if saved else 0)
         if self._asked is not None:
-            return Ending(code=128 + self._asked, words=lost)
+            unsaved = failure_report.unsaved_line(self._asked, self._progress())
+            return Ending(code=128 + self._asked, words=lost + unsaved)
         if lost and (judged is None or failure_report.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
@@ -296,6 +297,7 @@ class Supervisor:
             step=max(each.step for each in reported),
             kept=max(each.kept for each in reported),
             resumes=any(each.resumes for each in reported),
+            saves_when_asked=any(each.saves_when_asked for each in reported),
         )
 
     def say(self, words: str) -> None:
