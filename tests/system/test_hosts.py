@@ -397,7 +397,7 @@ class TestEnding:
         os.kill(beats, signal.SIGSTOP)
         ran = shardwise.finish(process, 30)
         assert ran.code == 1
-        assert "On node2: nothing has come from the launcher for 3 s" in ran.err
+        assert re.search(r"On node[12]: nothing has come from the launcher for 3 s", ran.err)
 
     @pytest.mark.full
     def test_a_cut_cable_is_told_of_while_ranks_wait(self, shardwise: Launcher, hosts: Lab) -> None:
