@@ -1,15 +1,11 @@
 """Train a PyTorch model on many devices exactly as it trains on one."""
 
+# Nothing large: the command line cannot handle Ctrl-C before this module is imported.
 import os
-import random
 import sys
 from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from shardwise import other_libraries
 
 if TYPE_CHECKING:
     from shardwise import errors, lr
@@ -71,7 +67,13 @@ def __getattr__(name: str) -> Any:
     if name in ("errors", "lr", "world"):
         return _imported(f"shardwise.{name}")
     if name == "__version__":
+        from importlib.metadata import version
+
         return version("shardwise")
+    from importlib.util import find_spec
+
+    from shardwise import other_libraries
+
     said = f"module 'shardwise' has no attribute {name!r}"
     hint = other_libraries.hint(name)
     if hint is None or find_spec(f"shardwise.{name}") is not None:
@@ -84,6 +86,8 @@ def __getattr__(name: str) -> Any:
 
 def _imported(module: str) -> ModuleType:
     """Some libraries draw a number when they are imported: what a script draws stays the same."""
+    import random
+
     state = random.getstate()
     try:
         return import_module(module)

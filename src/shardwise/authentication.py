@@ -1,12 +1,18 @@
-"""Lets processes of one run prove that they know its secret, without telling it.
+"""Lets processes of one run prove that they know its secret, and seals what they send.
 
     accepts   ─▶ a nonce
-    connects  ─▶ another nonce, and a MAC of both
-    accepts   ─▶ another MAC of both
+    connects  ─▶ another nonce, and a MAC of both and of the role
+    accepts   ─▶ another MAC of the same
+    both      ─▶ messages, each with a MAC by a key of this connection and direction
 
 Who cannot is cut off before any other byte of it is read; who says nothing keeps nobody waiting.
-What travels over connections that others may have taken over is sealed: the MAC comes first.
-MACs are HMAC-SHA-256, compared in constant time.
+
+The *role* names the end that accepts, such as b"status 3": what it does, and which process it is.
+The end that connects names whom it means to reach. So a proof that someone passes on to another
+process of the run proves nothing there, and someone in between can neither change, repeat, omit nor
+add a message, because each MAC covers the number of its message.
+
+What others may read on the way is not encrypted. MACs are HMAC-SHA-256, compared in constant time.
 """
 
 from __future__ import annotations
@@ -30,6 +36,12 @@ PATIENCE = 5.0
 
 MOST = 128
 """So many may be at it at a time; for one more, the oldest is turned away."""
+
+LONGEST = 1 << 26
+"""Bytes of the longest message."""
+
+_LENGTH = 4
+_HEAD = _LENGTH + MAC
 
 RETRY = 0.05
 """Seconds until a listener that had no descriptor to accept with looks again."""
@@ -68,28 +80,132 @@ def unsealed(secret: bytes, purpose: str, data: bytes) -> bytes:
 class Proof:
     """The proof that a connecting process sends for a `nonce`, and the one that it expects."""
 
-    def __init__(self, secret: bytes, nonce: bytes) -> None:
+    def __init__(self, secret: bytes, role: bytes, nonce: bytes) -> None:
         self._secret = secret
-        self._nonces = nonce, secrets.token_bytes(NONCE)
-        self.words = self._nonces[1] + mac(secret, b"connects", *self._nonces)
+        self._about = role, nonce, secrets.token_bytes(NONCE)
+        self.words = self._about[-1] + mac(secret, b"connects", *self._about)
 
     def is_answered_by(self, answer: bytes) -> bool:
-        """Whether who accepts knows the secret too."""
-        return hmac.compare_digest(answer, mac(self._secret, b"accepts", *self._nonces))
+        """Whether who accepts has this role and knows the secret too."""
+        return hmac.compare_digest(answer, mac(self._secret, b"accepts", *self._about))
+
+    def seals(self) -> Seals:
+        """The seals of this connection, for the end that connects."""
+        return Seals(*_keys(self._secret, self._about))
 
 
-def prove(peer: socket.socket, secret: bytes, until: float) -> None:
-    """Prove oneself to who accepted `peer`, and hear its own proof, until a time of the monotonic
-    clock. Raises Unproven where it knows another secret or hangs up, TimeoutError where it says
-    nothing."""
+def _keys(secret: bytes, about: tuple[bytes, ...]) -> tuple[bytes, bytes]:
+    """The keys for what the connecting, and the accepting, end of a connection sends."""
+    return mac(secret, b"key connects", *about), mac(secret, b"key accepts", *about)
+
+
+class Seals:
+    """Seals the messages that one end of a connection sends, and opens those that it receives.
+
+    A message is its length (4 bytes), its MAC, and its content.
+    """
+
+    def __init__(self, sends: bytes, receives: bytes) -> None:
+        self._keys = sends, receives
+        self._sent = self._received = 0
+        self._rest = bytearray()
+
+    def frame(self, message: bytes) -> bytes:
+        """The bytes to send for `message`."""
+        seal = mac(self._keys[0], self._sent.to_bytes(8, "big"), message)
+        self._sent += 1
+        return len(message).to_bytes(_LENGTH, "big") + seal + message
+
+    def take(self, data: bytes) -> None:
+        """Append bytes that were received."""
+        self._rest += data
+
+    @property
+    def missing(self) -> int:
+        """How many bytes the next message needs at least, beyond those that were received.
+
+        Raises Forged for a length that no message has.
+        """
+        if len(self._rest) < _HEAD:
+            return _HEAD - len(self._rest)
+        length = int.from_bytes(self._rest[:_LENGTH], "big")
+        if length > LONGEST:
+            raise Forged(f"A message of {length} bytes is longer than any of this run.")
+        return max(0, _HEAD + length - len(self._rest))
+
+    def next(self) -> bytes | None:
+        """Take out the next message; None until all of it was received. Raises Forged."""
+        if self.missing:
+            return None
+        end = _HEAD + int.from_bytes(self._rest[:_LENGTH], "big")
+        seal, message = bytes(self._rest[_LENGTH:_HEAD]), bytes(self._rest[_HEAD:end])
+        del self._rest[:end]
+        number = self._received.to_bytes(8, "big")
+        if not hmac.compare_digest(seal, mac(self._keys[1], number, message)):
+            raise Forged(f"A message of {len(message)} bytes was not sealed by the other end.")
+        self._received += 1
+        return message
+
+    def sends_bulk(self) -> hmac.HMAC:
+        """A MAC to update with bytes that are sent as they are; its digest follows them."""
+        return self._bulk(self._keys[0], self._sent)
+
+    def receives_bulk(self) -> hmac.HMAC:
+        """The MAC that the other end's `sends_bulk` is."""
+        return self._bulk(self._keys[1], self._received)
+
+    @staticmethod
+    def _bulk(key: bytes, number: int) -> hmac.HMAC:
+        return hmac.new(mac(key, b"bulk", number.to_bytes(8, "big")), digestmod="sha256")
+
+
+class Connection:
+    """A connection whose two ends have proved themselves: carries whole messages. A context."""
+
+    def __init__(self, peer: socket.socket, seals: Seals) -> None:
+        self.socket = peer
+        self.seals = seals
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, message: bytes) -> None:
+        """Send a message, blocking."""
+        self.socket.sendall(self.seals.frame(message))
+
+    def receive(self) -> bytes | None:
+        """The next message, blocking; None at the end. Raises Forged.
+
+        It reads no byte beyond that message.
+        """
+        while (message := self.seals.next()) is None:
+            data = self.socket.recv(min(self.seals.missing, 1 << 16))
+            if not data:
+                return None
+            self.seals.take(data)
+        return message
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+
+def prove(peer: socket.socket, secret: bytes, role: bytes, until: float) -> Connection:
+    """Prove oneself to who accepted `peer` in a `role`, and hear its own proof, until a time of the
+    monotonic clock. Raises Unproven where it knows another secret, has another role or hangs up,
+    TimeoutError where it says nothing."""
     try:
-        claim = Proof(secret, _exactly(peer, NONCE, until))
+        claim = Proof(secret, role, _exactly(peer, NONCE, until))
         peer.sendall(claim.words)
         answer = _exactly(peer, MAC, until)
     except ConnectionError:
         raise Unproven(HUNG_UP) from None
     if not claim.is_answered_by(answer):
         raise Unproven("who listens there does not know the secret of this run")
+    return Connection(peer, claim.seals())
 
 
 def _exactly(peer: socket.socket, count: int, until: float) -> bytes:
@@ -116,15 +232,21 @@ class _Stranger:
 class Acceptor:
     """Takes connections of those that prove that they know `secret`, several at a time.
 
-    `bell` is a socket; once something, or its end, has come over it, nobody is accepted any more.
-    A context, which closes neither the listener nor the bell.
+    `role` is that of this process: those that mean another one are turned away. `bell` is a socket;
+    once something, or its end, has come over it, nobody is accepted any more. A context, which
+    closes neither the listener nor the bell.
     """
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, bell: socket.socket | None = None
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        role: bytes,
+        bell: socket.socket | None = None,
     ) -> None:
         self._listener = listener
         self._secret = secret
+        self._role = role
         self._bell = bell
         self._strangers: list[_Stranger] = []
         self._selector = selectors.DefaultSelector()
@@ -141,7 +263,7 @@ class Acceptor:
             self._turn_away(stranger)
         self._selector.close()
 
-    def accept(self, until: float | None = None) -> socket.socket | None:
+    def accept(self, until: float | None = None) -> Connection | None:
         """The next connection that has proved itself, blocking; None when the bell has rung, or at
         `until`, a time of the monotonic clock."""
         while until is None or time.monotonic() < until:
@@ -196,21 +318,24 @@ class Acceptor:
         stranger.said += more
         if more and len(stranger.said) < CLAIM:
             return False
-        theirs = stranger.said[:NONCE]
-        expected = mac(self._secret, b"connects", stranger.nonce, theirs)
+        expected = mac(self._secret, b"connects", *self._about(stranger))
         if more and hmac.compare_digest(stranger.said[NONCE:], expected):
             return True
         self._turn_away(stranger)
         return False
 
-    def _proven(self, stranger: _Stranger) -> socket.socket:
+    def _proven(self, stranger: _Stranger) -> Connection:
         """Its connection, once it was given our own proof."""
         self._forget(stranger)
-        peer, theirs = stranger.peer, stranger.said[:NONCE]
+        peer, about = stranger.peer, self._about(stranger)
         peer.setblocking(True)
         with suppress(OSError):  # it has left, which is found by reading
-            peer.sendall(mac(self._secret, b"accepts", stranger.nonce, theirs))
-        return peer
+            peer.sendall(mac(self._secret, b"accepts", *about))
+        receives, sends = _keys(self._secret, about)
+        return Connection(peer, Seals(sends, receives))
+
+    def _about(self, stranger: _Stranger) -> tuple[bytes, ...]:
+        return self._role, stranger.nonce, stranger.said[:NONCE]
 
     def _turn_away(self, stranger: _Stranger) -> None:
         self._forget(stranger)

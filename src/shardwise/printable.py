@@ -14,6 +14,15 @@ def printable(value: object) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(value))
 
 
+def as_utf8(text: str) -> bytes:
+    """Encode `text`, which may hold a file name that is not UTF-8, without ever failing.
+
+    Python has the bytes of such a name as surrogates, which UTF-8 cannot encode. They become
+    escapes, such as \\udce9.
+    """
+    return text.encode(errors="backslashreplace")
+
+
 def in_shell(words: Iterable[str]) -> str:
     """`words` as they are typed in bash, on one line and safe to print: one with characters that a
     terminal would obey is written by bytes, as $'a\\x0ab'."""

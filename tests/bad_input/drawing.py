@@ -306,6 +306,7 @@ _ANSWERS: dict[str, dict[str, Any]] = {
         "time": 1.0,
         "address": "",
         "machine": None,
+        "pid": 1,
     },
     "ready": {"command": ["x"], "address": "", "port": 1, "master_port": 2},
     "refused": {"why": "x"},

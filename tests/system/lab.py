@@ -117,6 +117,19 @@ class Lab:
                 continue
         return found - {node.pid for node in self.nodes}
 
+    def running(self, number: int, words: str) -> list[int]:
+        """Processes on node `number` whose command line contains `words`."""
+        network = os.readlink(f"/proc/{self.nodes[number - 1].pid}/ns/net")
+        found = []
+        for pid in self.processes():
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if words in line and os.readlink(f"/proc/{pid}/ns/net") == network:
+                    found.append(pid)
+            except OSError:  # it ended meanwhile
+                continue
+        return found
+
     def left(self, limit: float = 8.0) -> list[str]:
         """What a run has left on these hosts after `limit` seconds: processes but sshd's, files."""
         until = time.monotonic() + limit

@@ -346,6 +346,59 @@ class TestEnding:
         assert took < 20
         assert "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s" in ran.err
 
+    def stopped_agent(self, hosts: Lab) -> int:
+        """Stop the agent of node2 (SIGSTOP); its process."""
+        (agent,) = hosts.running(2, "-m shardwise.launch.ssh.agent")
+        os.kill(agent, signal.SIGSTOP)
+        return agent
+
+    def test_names_the_host_of_a_stopped_agent_whose_rank_died(
+        self, shardwise: Launcher, hosts: Lab
+    ) -> None:
+        process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
+        agent = self.stopped_agent(hosts)
+        for rank in hosts.running(2, UP):
+            os.kill(rank, signal.SIGKILL)
+        ran = shardwise.finish(process, 30)
+        assert ran.code == 1
+        assert (
+            "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s, although the "
+            f"connection stands. Is its agent (process {agent}) stopped, or the host too busy?"
+        ) in ran.err
+        assert hosts.left() == []
+
+    def test_ctrl_c_ends_a_run_whose_agent_is_stopped(
+        self, shardwise: Launcher, hosts: Lab
+    ) -> None:
+        process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
+        self.stopped_agent(hosts)
+        process.send_signal(signal.SIGINT)
+        ran = shardwise.finish(process, 30)
+        assert ran.code == 130
+        assert "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s" in ran.err
+        assert hosts.left() == []
+
+    def test_says_that_an_agent_was_killed(self, shardwise: Launcher, hosts: Lab) -> None:
+        process = self.sleeping(shardwise, *over(hosts))
+        (agent,) = hosts.running(2, "-m shardwise.launch.ssh.agent")
+        os.kill(agent, signal.SIGKILL)
+        ran = shardwise.finish(process, 30)
+        assert ran.code == 1
+        assert re.search(
+            r"node2 \(rank 1\) is lost: its agent ended \d\.\d s after its last sign of life",
+            ran.err,
+        )
+
+    def test_a_stopped_heartbeat_is_told_by_the_hosts(
+        self, shardwise: Launcher, hosts: Lab
+    ) -> None:
+        process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
+        (beats,) = hosts.running(1, "heartbeat.py")
+        os.kill(beats, signal.SIGSTOP)
+        ran = shardwise.finish(process, 30)
+        assert ran.code == 1
+        assert re.search(r"On node[12]: nothing has come from the launcher for 3 s", ran.err)
+
     @pytest.mark.full
     def test_a_cut_cable_is_told_of_while_ranks_wait(self, shardwise: Launcher, hosts: Lab) -> None:
         words = over(hosts, "--host-timeout", "60", "--warn-after", "2", "-H", "node1,node2")

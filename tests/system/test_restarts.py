@@ -1,5 +1,6 @@
 """Faults survived: restarts, saves when asked to end, and disks that take no more."""
 
+import os
 import re
 import shutil
 import signal
@@ -84,6 +85,19 @@ class TestRestarts:
             "checkpoint in between: not starting again.\n"
         )
 
+    @WARM
+    def test_names_an_error_whose_text_is_not_utf8(self, shardwise: Launcher) -> None:
+        """As that of a file whose name is Latin-1: os.listdir gives it with a surrogate."""
+        name = os.fsdecode(b"caf\xe9.jpg")
+        words = ("run", "-n", "2", "--restarts", "1", "--log-dir", "logs", script("tells"))
+        ran = shardwise.run(*words, "fails", "2", name)
+        assert ran.code == 1
+        said = "rank 1 of 2 failed at step 7 (ValueError: caf\\udce9.jpg). Starting again, 1 of 1"
+        assert said in ran.err
+        assert "shardwise: rank 1 of 2 failed (exit code 1)." in ran.err
+        log = (shardwise.folder / "logs" / "rank1.log").read_text()
+        assert log.count("tells.py fails 2 caf\\udce9.jpg\n") == 2
+
     def test_what_the_user_ends_stays_ended(self, shardwise: Launcher) -> None:
         words = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
         process = shardwise.start("run", "--restarts", "3", *words)
@@ -95,6 +109,20 @@ class TestRestarts:
 
 
 class TestAskedToEnd:
+    @WARM
+    def test_ctrl_c_says_what_a_new_start_continues_from(self, shardwise: Launcher) -> None:
+        process = shardwise.start("run", "-n", "2", script("tells"), "waits")
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
+        process.send_signal(signal.SIGINT)
+        ran = shardwise.finish(process)
+        assert ran.code == 130
+        assert ran.err.endswith(
+            "shardwise: Ctrl-C ended the run at step 7 without a save. A new start continues from "
+            "the beginning, for the script calls no engine.resume(folder): 7 steps are lost. To "
+            "save before the end, send SIGTERM instead.\n"
+        )
+
     def test_the_launcher(self, shardwise: Launcher) -> None:
         """All ranks save between two steps, whatever their DataLoader workers would do."""
         words = ["run", "-n", "2", "--restarts", "1", script("resumes"), "checkpoints"]

@@ -163,6 +163,8 @@ def test_files(tmp_path):
     assert "cannot be read" in refusal(path)
     path.write_text("{train_batch_size: 4}")
     assert "is not JSON" in refusal(path)
+    path.write_text(f'{{"gradient_clipping": {"9" * 400}}}')
+    assert "is not JSON: it has an integer of 400 digits" in refusal(path)
     path.write_text("[1]")
     assert "is a JSON array, not an object" in refusal(path)
     path.write_text('{"train_batch_size": 4, "train_batch_size": 8}')

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import shardwise.horovod as hvd
 from shardwise import authentication
+from shardwise.authentication import Seals
 from shardwise.collectives import Solo
 from shardwise.collectives.base import Handle as Sent
 from shardwise.collectives.ordered_sums import PLAIN
@@ -436,7 +437,8 @@ def test_a_rank_that_leaves_first_does_what_was_agreed_on():
 
 def test_what_is_sent_need_not_be_all():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        link = Link(socket.create_connection(listener.getsockname()))
+        peer, seals = socket.create_connection(listener.getsockname()), Seals(b"one", b"other")
+        link = Link(authentication.Connection(peer, seals))
         with listener.accept()[0]:  # which does not read
             link.send({"do": "this"})
             upto = {1: link.queued_bytes}

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ class Ears:
         self.hub = IslandHub(Membership(count=count, size=1), lambda found: None)
         self.gone: list[tuple[list[int], str]] = []
         self.ends: list[int] = []
-        self.also: Any = None
+        self.every_turn: list[Any] = []
         self.not_begun: list[int] = []
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
@@ -127,9 +128,11 @@ def hosts() -> Iterator[Hosts]:
 @pytest.fixture
 def remote() -> Iterator[RemoteHost]:
     made = RemoteHost(SILENT, share(0), lambda noise: None)
-    yield made
-    made.close()
-    made.wait(time.monotonic())
+    with selectors.DefaultSelector() as selector:
+        made.connect(selector)
+        yield made
+        made.close()
+        made.wait(time.monotonic())
 
 
 def serve(remote: RemoteHost, ears: Ears) -> None:
@@ -164,20 +167,23 @@ def test_what_a_host_that_was_given_up_still_says(remote: RemoteHost) -> None:
     ears.selector.close()
 
 
-def test_a_write_that_a_signal_cuts_short(
-    remote: RemoteHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rest of the message follows."""
-    plain, sent = remote._process.stdin, bytearray()
-
-    def write(data: bytes) -> int:
-        sent.extend(data[:10])
-        return min(10, len(data))
-
-    monkeypatch.setattr(remote._process, "stdin", SimpleNamespace(write=write, closed=False))
-    remote.send("shut", ranks=list(range(30)))
-    monkeypatch.setattr(remote._process, "stdin", plain)
-    assert bytes(sent) == protocol.encode("shut", ranks=list(range(30)))
+def test_a_message_that_a_stopped_agent_does_not_read_is_sent_later(tmp_path: Path) -> None:
+    file, message = tmp_path / "read", {"rank": 0, "number": 1, "data": "x" * 2**20}
+    ssh = ("sh", "-c", f"exec cat > {file}", "ssh")
+    remote = RemoteHost(replace(SILENT, ssh=ssh), share(0), lambda noise: None)
+    with selectors.DefaultSelector() as selector:
+        remote.connect(selector)
+        os.kill(remote.group, signal.SIGSTOP)
+        remote.send("keep", **message)
+        assert remote._unsent
+        os.kill(remote.group, signal.SIGCONT)
+        while remote._unsent:
+            for key, _ in selector.select(10):
+                key.data()
+        remote.close()
+        remote.wait(time.monotonic())
+    sent = protocol.encode("keep", **message) + protocol.encode("close")
+    assert file.read_bytes() == sent
 
 
 def children() -> set[str]:

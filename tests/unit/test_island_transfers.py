@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
+from shardwise import authentication
 from shardwise.launch.island_desk import Key
 from shardwise.launch.ssh import transfers
 from shardwise.launch.ssh.transfers import NOTHING, Fetches, Server
@@ -62,9 +64,13 @@ def serving(held: dict[Key, bytes]) -> Iterator[tuple[str, int]]:
     """The address at which `held` is served."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         found = {key: brought(data) for key, data in held.items()}
-        server = Server(listener, SECRET, lambda key: os.dup(found[key]) if key in found else None)
-        with closing(server):
-            yield listener.getsockname()
+
+        def copy(key: Key) -> int | None:
+            return os.dup(found[key]) if key in found else None
+
+        place = listener.getsockname()
+        with closing(Server(listener, place, SECRET, copy)):
+            yield place
         for fd in found.values():
             os.close(fd)
 
@@ -105,6 +111,51 @@ def test_another_secret() -> None:
     assert "another secret" in found.failed[0][1]
 
 
+def test_bytes_that_are_changed_on_the_way_are_refused() -> None:
+    def relay(victim: socket.socket, place: tuple[str, int]) -> None:
+        """Pass all on, but change a byte of the data."""
+        head = authentication.MAC + 4
+        with victim, socket.create_connection(place) as server:
+            for source, target, count in (
+                (server, victim, authentication.NONCE),
+                (victim, server, authentication.CLAIM),
+                (server, victim, authentication.MAC),
+                (victim, server, head + transfers._REQUEST.size),
+                (server, victim, head + transfers._SIZE.size),
+            ):
+                target.sendall(source.recv(count, socket.MSG_WAITALL))
+            data = bytearray(server.recv(len(DATA), socket.MSG_WAITALL))
+            data[77] ^= 1
+            victim.sendall(data + server.recv(authentication.MAC, socket.MSG_WAITALL))
+
+    with (
+        serving({(0, 1): DATA}) as place,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        closing(Fetching()) as found,
+        ThreadPoolExecutor(1) as pool,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(transfers, "_role", lambda _: f"islands {place[0]} {place[1]}".encode())
+        found.fetches.begin((0, 1), listener.getsockname())
+        victim, _ = listener.accept()
+        pool.submit(relay, victim, place).result(10)
+        found.until(lambda: bool(found.failed))
+        found.fetches.cancel((0, 1))
+        assert found.failed[0] == ((0, 1), "what came was changed on its way")
+
+
+def test_another_host_than_the_one_that_was_meant_is_not_fetched_from() -> None:
+    with (
+        serving({(0, 1): DATA}) as place,
+        closing(Fetching()) as found,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(transfers, "_role", lambda _: b"islands 10.0.0.1 9")
+        found.fetches.begin((0, 1), place)
+        found.until(lambda: bool(found.failed))
+    assert "another secret" in found.failed[0][1]
+
+
 def test_nobody_is_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = listener.getsockname()
@@ -130,8 +181,9 @@ def test_a_host_that_stalls_does_not_hold_up_the_end() -> None:
 def test_who_fetches_stalls() -> None:
     """That does not hold up the end of who serves."""
     with serving({(0, 1): DATA}) as place, socket.create_connection(place) as peer:
-        transfers.authentication.prove(peer, SECRET, time.monotonic() + 5)
-        peer.sendall(transfers._REQUEST.pack(0, 1))
+        role = transfers._role(place)
+        proven = authentication.prove(peer, SECRET, role, time.monotonic() + 5)
+        proven.send(transfers._REQUEST.pack(0, 1))
         assert peer.recv(1)
         began = time.monotonic()
     assert time.monotonic() - began < 2

@@ -1,7 +1,10 @@
 """Runs on several hosts: what was asked for, as tables; what travels, as bytes."""
 
 import json
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -171,6 +174,19 @@ class TestInterface:
         assert network.address_towards("127.0.0.1") == "127.0.0.1"
         assert network.interface_of("192.0.2.77") is None
 
+    def test_a_loopback_that_is_down_is_named_at_once(self) -> None:
+        """As in a new network namespace."""
+        listen = "from shardwise.launch import network; network.listen('127.0.0.1', 0)"
+        if (
+            shutil.which("unshare") is None
+            or subprocess.run(["unshare", "--net", "true"]).returncode
+        ):
+            pytest.skip("no namespaces")
+        words = ["unshare", "--net", sys.executable, "-c", listen]
+        ran = subprocess.run(words, capture_output=True, text=True)
+        assert "LaunchError: Ranks on this host connect over 127.0.0.1" in ran.stderr
+        assert "Try: ip link set lo up" in ran.stderr
+
     def test_what_is_not_there(self) -> None:
         with pytest.raises(
             LaunchError, match=r"no such interface here. Known are: .*\(127.0.0.1\)"
@@ -272,11 +288,14 @@ class TestSsh:
 
     def test_a_loss_in_words(self) -> None:
         share = Share(Host("h2"), 4, 2)
-        assert command.lost_host(WAY, share, 255, "").startswith(
+        assert command.lost_host(WAY, share, 255, "", 9.0).startswith(
             "h2 (ranks 4-5) is lost: nothing was heard of it for 10 s. Did the host go down"
         )
-        assert command.lost_host(WAY, share, -9, "").startswith(
+        assert command.lost_host(WAY, share, -9, "", 9.0).startswith(
             "h2 (ranks 4-5) is lost: the agent on h2 e"
+        )
+        assert command.lost_host(WAY, share, 255, "", 0.66).startswith(
+            "h2 (ranks 4-5) is lost: its agent ended 0.7 s after its last sign of life. Was it"
         )
 
 

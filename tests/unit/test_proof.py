@@ -13,12 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from shardwise import authentication
-from shardwise.collectives.store import ClientStore, HostStore, KeyValueTable
+from shardwise.collectives.store import ClientStore, HostStore, KeyValueTable, role_of
 from shardwise.errors import LaunchError
 from shardwise.launch import environment
 from tests.disk import wait_until
 
 KNOWN = b"what all ranks of this run know"
+ROLE = b"a role of this test"
 
 
 @pytest.fixture
@@ -35,24 +36,30 @@ class TestProof:
     def test_both_know_the_secret(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
-            authentication.Acceptor(listener, KNOWN) as acceptor,
+            authentication.Acceptor(listener, KNOWN, ROLE) as acceptor,
             socket.create_connection(listener.getsockname()) as mine,
         ):
             accepted = pool.submit(acceptor.accept, soon())
-            authentication.prove(mine, KNOWN, soon())
-            mine.sendall(b"hello")
-            with accepted.result() as theirs:
-                assert theirs.recv(100) == b"hello"
+            ours = authentication.prove(mine, KNOWN, ROLE, soon())
+            ours.send(b"hello")
+            ours.send(b"")
+            found = accepted.result()
+            assert found is not None
+            with found as theirs:
+                assert [theirs.receive(), theirs.receive()] == [b"hello", b""]
+                theirs.send(b"x" * 200_000)
+                assert ours.receive() == b"x" * 200_000
+            assert ours.receive() is None
 
     def test_who_knows_another_is_cut_off_unread(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
-            authentication.Acceptor(listener, KNOWN) as acceptor,
+            authentication.Acceptor(listener, KNOWN, ROLE) as acceptor,
             socket.create_connection(listener.getsockname()) as stranger,
         ):
             accepted = pool.submit(acceptor.accept, soon(1.0))
             with pytest.raises(authentication.Unproven):
-                authentication.prove(stranger, b"guessed", soon())
+                authentication.prove(stranger, b"guessed", ROLE, soon())
             assert accepted.result() is None
 
     def test_who_listens_must_know_it_too(self, listener: socket.socket) -> None:
@@ -69,14 +76,17 @@ class TestProof:
         ):
             pretended = pool.submit(pretend)
             with pytest.raises(authentication.Unproven, match="does not know the secret"):
-                authentication.prove(mine, KNOWN, soon())
+                authentication.prove(mine, KNOWN, ROLE, soon())
             pretended.result()
 
     def test_what_was_heard_once_proves_nothing_later(self, listener: socket.socket) -> None:
-        with ThreadPoolExecutor(1) as pool, authentication.Acceptor(listener, KNOWN) as acceptor:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            authentication.Acceptor(listener, KNOWN, ROLE) as acceptor,
+        ):
             with socket.create_connection(listener.getsockname()) as mine:
                 accepted = pool.submit(acceptor.accept, soon())
-                claim = authentication.Proof(KNOWN, mine.recv(authentication.NONCE))
+                claim = authentication.Proof(KNOWN, ROLE, mine.recv(authentication.NONCE))
                 mine.sendall(claim.words)
                 found = accepted.result()
                 assert found is not None
@@ -90,7 +100,7 @@ class TestProof:
 
     def test_silent_strangers_keep_nobody_waiting(self, listener: socket.socket) -> None:
         with ExitStack() as stack:
-            acceptor = stack.enter_context(authentication.Acceptor(listener, KNOWN))
+            acceptor = stack.enter_context(authentication.Acceptor(listener, KNOWN, ROLE))
             place = listener.getsockname()
             for _ in range(2 * authentication.MOST):
                 stack.enter_context(socket.create_connection(place))
@@ -98,7 +108,7 @@ class TestProof:
             accepted = pool.submit(acceptor.accept, soon())
             began = time.monotonic()
             mine = stack.enter_context(socket.create_connection(place))
-            authentication.prove(mine, KNOWN, soon())
+            authentication.prove(mine, KNOWN, ROLE, soon())
             found = accepted.result()
             assert found is not None
             found.close()
@@ -106,7 +116,7 @@ class TestProof:
 
     def test_a_bell_ends_the_waiting(self, listener: socket.socket) -> None:
         ours, theirs = socket.socketpair()
-        with theirs, authentication.Acceptor(listener, KNOWN, theirs) as acceptor:
+        with theirs, authentication.Acceptor(listener, KNOWN, ROLE, theirs) as acceptor:
             ours.close()
             assert acceptor.accept() is None
 
@@ -115,7 +125,60 @@ class TestProof:
             socket.create_connection(listener.getsockname()) as mine,
             pytest.raises(TimeoutError),
         ):
-            authentication.prove(mine, KNOWN, soon(0.1))
+            authentication.prove(mine, KNOWN, ROLE, soon(0.1))
+
+
+class TestRelay:
+    """Someone in between who does not know the secret, and passes on what others say."""
+
+    def test_a_proof_for_one_process_proves_nothing_to_another(
+        self, listener: socket.socket
+    ) -> None:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            authentication.Acceptor(listener, KNOWN, b"status 2") as acceptor,
+            socket.create_connection(listener.getsockname()) as relayed,
+        ):
+            accepted = pool.submit(acceptor.accept, soon(1.0))
+            with pytest.raises(authentication.Unproven):
+                authentication.prove(relayed, KNOWN, b"status 1", soon())
+            assert accepted.result() is None
+
+    def ends(self) -> tuple[authentication.Seals, authentication.Seals]:
+        """The seals of the two ends of a connection."""
+        return authentication.Seals(b"one", b"other"), authentication.Seals(b"other", b"one")
+
+    def test_a_message_that_is_added_is_forged(self) -> None:
+        one, other = self.ends()
+        stranger = authentication.Seals(b"guessed", b"other")
+        other.take(one.frame(b"first") + stranger.frame(b"second"))
+        assert other.next() == b"first"
+        with pytest.raises(authentication.Forged):
+            other.next()
+
+    @pytest.mark.parametrize("order", [[0, 0], [1], [0, 2]])
+    def test_messages_that_are_repeated_or_left_out_are_forged(self, order: list[int]) -> None:
+        one, other = self.ends()
+        frames = [one.frame(f"{number}".encode()) for number in range(3)]
+        *before, last = order
+        for number in before:
+            other.take(frames[number])
+            assert other.next() == f"{number}".encode()
+        other.take(frames[last])
+        with pytest.raises(authentication.Forged):
+            other.next()
+
+    def test_a_message_that_is_sent_back_is_forged(self) -> None:
+        one, _ = self.ends()
+        one.take(one.frame(b"mine"))
+        with pytest.raises(authentication.Forged):
+            one.next()
+
+    def test_a_length_that_no_message_has_is_not_waited_for(self) -> None:
+        one, _ = self.ends()
+        one.take(b"\xff" * 100)
+        with pytest.raises(authentication.Forged, match="is longer than any"):
+            one.next()
 
 
 class TestSeals:
@@ -162,8 +225,8 @@ class TestTable:
         place = listener.getsockname()
         hosted = HostStore(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
         connection = socket.create_connection(place)
-        authentication.prove(connection, KNOWN, soon())
-        reaching = ClientStore(connection, 5.0)
+        proven = authentication.prove(connection, KNOWN, role_of(place[1]), soon())
+        reaching = ClientStore(proven, 5.0)
         yield hosted, reaching
         reaching.close()
         hosted.close()

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from operator import attrgetter
 
 import pytest
@@ -291,11 +293,28 @@ class TestStatusServer:
         place = pair[0]._places[1]
         with socket.create_connection((place.address, place.port)) as stranger:
             stranger.settimeout(5)
-            claim = authentication.Proof(b"guessed", stranger.recv(authentication.NONCE))
+            claim = authentication.Proof(b"guessed", b"status", stranger.recv(authentication.NONCE))
             stranger.sendall(claim.words + b'{"ask": "where"}\n')
             with suppress(ConnectionResetError):  # it hung up on what it has not read
                 assert stranger.recv(100) == b""
         assert pair[0].ask([1])[1].rank == 1
+
+    def test_a_stranger_in_the_place_of_a_dead_rank_cannot_pass_a_proof_on(self, pair):
+        """Rank 0 asks rank 1, where a stranger listens by now, who connects to rank 0 itself."""
+        zero, _ = pair
+        place = zero._places[0]
+        with socket.create_server(("127.0.0.1", 0)) as stranger, ThreadPoolExecutor(1) as pool:
+            port = stranger.getsockname()[1]
+            zero._places[1] = replace(zero._places[1], address="127.0.0.1", port=port)
+            asked = pool.submit(zero.ask, [1])
+            victim, _ = stranger.accept()
+            with victim, socket.create_connection((place.address, place.port)) as server:
+                server.settimeout(5)
+                victim.sendall(server.recv(authentication.NONCE))
+                server.sendall(victim.recv(authentication.CLAIM, socket.MSG_WAITALL))
+                with suppress(ConnectionResetError):
+                    assert server.recv(100) == b""
+            assert isinstance(asked.result()[1], str)
 
     def test_those_that_say_nothing_do_not_keep_the_others_waiting(self, pair):
         place = pair[0]._places[1]

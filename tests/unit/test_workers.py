@@ -2,6 +2,8 @@
 
 import os
 import selectors
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ class Reaper(orphan_reaper.OrphanReaper):
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self._groups = set()
 
     def _write(self, line: str) -> None:
         self.told.append(line)
@@ -73,3 +76,54 @@ def test_nobody_is_sent_a_signal_that_was_for_one_who_is_gone(
     workers.send_signal(orphan_reaper.signal.SIGTERM)
     assert workers.release()
     assert (sent, len(reaper.told)) == ([], 2)
+
+
+def sleeper() -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+
+def test_a_stopped_reaper_does_not_keep_its_launcher_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orphan_reaper, "LAST_WAIT", 0.5)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rank = sleeper()
+    with orphan_reaper.OrphanReaper(folder) as reaper:
+        os.kill(reaper._process.pid, signal.SIGSTOP)
+        for _ in range(20_000):  # more than its pipe takes
+            reaper.started(rank.pid)
+    assert rank.wait(5) == -signal.SIGTERM
+    assert not folder.exists()
+
+
+STOPS = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from shardwise.launch.orphan_reaper import OrphanReaper
+with OrphanReaper(Path(sys.argv[1]), limit=2.0) as reaper:
+    rank = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    reaper.started(rank.pid)
+    for _ in range(5):
+        time.sleep(1)
+        reaper.beat()
+    print(rank.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_an_agent_that_is_stopped_ends_with_its_ranks(tmp_path: Path) -> None:
+    """But not while it beats."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    words = [sys.executable, "-c", STOPS, str(folder)]
+    agent = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    rank = int(agent.stdout.readline())
+    assert agent.wait(15) == -signal.SIGKILL
+    agent.stdout.close()
+    until = time.monotonic() + 5
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not folder.exists()
+    assert not orphan_reaper.signal_group(rank, 0)

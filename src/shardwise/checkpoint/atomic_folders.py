@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint import file_system
+from shardwise.launch import failure_report
 
 DOCUMENT = "checkpoint.json"
 """What a complete checkpoint has beside its tensors."""
@@ -190,6 +191,9 @@ class Draft:
             return "Name a folder, or a place where one can be made: a file is in the way."
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return "Name a folder that this user may write to."
+        hint = failure_report.disk_hint(error, place)
+        if error.errno == errno.EFBIG or "inodes" in hint:
+            return f"{hint[:1].upper()}{hint[1:]}."
         room = "Make room, keep fewer checkpoints, or save on another disk."
         with suppress(OSError):
             room = f"It takes {self.nbytes:,} bytes, and {self._free():,} are free there. {room}"

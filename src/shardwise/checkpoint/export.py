@@ -39,7 +39,8 @@ def write_tensors(
     with written_aside(path) as file:
         if path.suffix in PICKLED:
             twins = {alias: tensors[first] for alias, first in aliases.items()}
-            torch.save({**tensors, **twins, **rest}, file)
+            with disk_errors(file) as writer:
+                torch.save({**tensors, **twins, **rest}, writer)
         else:
             _write_safetensors(tensors, aliases, path, file)
 
@@ -61,6 +62,43 @@ def _write_safetensors(
         flat = tensors[name].detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             file.write(flat.view(torch.uint8).numpy().data)
+
+
+class _Writer:
+    """A file for torch.save that keeps the error of the disk: torch raises another one over it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write `data`."""
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        """Write what is in the buffer."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+
+@contextmanager
+def disk_errors(file: IO[bytes]) -> Iterator[IO[bytes]]:
+    """Around torch.save to what it gives: raises the OSError of `file`, such as of a full disk,
+    where torch would raise RuntimeError ("unexpected pos")."""
+    writer: Any = _Writer(file)
+    try:
+        yield writer
+    except RuntimeError:
+        if writer.error is None:
+            raise
+        raise writer.error from None
 
 
 _NAMELESS = getattr(os, "O_TMPFILE", 0)

@@ -28,7 +28,8 @@ T = TypeVar("T")
 Cuts = Sequence[int]
 Counts = Sequence[Sequence[int]]
 
-_PICKLE = "object of rank {}"
+_PICKLE = "object {} of rank {}"
+"""What a pickle is sealed for, so that nobody can send an earlier one again."""
 
 
 class Handle:
@@ -96,6 +97,9 @@ class Collectives(ABC):
 
     comes_and_goes = False
     """Whether ranks may leave the group, and come back: elastic islands."""
+
+    _gathered = 0
+    """How often the group has called `gather_objects`."""
 
     in_one_order = False
     """Whether all calls have to be made in one order on all ranks, those that a handle's `advance`
@@ -238,9 +242,9 @@ class Collectives(ABC):
 
         Raises CollectiveError for what was not sent by a rank of this run: a pickle can run code.
         """
-        data = authentication.sealed(
-            self.status_server.secret, _PICKLE.format(self.rank), pickle.dumps(value)
-        )
+        self._gathered += 1
+        purpose = _PICKLE.format(self._gathered, self.rank)
+        data = authentication.sealed(self.status_server.secret, purpose, pickle.dumps(value))
         return [pickle.loads(self._unsealed(r, d)) for r, d in enumerate(self._gather_bytes(data))]
 
     def gather_plain(self, value: Any) -> list[Any]:
@@ -248,8 +252,9 @@ class Collectives(ABC):
         return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
 
     def _unsealed(self, rank: int, data: bytes) -> bytes:
+        purpose = _PICKLE.format(self._gathered, rank)
         try:
-            return authentication.unsealed(self.status_server.secret, _PICKLE.format(rank), data)
+            return authentication.unsealed(self.status_server.secret, purpose, data)
         except authentication.Forged as error:
             raise CollectiveError(
                 f"What came for rank {rank} of {self.size} is not of this run ({error}) Somebody "

@@ -12,7 +12,6 @@ import ctypes
 import os
 import socket
 import struct
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +21,9 @@ _ATTACH_FILTER = 26
 
 _DROP_ALL = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
 """A filter of one instruction: accept 0 bytes of every packet."""
+
+_OPEN = "/proc/self/fd"
+"""The descriptors of this process, by number (Linux)."""
 
 _noted: deque[bytes] = deque(maxlen=64)
 
@@ -48,9 +50,10 @@ def shut() -> None:
 
 def _listening() -> Iterator[socket.socket]:
     """The listening TCP sockets of this process, each by a descriptor of its own."""
-    for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+    # Some sandboxes have no /proc: there the sockets stay open, as on other systems.
+    for fd in os.listdir(_OPEN) if os.path.isdir(_OPEN) else ():
         with suppress(OSError):  # it was closed meanwhile, or is no socket
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            if not os.readlink(f"{_OPEN}/{fd}").startswith("socket:"):
                 continue
             found = socket.socket(fileno=os.dup(int(fd)))
             is_ip = found.family in (socket.AF_INET, socket.AF_INET6)

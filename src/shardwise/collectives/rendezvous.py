@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise import authentication
-from shardwise.collectives.store import ClientStore, HostStore
+from shardwise.collectives.store import ClientStore, HostStore, role_of
 from shardwise.errors import LaunchError
 from shardwise.launch import environment, network, progress, rendezvous_file
 from shardwise.launch.identity import Identity
@@ -293,17 +293,17 @@ def _go(terms: _Terms) -> Rendezvous:
     raise _did_not_find(terms, trouble)
 
 
-def _connect(terms: _Terms, name: str, port: int, known: bytes) -> socket.socket:
+def _connect(terms: _Terms, name: str, port: int, known: bytes) -> authentication.Connection:
     """A connection to rank 0 that is proven at both ends. Raises OSError."""
     connection = socket.create_connection((name, port), timeout=max(0.001, min(REACH, terms.left)))
     try:
         # The kernel accepts for a rank 0 that was given its port, and is yet to come.
         patience = terms.left if terms.path is None else min(REACH, terms.left)
-        authentication.prove(connection, known, time.monotonic() + patience)
+        until = time.monotonic() + patience
+        return authentication.prove(connection, known, role_of(port), until)
     except BaseException:
         connection.close()
         raise
-    return connection
 
 
 def _refused(since: float | None, error: OSError) -> float | None:
@@ -319,10 +319,10 @@ def _trouble(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _come(terms: _Terms, connection: socket.socket, known: str) -> Rendezvous:
+def _come(terms: _Terms, connection: authentication.Connection, known: str) -> Rendezvous:
     """Say that this rank is here, and wait for the others."""
     identity = terms.identity
-    address = connection.getpeername()[0].removeprefix("::ffff:")
+    address = connection.socket.getpeername()[0].removeprefix("::ffff:")
     store = ClientStore(connection, terms.timeout)
     try:
         store.set(here(identity.rank), address)

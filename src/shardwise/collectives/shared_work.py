@@ -21,6 +21,7 @@ from shardwise.collectives.progress_thread import PendingWork
 from shardwise.collectives.socket_mesh import INLINE, MeshMessage, MeshPoll, SocketMesh
 from shardwise.collectives.torch_backend import timeout_error
 from shardwise.errors import CollectiveError, PeerLost
+from shardwise.printable import as_utf8
 from shardwise.timeline.recorder import Launched
 from shardwise.watch.status_server import StatusServer
 
@@ -323,7 +324,7 @@ class GroupWork:
         """The error to raise; later calls raise it again, and the others are told."""
         self._failure = kind(text).blaming(at_fault)
         self._process_work.error = self._process_work.error or self._failure
-        reason = text.encode()[:INLINE]
+        reason = as_utf8(text)[:INLINE]
         self.post(MeshMessage(0, FAILED, kind=int(kind is PeerLost), payload=reason))
         self._process_work.status_server.announce_abort(self._failure)
         return self._failure

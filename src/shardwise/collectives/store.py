@@ -1,7 +1,7 @@
 """The key-value store on which ranks meet: in rank 0's memory, for ranks that know the secret.
 
     rank 0      KeyValueTable ◀─ HostStore
-    the others  ClientStore ─▶ a connection each, JSON lines ─▶ a thread of rank 0 ─▶ KeyValueTable
+    the others  ClientStore ─▶ a connection each, sealed JSON ─▶ a thread of rank 0 ─▶ KeyValueTable
 
 torch's own store would do for torch, but it asks nobody who it is. A connection lasts as long as
 its rank; nobody is accepted any more once all have come.
@@ -33,12 +33,14 @@ SLICE = 1.0
 DRAWN_OUT = 2.0
 """Seconds beyond a limit of its own in which rank 0, which may be busy, may still answer."""
 
-LONGEST = 1 << 26
-"""Bytes of a line."""
-
 _opened: WeakSet[socket.socket] = WeakSet()
 
 Message = dict[str, Any]
+
+
+def role_of(port: int) -> bytes:
+    """The role in which rank 0 accepts at `port`; see authentication.py."""
+    return f"store {port}".encode()
 
 
 class KeyValueTable:
@@ -192,23 +194,20 @@ class HostStore(_TableStore):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _accept(self, listener: socket.socket, secret: bytes) -> None:
-        with (
-            listener,
-            self._bells[1],
-            authentication.Acceptor(listener, secret, self._bells[1]) as acceptor,
-        ):
+        bell, role = self._bells[1], role_of(listener.getsockname()[1])
+        with listener, bell, authentication.Acceptor(listener, secret, role, bell) as acceptor:
             while (connection := acceptor.accept()) is not None:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                _opened.add(connection)
-                self._connections.append(connection)
+                connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _opened.add(connection.socket)
+                self._connections.append(connection.socket)
                 _started(self._serve, connection)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: authentication.Connection) -> None:
         """Do what a rank asks for, until it leaves."""
-        with connection, suppress(OSError, ValueError), connection.makefile("rb") as lines:
-            while line := lines.readline(LONGEST):
-                verb, *given = json.loads(line, object_hook=_from_json)
-                connection.sendall(_line(self._answer(verb, given)))
+        with connection, suppress(OSError, ValueError):
+            while (asked := connection.receive()) is not None:
+                verb, *given = json.loads(asked, object_hook=_from_json)
+                connection.send(_encoded(self._answer(verb, given)))
 
     def _answer(self, verb: str, given: list[Any]) -> Any:
         if verb == "absent":
@@ -226,13 +225,12 @@ _VERBS = ("set", "get", "add", "compare_set", "delete", "count")
 class ClientStore(_TableStore):
     """The other ranks' side of the store, over a `connection` that is proven at both ends."""
 
-    def __init__(self, connection: socket.socket, timeout: float) -> None:
+    def __init__(self, connection: authentication.Connection, timeout: float) -> None:
         super().__init__(timeout)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
-        self._lines = connection.makefile("rb")
         self._lock = threading.Lock()
-        _opened.add(connection)
+        _opened.add(connection.socket)
 
     def _do(self, verb: str, *given: Any) -> Any:
         return self._ask(self.seconds, verb, *given)
@@ -248,21 +246,22 @@ class ClientStore(_TableStore):
     def _ask(self, seconds: float, verb: str, *given: Any) -> Any:
         with self._lock:  # NCCL asks in a thread of its own
             try:
-                self._connection.settimeout(seconds + DRAWN_OUT)
-                self._connection.sendall(_line([verb, *given]))
-                line = self._lines.readline(LONGEST)
+                self._connection.socket.settimeout(seconds + DRAWN_OUT)
+                self._connection.send(_encoded([verb, *given]))
+                answer = self._connection.receive()
             except TimeoutError:
                 _fail(f"rank 0 has not answered for {seconds + DRAWN_OUT:g} s")
             except OSError as error:
                 _fail(f"rank 0 is gone: {error.strerror or error}")
-        if not line.endswith(b"\n"):
+            except authentication.Forged as error:
+                _fail(f"someone else has answered in the place of rank 0: {error}")
+        if answer is None:
             _fail("rank 0 is gone")
-        return json.loads(line, object_hook=_from_json)
+        return json.loads(answer, object_hook=_from_json)
 
     def close(self) -> None:
         with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._lines.close()
+            self._connection.socket.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
@@ -281,8 +280,8 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-def _line(message: Any) -> bytes:
-    return json.dumps(message, default=_as_json).encode() + b"\n"
+def _encoded(message: Any) -> bytes:
+    return json.dumps(message, default=_as_json).encode()
 
 
 def _as_json(value: object) -> Message:
@@ -297,7 +296,7 @@ def _from_json(found: Message) -> bytes:
 def _in_forked_child() -> None:
     """A forked DataLoader worker must not hold our sockets open: an end would not be seen."""
     for opened in list(_opened):
-        if (fd := opened.detach()) >= 0:  # `close` would wait for files that read from it
+        if (fd := opened.detach()) >= 0:
             os.close(fd)
 
 

@@ -17,7 +17,8 @@ from shardwise.collectives import Collectives
 from shardwise.engine import consistency, initial_values, unit_assignment
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.errors import BrokenView, UsageError
+from shardwise.errors import BrokenView, CheckpointError, UsageError
+from shardwise.launch import failure_report
 
 
 @contextmanager
@@ -159,7 +160,11 @@ def export(
     """See Engine.export."""
     with _on_the_first(spec, states, model, "export(path, model)") as whole:
         if spec.world_group.rank == 0:
-            write_model(whole, Path(path))
+            try:
+                write_model(whole, Path(path))
+            except OSError as error:
+                said = failure_report.os_error_sentence(error, Path(path))
+                raise CheckpointError(f"The model was not exported. {said}") from None
 
 
 def model_state_dict(spec: EngineSpec, states: States, model: nn.Module | None) -> dict[str, Any]:

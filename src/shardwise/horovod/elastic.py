@@ -25,6 +25,7 @@ import torch
 from torch import nn, optim
 from torch.utils.data import Sampler
 
+from shardwise.checkpoint.export import disk_errors
 from shardwise.errors import HorovodInternalError
 from shardwise.horovod.basics import barrier
 from shardwise.horovod.context import current
@@ -209,8 +210,8 @@ class CommitFile:
             return
         aside = self.path.with_suffix(".new")
         aside.unlink(missing_ok=True)
-        with private_files.create(aside) as file:
-            torch.save({"number": number, "state": dict(state)}, file)
+        with private_files.create(aside) as file, disk_errors(file) as writer:
+            torch.save({"number": number, "state": dict(state)}, writer)
         aside.rename(self.path)
 
     def read(self) -> tuple[int, dict[str, Any]] | None:

@@ -1,4 +1,4 @@
-"""Connections from every rank to rank 0 that carry negotiation messages as lines of JSON.
+"""Connections from every rank to rank 0 that carry negotiation messages, as sealed JSON.
 
 Nothing is sent while no rank requests an operation. A rank that ends, however it does, closes its
 connection, which the other end reads as the end of the stream.
@@ -32,17 +32,16 @@ _open_links: WeakSet[Link] = WeakSet()
 
 
 class Link:
-    """One end of a connection, with a buffer of unsent bytes. `received` was read before."""
+    """One end of a connection, with a buffer of unsent bytes."""
 
-    def __init__(self, connection: socket.socket, received: bytes = b"") -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket = connection
+    def __init__(self, connection: authentication.Connection) -> None:
+        self.socket, self._seals = connection.socket, connection.seals
+        self.socket.setblocking(False)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.is_open = True
         self.queued_bytes = self.sent_bytes = 0
         """Bytes ever passed to `send`, and those of them that the socket has taken."""
         self._unsent = bytearray()
-        self._received = bytearray(received)
         _open_links.add(self)
 
     @property
@@ -57,9 +56,9 @@ class Link:
 
     def send(self, message: NegotiationMessage) -> None:
         """Send a message, now or once the socket has room. Does nothing if the peer is gone."""
-        line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
-        self._unsent += line
-        self.queued_bytes += len(line)
+        frame = self._seals.frame(json.dumps(message, separators=(",", ":")).encode())
+        self._unsent += frame
+        self.queued_bytes += len(frame)
         self.flush()
 
     def flush(self) -> None:
@@ -76,19 +75,21 @@ class Link:
             self.sent_bytes = self.queued_bytes
 
     def read(self) -> Iterator[NegotiationMessage]:
-        """Yield the messages received so far; clears `is_open` at the end of the stream."""
+        """Yield the messages received so far; clears `is_open` at the end of the stream, and at
+        a message that the other end has not sealed."""
         try:
             while data := self.socket.recv(1 << 16):
-                self._received += data
+                self._seals.take(data)
             self.is_open = False
         except BlockingIOError:
             pass  # all that has come is read
         except OSError:
             self.is_open = False
-        *lines, rest = self._received.split(b"\n")
-        self._received = rest
-        for line in lines:
-            yield json.loads(line)
+        try:
+            while (message := self._seals.next()) is not None:
+                yield json.loads(message)
+        except authentication.Forged:
+            self.is_open = False
 
     def close(self) -> None:
         """Close the connection."""
@@ -100,7 +101,8 @@ def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) ->
     """Accept the links of all other ranks, on rank 0. Raises LaunchError when one does not come."""
     found: dict[int, Link] = {}
     until = time.monotonic() + timeout
-    with authentication.Acceptor(listener, secret) as acceptor:
+    role = _role(listener.getsockname()[1])
+    with authentication.Acceptor(listener, secret, role) as acceptor:
         while len(found) < size - 1:
             connection = acceptor.accept(until)
             if connection is None:
@@ -108,10 +110,10 @@ def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) ->
                 raise LaunchError(
                     f"hvd.init: rank(s) {missing} did not connect to rank 0 within {timeout:g} s."
                 ).blaming(missing)
-            connection.settimeout(HELLO_SECONDS)
+            connection.socket.settimeout(HELLO_SECONDS)
             with suppress(OSError, ValueError):
-                hello, more = _hello(connection)
-                found[int(hello)] = Link(connection, more)
+                rank = int(connection.receive() or b"")  # before Link makes it non-blocking
+                found[rank] = Link(connection)
                 continue
             connection.close()
     return found
@@ -122,13 +124,13 @@ def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -
     until = time.monotonic() + timeout
     while True:
         try:
-            connection = socket.create_connection((address, port), timeout)
-            authentication.prove(connection, secret, until)
-            connection.sendall(f"{rank}\n".encode())
+            peer = socket.create_connection((address, port), timeout)
+            connection = authentication.prove(peer, secret, _role(port), until)
+            connection.send(str(rank).encode())
         except OSError as error:
             # While many strangers connect, rank 0 drops peers that were too slow to authenticate.
             if isinstance(error, authentication.Unproven):
-                connection.close()
+                peer.close()
                 if time.monotonic() < until:
                     time.sleep(RETRY_SECONDS)
                     continue
@@ -163,16 +165,9 @@ def send_up_to(upto: Mapping[int, int], links: Mapping[int, Link]) -> None:
             link.flush()
 
 
-def _hello(connection: socket.socket) -> tuple[bytes, bytes]:
-    """The first line, and the bytes after it: a rank may send requests right behind its hello."""
-    data = b""
-    while b"\n" not in data:
-        more = connection.recv(256)
-        if not more or len(data) > 256:
-            raise ValueError("no hello")
-        data += more
-    line, _, rest = data.partition(b"\n")
-    return line, rest
+def _role(port: int) -> bytes:
+    """The role in which rank 0 accepts; see authentication.py."""
+    return f"horovod {port}".encode()
 
 
 def _in_forked_child() -> None:

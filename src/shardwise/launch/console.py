@@ -6,6 +6,7 @@ Also opens standard streams that were closed when the command was started.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import select
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from shardwise.launch.screen import LiveRows, Screen, prefix, prefix_width
+from shardwise.printable import as_utf8
 
 STDOUT, STDERR = 1, 2
 
@@ -62,7 +64,7 @@ class Console:
 
     def say(self, words: str) -> None:
         """Show whole lines of our own."""
-        self.err.lines(words.encode())
+        self.err.lines(as_utf8(words))
 
     def close(self) -> None:
         """Leave the cursor where a new line may be written."""
@@ -94,7 +96,8 @@ class Console:
 def open_standard_streams() -> str:
     """Open standard streams that are closed, so that nothing else is opened in their place.
 
-    A closed input becomes an empty one, and what goes to closed errors is lost.
+    A closed input becomes an empty one, and what goes to closed errors is lost. From then on the
+    output takes any text, file names that are not UTF-8 included.
 
     Returns, as a sentence, that the output is closed; "" where it is not.
     """
@@ -108,6 +111,8 @@ def open_standard_streams() -> str:
         os.set_inheritable(fd, True)
     if 2 in closed:
         sys.stderr = os.fdopen(2, "w", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     if 1 not in closed:
         return ""
     return (

@@ -7,15 +7,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.launch.error_file import ErrorReport
+from shardwise.launch.progress import Progress
 from shardwise.launch.resources import HostMemory
+from shardwise.launch.restarts import resume_point
 
 _CHAINED = (
     "During handling of the above exception",
@@ -254,6 +258,18 @@ def saving_line(asked: signal.Signals) -> str:
     return f"shardwise: {asked.name}: ranks save after this step first. {_KILL_HINT}\n"
 
 
+def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
+    """The closing words of a run that someone ended without a save; "" if it made no step."""
+    if progress is None or not progress.step:
+        return ""
+    by = "Ctrl-C" if asked == signal.SIGINT else asked.name
+    hint = " To save before the end, send SIGTERM instead." if asked == signal.SIGINT else ""
+    return (
+        f"shardwise: {by} ended the run at step {progress.step} without a save. A new start "
+        f"continues {resume_point(progress)}.{hint if progress.saves_when_asked else ''}\n"
+    )
+
+
 def stopping_line(asked: signal.Signals, size: int, *, again: bool, broken: str = "") -> str:
     """Build the line for when someone wants the run to end, or its output is `broken`."""
     by = {signal.SIGINT: "Ctrl-C", signal.SIGPIPE: broken}
@@ -370,10 +386,25 @@ OS_ERROR_HINTS = {
 }
 
 
-def os_error_sentence(error: OSError) -> str:
-    """Say what the operating system refused, and what to do about it."""
-    files = [str(name)[:200] for name in (error.filename, error.filename2) if name is not None]
+def disk_hint(error: OSError, place: Path) -> str:
+    """What to do about an error of the disk at `place`, without a full stop; "" if nothing is
+    known. "No space left" may also mean that a file system holds no more files."""
+    if error.errno == errno.ENOSPC:
+        with suppress(OSError):
+            found = os.statvfs(next(f for f in (place, *place.absolute().parents) if f.exists()))
+            if found.f_files and not found.f_favail:
+                return "its file system holds no more files (no inodes are left): remove some there"
+    return OS_ERROR_HINTS.get(error.errno or 0, "")
+
+
+def os_error_sentence(error: OSError, place: Path | None = None) -> str:
+    """Say what the operating system refused, and what to do about it.
+
+    `place` is the file concerned where the error itself may name none.
+    """
+    named = (error.filename, error.filename2) if error.filename is not None else (place,)
+    files = [str(name)[:200] for name in named if name is not None]
     what = f"{' to '.join(files)}: " if files else ""
-    hint = OS_ERROR_HINTS.get(error.errno or 0)
+    hint = disk_hint(error, Path(*files[:1]))
     why = error.strerror or str(error) or type(error).__name__
     return f"{what}{why}" + (f"; {hint}." if hint else ". Check that this place can be used.")

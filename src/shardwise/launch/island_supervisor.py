@@ -80,8 +80,6 @@ class IslandSupervisor(Supervisor):
         """The islands that have failed, and have not taken part since."""
         self._outlived: set[int] = set()
         """Of these, those without which the others have gone on."""
-        self.also: Callable[[], float | None] = lambda: None
-        """What else is to be done in each turn; seconds until the next one at most."""
         self._tries: Counter[int] = Counter()
         """How often an island was started again since it last took part."""
         self._finished: set[int] = set()
@@ -110,16 +108,17 @@ class IslandSupervisor(Supervisor):
 
     def turn(self, limit: float | None = None) -> None:
         """The same; islands that have failed are ended at their time."""
-        waits = [each for each in (limit, self.also()) if each is not None]
-        now = time.monotonic()
-        waits += [max(0.0, at - now) for at in self._failing.values() if at < NEVER]
-        super().turn(min(waits, default=None))
+        super().turn(limit)
         # Others may get the numbers of their processes, which must not end with ours.
         self.ended = [each for each in self.ended if not each.release()]
         for island, at in list(self._failing.items()):
             if at <= time.monotonic():
                 self._failing[island] = NEVER
                 self.islands[island].end()
+
+    def _waits(self) -> list[float | None]:
+        waits, now = super()._waits(), time.monotonic()
+        return waits + [max(0.0, at - now) for at in self._failing.values() if at < NEVER]
 
     # -- the end of a rank ------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import socket
 import struct
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.errors import LaunchError
-from shardwise.launch.hosts import Host
+from shardwise.launch.hosts import LOOPBACK, Host
 
 _GET_ADDRESS = 0xC0206921 if sys.platform == "darwin" else 0x8915
 """The request SIOCGIFADDR of ioctl."""
@@ -83,7 +84,7 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 
 def _address_four(probe: socket.socket, name: str) -> str | None:
-    asked = struct.pack("256s", name.encode()[:15])
+    asked = struct.pack("256s", os.fsencode(name)[:15])
     try:
         found = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, asked)
     except OSError as error:
@@ -102,6 +103,8 @@ def listen(address: str, port: int) -> socket.socket:
 
     Rank 0 inherits it, so no other process can take the port in between. Raises LaunchError.
     """
+    if address == LOOPBACK:
+        _check_loopback()
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=1024)
@@ -115,6 +118,19 @@ def listen(address: str, port: int) -> socket.socket:
             f"Port {port} on {address} cannot be listened on: {error.strerror}. "
             "Leave --port out, and a free one is taken."
         ) from None
+
+
+def _check_loopback() -> None:
+    """Raise LaunchError if the loopback interface is down, as in a new network namespace: one can
+    listen there all the same, and ranks would try to connect until --timeout."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((LOOPBACK, _ANY_PORT))
+        except OSError as error:
+            raise LaunchError(
+                f"Ranks on this host connect over {LOOPBACK}, which cannot be reached "
+                f"({error.strerror}): is the loopback interface down? Try: ip link set lo up"
+            ) from None
 
 
 def reserve_port(address: str) -> socket.socket:

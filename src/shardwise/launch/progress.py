@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.errors import LaunchError
 from shardwise.launch.environment import RANK_VARIABLE, REPORTS_VARIABLE
 
 ENGINES = 60
@@ -49,12 +50,20 @@ class ProgressWriter:
             self._numbers = memoryview(bytearray(8 * _NUMBERS)).cast("q")
             return
         path = _path(Path(environ[REPORTS_VARIABLE]), int(environ[RANK_VARIABLE]))
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(fd, 8 * _NUMBERS)
-            self._numbers = memoryview(mmap.mmap(fd, 8 * _NUMBERS)).cast("q")
-        finally:
-            os.close(fd)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                # Written, since a store into a mapped hole is a SIGBUS where the disk is full.
+                os.pwrite(fd, bytes(8 * _NUMBERS), 0)
+                self._numbers = memoryview(mmap.mmap(fd, 8 * _NUMBERS)).cast("q")
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise LaunchError(
+                f"This rank cannot record its progress for its launcher in {path.parent}: "
+                f"{error.strerror}. Make room there, in bytes and in files, or name another place "
+                "for temporary files with TMPDIR=FOLDER."
+            ) from None
 
     @property
     def is_orphan(self) -> bool:

@@ -23,6 +23,7 @@ from types import FrameType
 from shardwise.errors import LaunchError
 from shardwise.launch import launcher_detection, private_files
 from shardwise.launch.identity import Identity
+from shardwise.printable import as_utf8
 
 VARIABLE = "SHARDWISE_RENDEZVOUS"
 PATTERN = ".shardwise-{user}-{run}"
@@ -61,7 +62,7 @@ def path(identity: Identity, folder: str | None = None, run: str | None = None) 
         run = name_by_process()
     if folder is None:
         folder = str(private_files.folder()) if identity.on_one_host else os.getcwd()
-    digest = hashlib.sha256(run.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(as_utf8(run)).hexdigest()[:16]
     return Path(folder) / PATTERN.format(user=os.getuid(), run=digest)
 
 

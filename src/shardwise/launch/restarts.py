@@ -72,7 +72,7 @@ class Restarts:
             return False, f"\nshardwise: it was started again {times}, and no more.\n"
         return True, (
             f"shardwise: {failure.what} {_where(progress)} ({failure.why}). Starting again, "
-            f"{number} of {self.allowed}, {_from(progress)}.\n"
+            f"{number} of {self.allowed}, {resume_point(progress)}.\n"
         )
 
 
@@ -97,8 +97,8 @@ def _where(progress: Progress) -> str:
     return f"at step {progress.step}" if progress.step else "before the first step"
 
 
-def _from(progress: Progress) -> str:
-    """Where it goes on, and what is lost."""
+def resume_point(progress: Progress) -> str:
+    """Say where the next start continues, and what is lost."""
     lost = progress.step - (progress.kept if progress.resumes else 0)
     steps = f"{lost} step{'s' * (lost != 1)} {'is' if lost == 1 else 'are'} lost"
     if progress.kept and progress.resumes:

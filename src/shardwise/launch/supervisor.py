@@ -10,7 +10,7 @@ The orphan reaper ends process groups that outlive all this.
 
 import selectors
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from shardwise.launch import failure_report, nccl_watchdog
@@ -21,6 +21,7 @@ from shardwise.launch.progress import Progress
 from shardwise.launch.restarts import SAVED, Ending, Failure
 from shardwise.launch.signals import Signals, SignalSchedule
 from shardwise.launch.worker_output import WorkerOutput
+from shardwise.printable import as_utf8
 
 SETTLE = 0.4
 """Seconds after the first failure in which others may report that they failed too."""
@@ -73,6 +74,8 @@ class Supervisor:
         hosts: Mapping[int, str] | None = None,
     ) -> None:
         self.selector = selectors.DefaultSelector()
+        self.every_turn: list[Callable[[], float | None]] = []
+        """Called in each turn; each returns the seconds until it must be called again at most."""
         self._console = console
         self._outputs = outputs
         self._signals = signals
@@ -106,13 +109,18 @@ class Supervisor:
 
     def turn(self, limit: float | None = None) -> None:
         """Wait for something to happen, `limit` seconds at most, and deal with it."""
-        waits = [wait for wait in (self._plan.wait(), limit) if wait is not None]
+        waits = [wait for wait in (limit, *self._waits()) if wait is not None]
         for key, _ in self.selector.select(min(waits, default=None)):
             key.data()
         for number in self._plan.due():
             self._send(number)
         if self._console.broken and self._asked is None:
             self._stop(signal.SIGPIPE)
+
+    def _waits(self) -> list[float | None]:
+        """Return the seconds until each thing that happens at its time; None where none is due."""
+        # The calls come first, because one that loses a host makes a new plan.
+        return [*[call() for call in self.every_turn], self._plan.wait()]
 
     @property
     def is_asked(self) -> bool:
@@ -223,7 +231,8 @@ class Supervisor:
         if judged is None and not lost and (saved or self._saving):
             return Ending(code=SAVED if saved else 0)
         if self._asked is not None:
-            return Ending(code=128 + self._asked, words=lost)
+            unsaved = failure_report.unsaved_line(self._asked, self._progress())
+            return Ending(code=128 + self._asked, words=lost + unsaved)
         if lost and (judged is None or failure_report.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
@@ -242,9 +251,9 @@ class Supervisor:
         """Show what each rank was refused; only in its log where it is the same for all."""
         for rank, found in reports.items():
             if found.refusal and alike:
-                self._outputs[rank].keep(STDERR, found.text.encode())
+                self._outputs[rank].keep(STDERR, as_utf8(found.text))
             elif found.refusal:
-                self._outputs[rank].hear(STDERR, found.text.encode())
+                self._outputs[rank].hear(STDERR, as_utf8(found.text))
 
     def _blame(
         self, judged: failure_report.Verdict, reports: Mapping[int, ErrorReport], refused: str
@@ -288,6 +297,7 @@ class Supervisor:
             step=max(each.step for each in reported),
             kept=max(each.kept for each in reported),
             resumes=any(each.resumes for each in reported),
+            saves_when_asked=any(each.saves_when_asked for each in reported),
         )
 
     def say(self, words: str) -> None:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 from shardwise.errors import LaunchError
 from shardwise.launch.console import STDERR, STDOUT, Console
 from shardwise.launch.screen import InterruptFilter, Lines, Screen, Tail, plain
+from shardwise.printable import as_utf8
 
 LIVE = 0
 """The stream of a rank that draws on a terminal."""
@@ -25,7 +26,7 @@ class WorkerLog:
         """Why it is written no more, once that is so: no reason to end a run."""
         self._path = path
         self._file: BinaryIO = path.open("ab", buffering=0)
-        self._file.write(f"== {head}\n".encode())
+        self._file.write(as_utf8(f"== {head}\n"))
         self._lines: dict[int, Lines] = {}
 
     def feed(self, stream: int, data: bytes) -> None:

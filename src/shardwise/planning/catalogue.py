@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
-from shardwise.planning.sourced_toml import Source, SourcedFile
+from shardwise.planning.sourced_toml import Source, SourcedFile, as_float
 
 GIB = float(2**30)
 OWN = Path(__file__).parent / "hardware"
@@ -286,4 +286,5 @@ class _Reading(SourcedFile):
 
 
 def _positive(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value < math.inf
+    number = as_float(value)
+    return number is not None and 0 < number < math.inf

@@ -12,7 +12,7 @@ from shardwise.planning import memory_plot, search, time_plots
 from shardwise.planning.memory_plot import DrawnMemory
 from shardwise.planning.time_plots import TimedPlacement
 from shardwise.plot_look import FAINT, GREY, INK
-from shardwise.printable import in_bytes, in_shell
+from shardwise.printable import as_utf8, in_bytes, in_shell
 
 if TYPE_CHECKING:
     from shardwise.planning.plans import Plan
@@ -39,18 +39,17 @@ def write(made: Plan, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     timed = _timed(made)
     page = folder / "plan.html"
-    page.write_text(
-        plot_look.render_page(
-            "shardwise.planning",
-            headline=f"{made.request.script.name} on {made.cluster}",
-            notes=made.notes(),
-            pictures=list(_pictures(made, timed, folder)),
-            rows=[_row(made, line) for line in made.lines],
-            shown=LISTED,
-            kinds=time_plots.kinds_of(timed),
-            times=[(each.label, *time_plots.cells(each, timed)) for each in timed],
-        )
+    html = plot_look.render_page(
+        "shardwise.planning",
+        headline=f"{made.request.script.name} on {made.cluster}",
+        notes=made.notes(),
+        pictures=list(_pictures(made, timed, folder)),
+        rows=[_row(made, line) for line in made.lines],
+        shown=LISTED,
+        kinds=time_plots.kinds_of(timed),
+        times=[(each.label, *time_plots.cells(each, timed)) for each in timed],
     )
+    page.write_bytes(as_utf8(html))
     return page
 
 

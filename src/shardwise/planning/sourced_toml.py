@@ -47,7 +47,9 @@ class SourcedFile:
         """Read the file, which may have `tables` beside its sources. Raises ConfigError."""
         try:
             tree = tomllib.loads(self.file.read_text(encoding="utf-8"))
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except RecursionError:
+            raise ConfigError(f"{self.file} is not TOML: it is nested too deeply.") from None
+        except (OSError, ValueError) as error:  # also an integer of more digits than Python reads
             raise ConfigError(f"{self.file} is not TOML that can be read: {error}.") from error
         self.only(tree, ("sources", *tables), "the file")
         for name, entry in self.tables(tree, "sources"):
@@ -101,10 +103,17 @@ class SourcedFile:
     def number(self, entry: Any, where: str) -> tuple[float, Source]:
         """A number above 0 and its source. Raises ConfigError for anything else."""
         value, source = self.sourced(entry, where)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value < math.inf
-        ):
-            raise self.wrong(f"{where} has to be a number above 0, and is {value!r}.")
-        return float(value), source
+        number = as_float(value)
+        if number is None or not 0 < number < math.inf:
+            raise self.wrong(f"{where} has to be a number above 0, and is {str(value)[:40]}.")
+        return number, source
+
+
+def as_float(value: object) -> float | None:
+    """A number of a TOML file as a float, infinity if it is too large; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

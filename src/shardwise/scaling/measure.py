@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shardwise.errors import LaunchError
+from shardwise.printable import as_utf8
 from shardwise.scaling import report as reports
 from shardwise.scaling import runs
 from shardwise.scaling.report import ScalingReport
@@ -55,7 +56,7 @@ def _tell(report: ScalingReport, console: Console) -> None:
     from shardwise.scaling import plots  # half a second, which nobody waits for before
 
     pictures = plots.draw(report, plan.out)
-    (plan.out / "scaling.html").write_text(plots.render_page(report, pictures))
+    (plan.out / "scaling.html").write_bytes(as_utf8(plots.render_page(report, pictures)))
     console.print(reports.table(report))
     for note in report.notes():
         console.print(note, style="dim")

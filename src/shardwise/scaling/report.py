@@ -201,7 +201,9 @@ def _last(curve: Curve, form: str) -> str:
 def write(report: ScalingReport, folder: Path) -> None:
     """Write scaling.json and scaling.csv to `folder`."""
     (folder / "scaling.json").write_text(json.dumps(as_json(report), indent=2) + "\n")
-    with (folder / "scaling.csv").open("w", newline="") as file:
+    with (folder / "scaling.csv").open(
+        "w", newline="", encoding="utf-8", errors="backslashreplace"
+    ) as file:
         writer = csv.DictWriter(file, fieldnames=list(_FLAT))
         writer.writeheader()
         writer.writerows(

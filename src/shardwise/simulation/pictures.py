@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFor
 
 from shardwise import plot_look
 from shardwise.plot_look import FAINT, GREY, INK
+from shardwise.printable import as_utf8
 from shardwise.simulation.failure_classes import DAY
 from shardwise.simulation.outcome import USEFUL
 from shardwise.simulation.report import Report, headline, sentences
@@ -55,7 +56,7 @@ def draw(report: Report, folder: Path) -> Path:
         figure.savefig(folder / "simulate.png", dpi=110)
         plt.close(figure)
     page = folder / "simulate.html"
-    page.write_text(_page(report, plot_look.themed(picture.getvalue(), VARIABLES)))
+    page.write_bytes(as_utf8(_page(report, plot_look.themed(picture.getvalue(), VARIABLES))))
     return page
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from shardwise import plot_look
+from shardwise.printable import as_utf8
 from shardwise.verify import verdicts
 from shardwise.verify.report import Report, as_json, largest
 from shardwise.verify.verdicts import TOLERANCE
@@ -23,7 +24,7 @@ def write(report: Report, folder: Path, json_file: Path | None) -> None:
     from shardwise.verify import plots  # half a second, which nobody waits for before
 
     picture = plots.draw(report, folder)
-    (folder / "verify.html").write_text(_page(report, picture))
+    (folder / "verify.html").write_bytes(as_utf8(_page(report, picture)))
 
 
 def _page(report: Report, picture: str) -> str:

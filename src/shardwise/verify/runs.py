@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch import program
+from shardwise.launch.orphan_reaper import LAST_WAIT, end_within
 from shardwise.launch.resources import usable_cores
 from shardwise.tensor_log import WANTED
 from shardwise.verify import rank_client, records
@@ -202,7 +203,7 @@ class WarmRanks:
             assert process.stdin is not None
             process.stdin.close()
         for process in self._processes:
-            process.wait()
+            end_within(process, LAST_WAIT)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -60,6 +60,11 @@ class RankAddress:
     begun: int | None = None
     name: str = ""
 
+    @property
+    def role(self) -> bytes:
+        """The role in which it answers (see authentication.py): that of this very process."""
+        return f"status {self.rank} {self.name}".encode()
+
 
 class ClockOffset(NamedTuple):
     """A clock is `ns` ahead of another one, wrong by `error` ns at most."""
@@ -160,7 +165,8 @@ class StatusServer:
     def _serve(self) -> None:
         assert self._listener is not None
         assert self._bell is not None
-        with authentication.Acceptor(self._listener, self.secret, self._bell[0]) as acceptor:
+        role, bell = self._places[self.rank].role, self._bell[0]
+        with authentication.Acceptor(self._listener, self.secret, role, bell) as acceptor:
             while (asker := acceptor.accept()) is not None:
                 questions.answer(asker, self._reply)
 
@@ -219,10 +225,11 @@ class StatusServer:
         return found | self._silence(silent)
 
     def _ask(self, ranks: Collection[int], question: Message, patience: float) -> Any:
+        found = {rank: self._places[rank] for rank in ranks if rank in self._places}
         places = {
-            rank: (self._places[rank].address, self._places[rank].port)
-            for rank in ranks
-            if rank != self.rank and rank in self._places and self._places[rank].port
+            rank: questions.Place(place.address, place.port, place.role)
+            for rank, place in found.items()
+            if rank != self.rank and place.port
         }
         return questions.ask(places, self.secret, question, patience)
 

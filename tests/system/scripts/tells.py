@@ -1,6 +1,7 @@
 """Tells its launcher what a training would, without one.
 
-fails: rank 1 raises at step 7, `sys.argv[2]` times in all. waits: it saves when asked to end.
+fails: rank 1 raises at step 7, `sys.argv[2]` times in all, with the text `sys.argv[3]` if given.
+waits: it saves when asked to end.
 """
 
 import os
@@ -27,7 +28,7 @@ def fail(times: int) -> None:
         return
     if RANK == 1:
         fresh[0].touch()
-        raise ValueError("bad sample")
+        raise ValueError(sys.argv[3] if len(sys.argv) > 3 else "bad sample")
     time.sleep(60)
 
 

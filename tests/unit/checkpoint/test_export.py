@@ -90,3 +90,14 @@ def test_who_writes_holds_a_lock(tmp_path):
         assert aside.exists()
     write_tensors({"a": torch.ones(2)}, {}, {}, tmp_path / "m.pt")
     assert sorted(os.listdir(tmp_path)) == [".m.pt.x.partial", "m.pt"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
+def test_torch_save_on_a_full_disk_raises_the_error_of_the_disk():
+    """And not torch's own, about positions in its file."""
+    with (
+        open("/dev/full", "wb", buffering=0) as full,
+        pytest.raises(OSError, match="No space left"),
+        export.disk_errors(full) as file,
+    ):
+        torch.save({"weight": torch.ones(100_000)}, file)

@@ -87,6 +87,9 @@ def test_a_users_file_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.Monk
         ("[link.wire]", "[links.wire]", "has no key 'links'. Did you mean link"),
         ('text = "measured"', "text = 3", "needs a text for text"),
         ("per_host = 2", "per_host = ", "is not TOML"),
+        ("per_host = 2", "per_host = " + "[" * 100_000, "nested too deeply"),
+        ("per_host = 2", "per_host = " + "9" * 5000, "is not TOML that can be read"),
+        ("us = { value = 5", "us = { value = " + "9" * 400, "has to be a number above 0"),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, old: str, new: str, says: str) -> None:

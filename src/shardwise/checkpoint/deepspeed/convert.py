@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.deepspeed.fragments import FragmentReader
 from shardwise.checkpoint.deepspeed.save import Save
-from shardwise.checkpoint.export import PICKLED, written_aside
+from shardwise.checkpoint.export import PICKLED, disk_errors, written_aside
 from shardwise.checkpoint.format import MOST_TENSORS, TensorSpec, dtype_of, lay_out
 from shardwise.errors import CheckpointError
 
@@ -109,7 +109,8 @@ def _write_pickled(
                 tensors.read(spec.name, first, flat[first : first + count])
                 advance(count)
             values[spec.name] = flat.view(spec.shape)
-        torch.save(values | {twin: values[first] for twin, first in twins.items()}, file)
+        with disk_errors(file) as writer:
+            torch.save(values | {twin: values[first] for twin, first in twins.items()}, writer)
 
 
 def _mapped(path: Path, spec: TensorSpec) -> Tensor:

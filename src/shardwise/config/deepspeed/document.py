@@ -18,6 +18,9 @@ from shardwise.errors import ConfigError
 
 AUTO = "auto"
 
+MOST_DIGITS = 300
+"""Digits of an integer: floats end soon after."""
+
 
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The JSON of `source`, a file or the object itself, and its name for messages. Raises
@@ -45,11 +48,17 @@ def _parsed(text: str) -> Any:
     """What `text` says as JSON; where it is none, as Hjson, which DeepSpeed takes too, if that
     package is installed. Raises ValueError for neither."""
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=_once, parse_int=_whole)
     except json.JSONDecodeError:
         if find_spec("hjson") is None:
             raise
     return import_module("hjson").loads(text, object_pairs_hook=_once)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"it has an integer of {len(digits)} digits")
+    return int(digits)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -43,6 +43,13 @@ IN, OUT = 0, 1
 FIRST_PATIENCE = 60.0
 """Seconds without a heartbeat after which the launcher is lost, until it says its own number."""
 
+BEAT = 1.0
+"""Seconds between two signs of life."""
+
+REAPER_SLACK = 3.0
+"""Seconds beyond the patience after which the reaper takes this process for stopped: the launcher
+notices it first, and says so."""
+
 FULL = 2**20
 """Bytes on their way to the launcher beyond which the ranks' output waits in its pipes."""
 
@@ -76,8 +83,13 @@ class Agent:
         self._selector.register(IN, selectors.EVENT_READ, self._read)
         self._selector.register(self._signals.fd, selectors.EVENT_READ, self._on_signals)
         self._send("hello", **_hello(os.environ))
+        beat_at = time.monotonic()
         while self._open:
-            left = self._heard + self._patience - time.monotonic()
+            now = time.monotonic()
+            if now >= beat_at:
+                self._beat()
+                beat_at = now + BEAT
+            left = min(self._heard + self._patience, beat_at) - now
             for key, _ in self._selector.select(max(0.0, left)):
                 self._guarded(key.data)
             # Others may get the numbers of processes that have ended, and must not end with ours.
@@ -85,7 +97,17 @@ class Agent:
             for workers in self._parts.values():
                 workers.release()
             if time.monotonic() > self._heard + self._patience and not _has_come():
+                why = f"nothing has come from the launcher for {self._patience:g} s"
+                self._send("refused", why=f"{why}, so the ranks there are ended.")
                 return
+
+    def _beat(self) -> None:
+        """Send the launcher and the reaper a sign of life."""
+        if not self._out:  # else the launcher has not read what was sent before
+            self._out = protocol.HEARTBEAT
+            self._write()
+        if self._parts:
+            self._reaper.beat()
 
     def _obey(self, message: protocol.Message) -> None:
         kind = message.pop("kind")
@@ -132,6 +154,7 @@ class Agent:
             self._islands.listener = self._listener
             spare = self._stack.enter_context(network.reserve_port(address))
             where = {"port": self._listener.getsockname()[1], "master_port": spare.getsockname()[1]}
+            self._islands.place = address, where["port"]
         self._send("ready", command=command, address=address, **where)
 
     def on_start(self, task: dict[str, Any]) -> None:
@@ -170,7 +193,8 @@ class Agent:
 
     @cached_property
     def _reaper(self) -> OrphanReaper:
-        return self._stack.enter_context(OrphanReaper(self._folder))
+        limit = self._patience + REAPER_SLACK
+        return self._stack.enter_context(OrphanReaper(self._folder, limit))
 
     def on_signal(self, number: int, part: int) -> None:
         if part in self._parts:
@@ -267,6 +291,7 @@ def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
         "time": time.time(),
         "address": here,
         "machine": _machine(),
+        "pid": os.getpid(),
     }
 
 

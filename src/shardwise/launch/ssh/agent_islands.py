@@ -40,7 +40,8 @@ RunPart = Callable[[int, dict[str, Any], Callable[..., IslandWorkers], socket.so
 class AgentIslands:
     """The desk of this host, its server, and where its islands meet.
 
-    `send` tells the launcher, `run_part` starts ranks; `listener` is where other hosts come.
+    `send` tells the launcher, `run_part` starts ranks. `listener` is where other hosts connect,
+    `place` the address that they are told for it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class AgentIslands:
         run_part: RunPart,
     ) -> None:
         self.listener: socket.socket | None = None
+        self.place: transfers.Address = ("", 0)
         self._send = send
         self._selector = selector
         self._stack = stack
@@ -68,7 +70,7 @@ class AgentIslands:
         known = secret.encode()
         self._desk = IslandDesk(self._selector, self)
         self._fetches = transfers.Fetches(self._selector, known, self._fetched, self._unfetched)
-        server = transfers.Server(self.listener, known, self._desk.copy)
+        server = transfers.Server(self.listener, self.place, known, self._desk.copy)
         for each in (self._desk, self._fetches, server):
             self._stack.callback(each.close)
         self._stack.callback(self._forget_meetings)

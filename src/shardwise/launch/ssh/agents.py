@@ -38,6 +38,7 @@ class Agents:
     def __enter__(self) -> Agents:
         self._reaper = self._stack.enter_context(OrphanReaper())
         self._stack.callback(self._end)
+        self._supervisor.every_turn.append(self._look)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -59,6 +60,11 @@ class Agents:
         self._reaper.started(remote.group)
         remote.connect(self._supervisor.selector)
         return remote
+
+    def _look(self) -> float | None:
+        """Give up the hosts whose agents are silent; seconds until one of the others may be."""
+        waits = [wait for remote in self._remotes if (wait := remote.look()) is not None]
+        return min(waits, default=None)
 
     def forget(self, remote: RemoteHost, since: float) -> None:
         """Wait for the end of an agent that was asked for it at `since`, and forget it, once."""

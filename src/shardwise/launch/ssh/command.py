@@ -21,6 +21,10 @@ NOT_FOUND = (126, 127)
 SSH_FAILED = 255
 """The one by which ssh says that it was itself that failed."""
 
+KEPT_SILENT = 2.5
+"""Seconds of silence, at least, before ssh itself takes a connection for lost: an agent sends a
+sign of life every second."""
+
 CONNECT = 10
 """Seconds that ssh may take to reach a host."""
 
@@ -97,17 +101,45 @@ def start_failure(options: SshOptions, host: Host, code: int | None, said: str) 
     )
 
 
-def lost_host(options: SshOptions, share: Share, code: int | None, said: str) -> str:
-    """Say why the agent for the ranks of `share` went away after they had started."""
+def lost_host(options: SshOptions, share: Share, code: int | None, said: str, silent: float) -> str:
+    """Say why the agent for the ranks of `share` went away after they had started.
+
+    `silent` is the seconds between its last sign of life and the end of its connection.
+    """
     who = f"{share.host.name} ({share.ranks}) is lost"
     if code != SSH_FAILED:
         why = start_failure(options, share.host, code, said)
         return f"{who}: {why.replace('The agent', 'the agent', 1)}"
-    reason = _last_line(said) or f"nothing was heard of it for {options.patience:g} s"
+    reason = _last_line(said)
+    if not reason and silent < KEPT_SILENT:
+        return (
+            f"{who}: its agent ended {silent:.1f} s after its last sign of life. Was it killed "
+            f"(kill -9, the out-of-memory killer), or sshd there? {_ends_by_itself(options)}"
+        )
     return (
-        f"{who}: {reason}. Did the host go down, or the network between? What runs there ends by "
-        f"itself within {options.patience:g} s."
+        f"{who}: {reason or _nothing_heard(options)}. Did the host go down, or the network "
+        f"between? {_ends_by_itself(options)}"
     )
+
+
+def silent_host(options: SshOptions, share: Share, pid: int) -> str:
+    """Say that the agent for the ranks of `share` has ceased to answer over a connection that is
+    still there; `pid` is its process."""
+    port = [] if options.port is None else ["-p", str(options.port)]
+    login = shlex.join([*options.ssh, *port, share.host.login])
+    return (
+        f"{share.host.name} ({share.ranks}) is lost: {_nothing_heard(options)}, although the "
+        f"connection stands. Is its agent (process {pid}) stopped, or the host too busy? Look at: "
+        f"{login} ps -o pid,stat,args -p {pid}. {_ends_by_itself(options)}"
+    )
+
+
+def _nothing_heard(options: SshOptions) -> str:
+    return f"nothing was heard of it for {options.patience:g} s"
+
+
+def _ends_by_itself(options: SshOptions) -> str:
+    return f"What runs there ends by itself within {options.patience:g} s."
 
 
 def _last_line(said: str) -> str:

@@ -37,6 +37,7 @@ def heartbeats(fds: Iterable[int]) -> Iterator[None]:
         yield
     finally:
         process.stdin.close()
+        process.kill()  # not by the end of its input: someone may have stopped it
         process.wait()
 
 
@@ -52,6 +53,8 @@ def _write(fd: int) -> bool:
     """Whether there is still someone at the other end."""
     try:
         os.write(fd, b"\0")
+    except BlockingIOError:  # the launcher has just filled the pipe: that is a sign of life too
+        return True
     except BrokenPipeError:
         return False
     return True

@@ -84,7 +84,7 @@ class IslandHosts:
         self._hosts: list[IslandHost] = []
         self._islands: dict[int, RemoteIsland] = {}
         self._towards = LOOPBACK
-        supervisor.also = self.go_on
+        supervisor.every_turn.append(self.go_on)
 
     # -- the beginning --------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
     b'@shardwise {"kind": "output", "rank": 3, "stream": 1, "data": "loss 0.31\\n"}\\n'
 
 Other lines come from what a login on the other host prints, and are passed on as they are. A NUL
-byte is a sign of life, which another process may put in between anywhere: JSON has none.
+byte is a sign of life, which either end sends every second. On the launcher's side another process
+does so, and puts it in anywhere: JSON has no such byte.
 """
 
 import json
@@ -72,6 +73,7 @@ FROM_AGENT: Kinds = {
         "time": _NUMBER,
         "address": str,
         "machine": _TEXT_OR_NONE,
+        "pid": int,
     },
     "ready": {"command": [str], "address": str, "port": int, "master_port": int},
     "refused": {"why": str},

@@ -1,6 +1,7 @@
 """Talks to the agent of one host, over ssh unless it is this one: the launcher's side."""
 
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -29,7 +30,10 @@ LAST_WAIT = 6.0
 """Seconds that an agent has to end, its reaper's patience included, once its ranks ran."""
 
 FIRST_WAIT = 1.0
-"""The same for one that started none."""
+"""The same for one that started none, or that is stopped."""
+
+SLACK = 2.0
+"""Seconds beyond the time-out of a host: its agent sends a sign of life every second."""
 
 
 class RemoteHost:
@@ -61,6 +65,9 @@ class RemoteHost:
         self._say = say
         self._lines = Lines(f"{share.host.name}: ".encode())
         self._offset = 0.0
+        self._heard = time.monotonic()
+        self._is_silent = False
+        self._unsent = b""
         self.desk: RemoteDesk | None = None
         """Its desk, where islands may end and come back."""
         kinds = {**protocol.FROM_AGENT, **protocol.FROM_ISLANDS}
@@ -90,14 +97,16 @@ class RemoteHost:
         assert self._process.stderr is not None
         self._selector = selector
         os.set_blocking(self._process.stderr.fileno(), False)
+        # An agent that is stopped reads nothing, which must not stop the launcher too.
+        os.set_blocking(self.input_fd, False)
         selector.register(self._process.stdout, selectors.EVENT_READ, self._read)
         selector.register(self._process.stderr, selectors.EVENT_READ, self._read_errors)
 
     def disconnect(self) -> None:
-        """Read no more of what comes from there."""
-        for stream in (self._process.stdout, self._process.stderr):
+        """Read and send no more."""
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert stream is not None
-            with suppress(KeyError):  # it has ended before
+            with suppress(KeyError, ValueError):  # it has ended, or was closed, before
                 self._selector.unregister(stream)
 
     def check(self, **values: Any) -> None:
@@ -140,21 +149,39 @@ class RemoteHost:
         """Send the new rows and columns of the terminal."""
         self.send("resize", window=window)
 
+    def look(self) -> float | None:
+        """Give the host up if its agent has been silent for too long.
+
+        Returns the seconds until then, None where the agent need not say anything.
+        """
+        if self._supervisor is None or self.fault is not None:
+            return None
+        # ssh watches the connection itself, and so notices first where that is cut.
+        limit = self._options.patience + SLACK
+        left = self._heard + limit - time.monotonic()
+        if left > 0:
+            return left
+        assert self._process.stdout is not None
+        if select.select([self._process.stdout], [], [], 0)[0]:  # it was us who stood still
+            return 0.0
+        self._is_silent = True
+        pid = self.hello["pid"] if self.hello else 0
+        self.give_up(command.silent_host(self._options, self.share, pid))
+        return None
+
     def close(self) -> None:
         """Tell the agent that the run is over."""
         self.send("close")
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
+        if not self._process.stdin.closed:
+            self._stop_sending()
             self._process.stdin.close()
 
     def wait(self, since: float) -> None:
         """Wait for the end of the agent, asked for at `since`; kill one that is too late."""
-        until = since + (FIRST_WAIT if self._supervisor is None else LAST_WAIT)
-        try:
-            self._process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        is_brief = self._supervisor is None or self._is_silent
+        until = since + (FIRST_WAIT if is_brief else LAST_WAIT)
+        orphan_reaper.end_within(self._process, until - time.monotonic())
         for stream in (self._process.stdout, self._process.stderr):
             assert stream is not None
             stream.close()
@@ -169,18 +196,37 @@ class RemoteHost:
         return not orphan_reaper.signal_group(self.group, 0)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message to the agent."""
+        """Send a message to the agent, now or once it reads."""
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
-            left = memoryview(protocol.encode(kind, **values))
-            with suppress(BrokenPipeError):  # its end is noticed where its output ends
-                while left:  # a signal may cut a write short
-                    left = left[self._process.stdin.write(left) :]
+            self._unsent += protocol.encode(kind, **values)
+            self._write()
+
+    def _write(self) -> None:
+        """Write what the connection takes now; the selector says when it takes more."""
+        waiting = self.input_fd in self._selector.get_map()
+        try:
+            self._unsent = self._unsent[os.write(self.input_fd, self._unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # its end is noticed where its output ends
+            self._unsent = b""
+        if self._unsent and not waiting:
+            self._selector.register(self.input_fd, selectors.EVENT_WRITE, self._write)
+        elif waiting and not self._unsent:
+            self._stop_sending()
+
+    def _stop_sending(self) -> None:
+        """Drop what is unsent."""
+        self._unsent = b""
+        with suppress(KeyError):  # nothing is unsent
+            self._selector.unregister(self.input_fd)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         data = os.read(self._process.stdout.fileno(), READ_SIZE)
         if data:
+            self._heard = time.monotonic()
             self._hear(data)
             return
         self._selector.unregister(self._process.stdout)
@@ -190,7 +236,8 @@ class RemoteHost:
         if self._supervisor is None:
             self.give_up(command.start_failure(self._options, self.share.host, code, said))
         else:
-            self.give_up(command.lost_host(self._options, self.share, code, said))
+            silent = time.monotonic() - self._heard
+            self.give_up(command.lost_host(self._options, self.share, code, said, silent))
 
     def _hear(self, data: bytes) -> None:
         """Take bytes of the agent; one that breaks the protocol is heard no more."""

@@ -1,13 +1,14 @@
 """Moves what elastic islands bring from host to host, in threads beside an agent's event loop.
 
     who fetches ─▶ rank, number      once both have proved that they know the secret of the run
-    who serves  ─▶ size, and so many bytes
+    who serves  ─▶ size, and so many bytes, and a MAC of them
 
 Each has a connection of its own, since minutes may lie between two of them.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import selectors
 import socket
@@ -42,12 +43,20 @@ Address = tuple[str, int]
 
 
 class Server:
-    """Gives what `copy` finds to who asks at `listener` and knows `secret`."""
+    """Gives what `copy` finds to who asks at `listener` and knows `secret`.
+
+    `place` is the address that others are told for `listener`.
+    """
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, copy: Callable[[Key], int | None]
+        self,
+        listener: socket.socket,
+        place: Address,
+        secret: bytes,
+        copy: Callable[[Key], int | None],
     ) -> None:
         self._listener, self._secret, self._copy = listener, secret, copy
+        self._role = _role(place)
         self._bell, self._rung = socket.socketpair()
         self._peers: dict[socket.socket, Thread] = {}
         self._lock = Lock()
@@ -67,29 +76,30 @@ class Server:
         self._rung.close()
 
     def _accept(self) -> None:
-        with authentication.Acceptor(self._listener, self._secret, self._rung) as acceptor:
+        acceptor = authentication.Acceptor(self._listener, self._secret, self._role, self._rung)
+        with acceptor:
             while (peer := acceptor.accept()) is not None:
                 thread = Thread(target=self._serve, args=[peer], daemon=True)
                 with self._lock:
-                    self._peers[peer] = thread
+                    self._peers[peer.socket] = thread
                 thread.start()
 
-    def _serve(self, peer: socket.socket) -> None:
+    def _serve(self, peer: authentication.Connection) -> None:
         """Give one peer what it asks for."""
-        with peer, suppress(OSError):  # who has left asks again, if it still wants it
-            peer.settimeout(STALL)
-            rank, number = _REQUEST.unpack(_exactly(peer, _REQUEST.size))
+        # Who has left asks again, if it still wants it.
+        with peer, suppress(OSError):
+            peer.socket.settimeout(STALL)
+            rank, number = _REQUEST.unpack(_message(peer))
             fd = os.memfd_create("nothing") if number == NOTHING else self._copy((rank, number))
             if fd is None:
-                peer.sendall(_SIZE.pack(_NOT_HERE))
+                peer.send(_SIZE.pack(_NOT_HERE))
             else:
-                with os.fdopen(fd, "rb") as file:
-                    size = os.fstat(fd).st_size
-                    peer.sendall(_SIZE.pack(size))
-                    if size:
-                        peer.sendfile(file, 0, size)
+                try:
+                    _send_file(peer, fd)
+                finally:
+                    os.close(fd)
         with self._lock:
-            del self._peers[peer]
+            del self._peers[peer.socket]
 
 
 class Fetches:
@@ -222,32 +232,70 @@ class _Fetch(Thread):
                     self._peer = None
 
     def _read(self, peer: socket.socket) -> int:
-        authentication.prove(peer, self._secret, time.monotonic() + CONNECT)
+        until = time.monotonic() + CONNECT
+        proven = authentication.prove(peer, self._secret, _role(self._source), until)
         peer.settimeout(STALL)
-        peer.sendall(_REQUEST.pack(*self.key))
-        (size,) = _SIZE.unpack(_exactly(peer, _SIZE.size))
+        proven.send(_REQUEST.pack(*self.key))
+        (size,) = _SIZE.unpack(_message(proven))
         if size == _NOT_HERE:
             raise ConnectionError(f"{self.key} is not there")
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
         try:
-            _copy(peer, fd, size)
+            _copy(proven, fd, size)
         except BaseException:
             os.close(fd)
             raise
         return fd
 
 
-def _copy(peer: socket.socket, fd: int, size: int) -> None:
-    """Write `size` bytes that come from `peer` into a file. Raises OSError."""
+def _role(place: Address) -> bytes:
+    """The role of who serves at `place`; see authentication.py."""
+    return f"islands {place[0]} {place[1]}".encode()
+
+
+def _message(peer: authentication.Connection) -> bytes:
+    """The next message of `peer`. Raises OSError where none comes that it has sealed."""
+    try:
+        message = peer.receive()
+    except authentication.Forged as error:
+        raise ConnectionError(str(error)) from None
+    if message is None:
+        raise ConnectionError("the connection ended")
+    return message
+
+
+def _send_file(peer: authentication.Connection, fd: int) -> None:
+    """Send the size of a file, its bytes, and their MAC. Raises OSError."""
+    size, place = os.fstat(fd).st_size, 0
+    peer.send(_SIZE.pack(size))
+    sum_of_all, buffer = peer.seals.sends_bulk(), memoryview(bytearray(min(size, CHUNK)))
+    while place < size:
+        # Descriptors of one file share their offset, and several hosts may fetch it at once.
+        count = os.preadv(fd, [buffer], place)
+        place += count
+        # The kernel sends the chunk while it is added to the MAC.
+        peer.socket.sendall(buffer[:count])
+        sum_of_all.update(buffer[:count])
+    peer.socket.sendall(sum_of_all.digest())
+
+
+def _copy(peer: authentication.Connection, fd: int, size: int) -> None:
+    """Write `size` bytes that come from `peer` into a file. Raises OSError, also for bytes that
+    the other end has not sent."""
     buffer = memoryview(bytearray(min(size, CHUNK)))
+    sum_of_all = peer.seals.receives_bulk()
     while size:
-        came = peer.recv_into(buffer[: min(size, CHUNK)])
+        came = peer.socket.recv_into(buffer[: min(size, CHUNK)])
         if not came:
             raise ConnectionError(f"the connection ended {size} bytes before what was to come")
         size -= came
+        sum_of_all.update(buffer[:came])
         left = buffer[:came]
         while left:
             left = left[os.write(fd, left) :]
+    seal = _exactly(peer.socket, authentication.MAC)
+    if not hmac.compare_digest(seal, sum_of_all.digest()):
+        raise ConnectionError("what came was changed on its way")
 
 
 def _exactly(peer: socket.socket, count: int) -> bytes:
