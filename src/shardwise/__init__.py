@@ -72,8 +72,8 @@ def __getattr__(name: str) -> Any:
         return version("shardwise")
     from importlib.util import find_spec
 
-    from shardwise import other_libraries
-
+    # `from shardwise import` would ask this function for the module, without end.
+    other_libraries = import_module("shardwise.other_libraries")
     said = f"module 'shardwise' has no attribute {name!r}"
     hint = other_libraries.hint(name)
     if hint is None or find_spec(f"shardwise.{name}") is not None:

@@ -39,6 +39,13 @@ class Extents:
         self._free = joined
 
     @property
+    def used(self) -> list[tuple[int, int]]:
+        """The ranges (start, end) that are handed out, neighbours joined."""
+        borders = [0, *(border for free in self._free for border in free), self.end]
+        pairs = zip(borders[::2], borders[1::2], strict=True)
+        return [(start, end) for start, end in pairs if start < end]
+
+    @property
     def in_use(self) -> int:
         """Bytes that are handed out."""
         return self.end - sum(end - start for start, end in self._free)

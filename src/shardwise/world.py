@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
 import sys
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise import collectives, config, timeline_control
+from shardwise import collectives, config, exit_handlers, timeline_control
 from shardwise.batch_rows import BatchRows
 from shardwise.collectives import Collectives, ElasticRun, GatherOrder, Solo, elastic_islands
 from shardwise.common_calls import CommonCalls
@@ -385,7 +384,7 @@ def stop_timeline() -> None:
 def set_current(world: World) -> None:
     """Make `world` the one of this process, until it ends or `leave` is called."""
     global _current
-    atexit.register(leave)
+    exit_handlers.register(leave)
     _current = world
 
 
@@ -401,5 +400,5 @@ def leave() -> None:
     world, _current = _current, None
     timeline_control.stop()
     if world is not None:
-        atexit.unregister(leave)
+        exit_handlers.unregister(leave)
         world.close()

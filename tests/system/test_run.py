@@ -658,3 +658,29 @@ def test_a_script_for_accelerate_is_told_how_ours_takes_its_place(tmp_path: Path
     )
     assert "train.py trains by accelerate alone" in done.stderr
     assert "shardwise run --adopt accelerate" in done.stderr
+
+
+@WARM
+@pytest.mark.parametrize("transport", ["shared", "gloo"])
+def test_a_forked_child_that_exits_ends_with_its_own_code(
+    shardwise: Launcher, transport: str
+) -> None:
+    (shardwise.folder / "forks.py").write_text(
+        "import os, sys, torch, shardwise as sw\n"
+        "world = sw.init(seed=0)\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "engine = sw.Engine(model, torch.optim.Adam(model.parameters()), quiet=True)\n"
+        "for moment in 'training', 'closed':\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        sys.exit(3)\n"
+        "    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\n"
+        "    world.print(moment, *world.gather(code))\n"
+        "    if moment == 'training':\n"
+        "        engine.backward(model(torch.ones(2, 4)).mean())\n"
+        "        engine.step()\n"
+        "        engine.close()\n"
+    )
+    ran = shardwise.run("run", "-n", "2", "--transport", transport, "forks.py")
+    assert ran.code == 0, ran.err
+    assert ran.lines() == ["[0] closed 3 3", "[0] training 3 3"]

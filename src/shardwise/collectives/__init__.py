@@ -30,6 +30,7 @@ rank r owns [cuts[r], cuts[r + 1]). Intervals may differ in length and may be em
 makes the same calls in the same order.
 """
 
+from shardwise.collectives.arena import share_again
 from shardwise.collectives.base import Collectives, Cuts, GroupRanks, Handle, Solo
 from shardwise.collectives.connect import (
     OnMeeting,
@@ -76,4 +77,5 @@ __all__ = [
     "host_key",
     "ranks_by_host",
     "shard_within_hosts",
+    "share_again",
 ]

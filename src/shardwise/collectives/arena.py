@@ -4,15 +4,28 @@ A segment is an anonymous file in memory (memfd) that is mapped whole. It has no
 system and no limit but the host's memory, and it is gone when the last process that maps it has
 ended, however that ended. What a tensor in it took is the system's again when the tensor is
 collected, and free for another one.
+
+A forked child must find the values of the moment of the fork, and its writes must not reach its
+parent. A shared mapping gives neither, so there are two kinds of segments:
+
+    forkable   tensors that user code sees: parameters. Before a fork they become private mappings
+               of their file, which parent and child copy page by page as they write. The next step
+               calls `share_again`, which gives the parent a new file for the other ranks to read.
+               The old file is gone when the last child that maps it ends.
+    others     buffers of the engine, which a child never uses: zeros in the child.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections import deque
+from functools import cache
 from itertools import count
+from typing import Any
 from weakref import WeakSet, finalize, ref
 
 import torch
@@ -27,17 +40,32 @@ SMALLEST = 1 << 26
 LARGEST = 1 << 30
 """Bytes up to which segments grow with the arena, so that they stay few: each needs descriptors."""
 
+MAP_FIXED = 0x10
+"""mmap(2): replace the mapping at exactly this address. Python's mmap module does not have it."""
+
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""mmap(2): the system sets no memory aside for pages that are never written. Python 3.13 has it."""
+
 _living: WeakSet[Arena] = WeakSet()
+
+_mapped: WeakSet[mmap.mmap] = WeakSet()
+"""Memory of other ranks that this process maps."""
+
+_forking = threading.RLock()
+"""Held while a process forks, and while segments change between shared and private."""
 
 
 class Segment:
     """A piece of this process's shared memory; it lives as long as any tensor in it."""
 
-    def __init__(self, number: int, fd: int, memory: mmap.mmap) -> None:
+    def __init__(self, number: int, fd: int, memory: mmap.mmap, *, forkable: bool) -> None:
         self.number = number
         self.fd = fd
         self.size = len(memory)
-        self.start = tensor_at(memory, 0, 1, torch.uint8).data_ptr()
+        self.start = _address(memory)
+        self.is_forkable = forkable
+        self.is_private = False
+        """Whether there was a fork since the last `share_again`: other ranks do not see writes."""
         self._memory = ref(memory)
         self._owner = os.getpid()
         self.is_full = False
@@ -51,10 +79,9 @@ class Segment:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """`numel` zeros; None when there is no room for them, or the segment has ended."""
         memory = self._memory()
-        if memory is None or self.is_full:
+        if memory is None or self.is_full or self.is_private:
             return None
-        while self._returned:
-            self._extents.give(*self._returned.popleft())
+        self._collect_returned()
         length = _pages(numel * dtype.itemsize)
         start = self._extents.take(length)
         if start + length > self.size:
@@ -71,8 +98,53 @@ class Segment:
         """
         memory = self._memory()
         if memory is not None and not self.is_read and os.getpid() == self._owner:
-            memory.madvise(mmap.MADV_REMOVE, start, length)
+            # The file of a private segment is also that of forked children.
+            gone = mmap.MADV_DONTNEED if self.is_private else mmap.MADV_REMOVE
+            memory.madvise(gone, start, length)
             self._returned.append((start, length))
+
+    def _collect_returned(self) -> None:
+        while self._returned:
+            self._extents.give(*self._returned.popleft())
+
+    def make_private(self) -> None:
+        """Hide all later writes of this process from forked children and from other ranks.
+
+        The kernel replaces the mapping in one step, so a write of another thread is never lost.
+        """
+        if self.is_forkable and not self.is_private and self._memory() is not None:
+            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+            _map_over(self.start, self.size, flags, self.fd)
+            self.is_private = True
+
+    def share(self, number: int) -> bool:
+        """Move a private segment to a new file, which other ranks can map as segment `number`.
+
+        Returns False if the segment is shared, or its descriptor was closed. No thread may write
+        meanwhile. Raises LaunchError when the host refuses the memory.
+        """
+        memory = self._memory()
+        if memory is None or not self.is_private or self.fd < 0:
+            return False
+        self._collect_returned()
+        fd = _open_file(number, self.size)
+        try:
+            with memoryview(memory) as whole:
+                for start, end in self._extents.used:
+                    while start < end:  # one call writes 2 GB at most
+                        start += os.pwrite(fd, whole[start:end], start)
+            _map_over(self.start, self.size, mmap.MAP_SHARED, fd)
+        except OSError as error:
+            os.close(fd)
+            raise _refused(self.size, error) from error
+        os.close(self.fd)
+        self.number, self.fd, self.is_private = number, fd, False
+        return True
+
+    def wipe_in_child(self) -> None:
+        """Replace the memory by zeros of this process's own, unless it is a copy already."""
+        if not self.is_private and self._memory() is not None:
+            _wipe(self.start, self.size)
 
     @property
     def in_use(self) -> int:
@@ -80,10 +152,11 @@ class Segment:
         return self._extents.in_use
 
     def close(self) -> None:
-        """Close the descriptor; tensors in the segment stay."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close the descriptor; tensors in the segment stay, those that users see as private."""
+        if self.fd >= 0:
+            self.make_private()
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Arena:
@@ -96,15 +169,19 @@ class Arena:
         self._segments: dict[int, Segment] = {}
         _living.add(self)
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat tensor of `numel` elements. Raises LaunchError when the host refuses it."""
-        segments = list(self._segments.values())
+    def allocate(self, numel: int, dtype: torch.dtype, *, forkable: bool = False) -> Tensor:
+        """Return a zeroed flat tensor of `numel` elements.
+
+        `forkable`: forked children find a copy of it, and not zeros. Raises LaunchError when the
+        host refuses the memory.
+        """
+        segments = [s for s in self._segments.values() if s.is_forkable == forkable]
         for segment in segments:
             if (taken := segment.take(numel, dtype)) is not None:
                 return taken
         total = sum(segment.in_use for segment in segments)
         size = max(numel * dtype.itemsize, SMALLEST, min(total, LARGEST))
-        segment, _held = self._open(size)
+        segment, _held = self._open(size, forkable=forkable)
         taken = segment.take(numel, dtype)
         assert taken is not None
         return taken
@@ -120,7 +197,7 @@ class Arena:
         address = tensor.data_ptr()
         for segment in list(self._segments.values()):
             if segment.start <= address < segment.start + segment.size:
-                return segment, address - segment.start
+                return None if segment.is_private else (segment, address - segment.start)
         return None
 
     def holds(self, number: int) -> bool:
@@ -135,23 +212,37 @@ class Arena:
 
     def close(self) -> None:
         """Close the descriptors: nobody new can map this memory. Tensors in it stay."""
+        with _forking:
+            for segment in list(self._segments.values()):
+                segment.close()
+
+    def make_private(self) -> None:
+        """See `Segment.make_private`."""
         for segment in list(self._segments.values()):
+            segment.make_private()
+
+    def share_again(self) -> None:
+        """See `Segment.share`."""
+        for before, segment in list(self._segments.items()):
+            if segment.is_private and segment.share(next(self._numbers)):
+                self._segments[segment.number] = self._segments.pop(before)
+
+    def leave_in_child(self) -> None:
+        """In a forked child: let go of all that other processes see."""
+        for segment in list(self._segments.values()):
+            segment.wipe_in_child()
             segment.close()
 
-    def _open(self, size: int) -> tuple[Segment, mmap.mmap]:
+    def _open(self, size: int, *, forkable: bool = False) -> tuple[Segment, mmap.mmap]:
         """A new segment, and its memory, which must be held until a tensor in it holds it."""
         number, size = next(self._numbers), _pages(size)
+        fd = _open_file(number, size)
         try:
-            fd = os.memfd_create(f"shardwise-{number}")
-        except OSError as error:
-            raise _refused(size, error) from error
-        try:
-            os.ftruncate(fd, size)
             memory = mmap.mmap(fd, size)
         except OSError as error:
             os.close(fd)
             raise _refused(size, error) from error
-        segment = self._segments[number] = Segment(number, fd, memory)
+        segment = self._segments[number] = Segment(number, fd, memory, forkable=forkable)
         finalize(memory, _end, ref(self), segment).atexit = False
         return segment, memory
 
@@ -165,7 +256,8 @@ class MappedSegments:
     def learn(self, rank: int, number: int, fd: int) -> None:
         """Map the segment `number` of `rank`, whose descriptor is `fd`, and close that."""
         try:
-            self._open[rank, number] = mmap.mmap(fd, os.fstat(fd).st_size)
+            memory = self._open[rank, number] = mmap.mmap(fd, os.fstat(fd).st_size)
+            _mapped.add(memory)
         finally:
             os.close(fd)
 
@@ -218,10 +310,71 @@ def _pages(size: int) -> int:
     return -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _in_forked_child() -> None:
-    """A forked DataLoader worker needs no descriptors of ours."""
+def share_again() -> None:
+    """Share all forkable segments again that a fork has made private.
+
+    Parameters call it before an update. Until then transports copy such tensors to shared memory
+    whenever they send them, which is slower.
+    """
+    with _forking:
+        for arena in list(_living):
+            arena.share_again()
+
+
+def _open_file(number: int, size: int) -> int:
+    """Return the descriptor of a new file of `size` zeros in memory."""
+    try:
+        fd = os.memfd_create(f"shardwise-{number}")
+    except OSError as error:
+        raise _refused(size, error) from error
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        os.close(fd)
+        raise _refused(size, error) from error
+    return fd
+
+
+def _address(memory: mmap.mmap) -> int:
+    return tensor_at(memory, 0, 1, torch.uint8).data_ptr()
+
+
+@cache
+def _mmap() -> Any:
+    """The C library's mmap(2)."""
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    sized, number = ctypes.c_size_t, ctypes.c_int
+    function.argtypes = [ctypes.c_void_p, sized, number, number, number, ctypes.c_long]
+    function.restype = sized
+    return function
+
+
+def _map_over(start: int, size: int, flags: int, fd: int = -1) -> None:
+    """Replace the mapping of the `size` bytes at `start`. Raises OSError."""
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap()(start, size, access, flags | MAP_FIXED, fd, 0) != start:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _wipe(start: int, size: int) -> None:
+    _map_over(start, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+
+
+def _before_fork() -> None:
+    _forking.acquire()
     for arena in list(_living):
-        arena.close()
+        arena.make_private()
 
 
-os.register_at_fork(after_in_child=_in_forked_child)
+def _in_forked_child() -> None:
+    for arena in list(_living):
+        arena.leave_in_child()
+    for memory in list(_mapped):
+        _wipe(_address(memory), len(memory))
+    _forking.release()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_forking.release, after_in_child=_in_forked_child
+)

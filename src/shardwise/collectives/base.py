@@ -136,8 +136,14 @@ class Collectives(ABC):
         where ranks have left meanwhile. All ranks do it alike."""
         return work()
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a zeroed flat buffer in memory that this transport moves well."""
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False
+    ) -> Tensor:
+        """Allocate a zeroed flat buffer in memory that this transport moves well.
+
+        `forkable`: user code sees it, so a forked child must find a copy of its values.
+        """
+        del forkable  # memory of torch's always is
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:

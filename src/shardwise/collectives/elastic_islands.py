@@ -191,8 +191,10 @@ class ElasticRun(_OverLink):
         """All have come to train, from equal weights: from now on an island may end."""
         self.link.exchange(f"{BEGINS} of training", b"")
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self.island.allocate(numel, dtype, device)
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False
+    ) -> Tensor:
+        return self.island.allocate(numel, dtype, device, forkable=forkable)
 
     def gather_rows(self, row: Tensor) -> Tensor:
         inside = self.island.gather_rows(row)

@@ -111,6 +111,8 @@ class GlooExchange:
         while bytes of the same rank come in. A backward has better to do: what is large is started
         by a thread of its own, unless it is to be started `here`.
         """
+        # Before anything is sent: a forked child has its parent's sockets.
+        self._status_server.refuse_after_failure()
         self._send_thread.refuse_if_dismissed()
         self._sent[call] = gloo_messages.contents(what, sends)
         awaited = gloo_messages.contents(what, receives)

@@ -75,8 +75,10 @@ class Hierarchical(MappedMemory):
         in_a_row = all(ranks[-1] - ranks[0] == each - 1 for ranks in self._hosts)
         return in_a_row and each in node_sizes(self.size)
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._inside.allocate(numel, dtype, device)
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False
+    ) -> Tensor:
+        return self._inside.allocate(numel, dtype, device, forkable=forkable)
 
     @property
     def under(self) -> Collectives:

@@ -38,8 +38,10 @@ class HybridShard(Collectives):
         self._inside = inside
         self._between = between
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._inside.allocate(numel, dtype, device)
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False
+    ) -> Tensor:
+        return self._inside.allocate(numel, dtype, device, forkable=forkable)
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         return self._inside.common(numel, dtype, device)

@@ -127,9 +127,11 @@ class SharedMemory(MappedMemory):
         self._parent: ref[SharedMemory] | None = None
         self._calls = 0
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False
+    ) -> Tensor:
         assert device.type == "cpu", device
-        return self.buffers.arena.allocate(numel, dtype)
+        return self.buffers.arena.allocate(numel, dtype, forkable=forkable)
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert device.type == "cpu", device
@@ -299,6 +301,7 @@ class SharedMemory(MappedMemory):
     def opening(self, kind: str, buffer: Tensor, check: int = 0) -> MeshMessage:
         """The first message of this rank's next call; `check` is any number that all must share."""
         assert buffer.is_contiguous()
+        self.status_server.refuse_after_failure()
         self._calls += 1
         self.buffers.announce_freed()
         return first_message(self._calls, kind, buffer, check)

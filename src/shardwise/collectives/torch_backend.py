@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,3 +154,14 @@ def timeout_error(
         f"{speaker} {waited} in {call} for {describe_wait(missing, blocking)} {ADVICE}"
     )
     return error if blocking.is_circle else error.blaming(blocking.ranks)
+
+
+def _in_forked_child() -> None:
+    """Keep torch's groups until a forked child ends. Their destructors wait for threads that only
+    the parent has, and crash."""
+    if dist.is_initialized():
+        for group in dist.distributed_c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, is_available, is_initialized
 
 import shardwise as sw
+from shardwise import exit_handlers
 from shardwise.bridging.joining import join
 
 __all__ = ["ReduceOp", "init_distributed", "is_available", "is_initialized"]
@@ -46,7 +46,7 @@ def join_run(settings: Mapping[str, Any]) -> sw.World:
     if world.size == 1 and not dist.is_initialized():
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
-        atexit.register(_leave)
+        exit_handlers.register(_leave)
         join(settings, "shardwise.deepspeed", in_parts=True)
     return world
 

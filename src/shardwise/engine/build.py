@@ -356,7 +356,8 @@ def _parameters(
     """The parameters as the placement wants them, and what shows them where they are sharded."""
     if not spec.placement.is_sharded("parameters"):
         buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in named])
-        return ReplicatedParameters(named, buckets, spec.shard_group), None
+        published = spec.placement.is_sharded("optimizer")
+        return ReplicatedParameters(named, buckets, spec.shard_group, published=published), None
     found = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     units = found.unit_of
     # Integers have no NaN to rest as, so they stay whole.

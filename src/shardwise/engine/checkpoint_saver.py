@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import platform
 import sys
@@ -16,6 +15,7 @@ from weakref import WeakMethod, finalize
 
 import torch
 
+from shardwise import exit_handlers
 from shardwise.checkpoint import atomic_folders
 from shardwise.checkpoint.atomic_folders import Draft
 from shardwise.checkpoint.background import BackgroundSave, Copies, reserve
@@ -309,4 +309,4 @@ def _await_at_exit(wait: WeakMethod[Callable[[], None]]) -> None:
             sys.stdout.flush()
             os._exit(1)
 
-    atexit.register(last)
+    exit_handlers.register(last)

@@ -12,11 +12,13 @@ What a step does follows from the placement's cells alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from weakref import WeakSet
 
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
@@ -33,9 +35,12 @@ from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepRunner
 from shardwise.engine.step_statistics import StepStats
 from shardwise.engine.user_objects import living
+from shardwise.errors import UsageError
 from shardwise.other_libraries import HintsAtAttributes
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.world import current as current_world
+
+_engines: WeakSet[Engine] = WeakSet()
 
 
 class Engine(HintsAtAttributes):
@@ -87,6 +92,7 @@ class Engine(HintsAtAttributes):
             state, self._backward, self._randoms, saver, self._timing, self._recording
         )
         living.add(state.objects)
+        _engines.add(self)
         start_lines.announce_engine(world, self._spec, self._states)
         start_lines.announce_activations(world, self._spec, state.objects.activations)
 
@@ -405,3 +411,33 @@ class Engine(HintsAtAttributes):
             if self._recording is not None:
                 self._recording.close()
             living.discard(self._state.objects)
+            _engines.discard(self)
+
+    def _leave_in_child(self) -> None:
+        """In a forked child: leave the models to plain PyTorch, and refuse all calls."""
+        self._state.objects.leave_in_child()
+        parts = ("_randoms", "_access", "_checkpoints", "_backward", "_stepper")
+        vars(self).update(dict.fromkeys(parts, _RefusedInChild(self.world.rank)))
+
+
+class _RefusedInChild:
+    """Stands in for the parts of an engine in a forked child of rank `rank`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"Process {os.getpid()} was forked from rank {self._rank}, and engines work in the "
+            "process that made them. The model here is a private copy, as it was at the fork: use "
+            "it as in plain PyTorch. To train it further, call loss.backward() and step a new "
+            "optimizer over model.parameters()."
+        )
+
+
+def _in_forked_child() -> None:
+    for engine in list(_engines):
+        engine._leave_in_child()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

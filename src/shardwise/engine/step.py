@@ -297,6 +297,7 @@ class StepRunner:
         gathers: list[Handle] = []
         sums = states.gradients.sums
         with span("update"), torch.no_grad():
+            states.parameters.begin_update()
             for inner in states.optimizer.inners:
                 states.optimizer.step(inner, sums, totals.used, factor)
                 if self._spec.placement.is_sharded("optimizer"):

@@ -366,6 +366,15 @@ class UserObjects:
         self._rebuild_states(masters, (averages or {}) | lacking, anchor)
         return True
 
+    def leave_in_child(self) -> None:
+        """In a forked child: leave gradients to plain autograd, and sharded parameters at rest."""
+        self.states.gradients.detach()
+        shown = self.states.shown
+        if shown is not None and self.spec.shard_group.size > 1:
+            shown.residency.rest_in_child()
+            # A forward must not gather: it has the parameters of a block of the user's, or raises.
+            self.spec.unit_hooks.remove()
+
     def end(self) -> None:
         """Give everything back as it was, trained; of islands what they last had in common.
         Collective.

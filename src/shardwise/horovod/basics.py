@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import random
 import sys
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise import collectives, config
+from shardwise import collectives, config, exit_handlers
 from shardwise.errors import BadCall, UsageError
 from shardwise.horovod import context, links, script_checks
 from shardwise.horovod.background import BackgroundThread
@@ -54,7 +53,7 @@ def init(
     if not world.engines:
         _warn_of_idle_settings(world)
     context.enter(_make_context(world))
-    atexit.register(shutdown)
+    exit_handlers.register(shutdown)
     for members in process_sets if isinstance(process_sets, Sequence) else ():
         if not isinstance(members, str):
             add_process_set(members)
@@ -115,7 +114,7 @@ def _warn_of_idle_settings(world: World) -> None:
 def shutdown() -> None:
     """Leave the run: operations in flight fail, here and where they wait for this rank. The
     communication thread has ended when this returns."""
-    atexit.unregister(shutdown)
+    exit_handlers.unregister(shutdown)
     context.leave()
 
 

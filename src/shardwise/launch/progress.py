@@ -14,12 +14,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import RANK_VARIABLE, REPORTS_VARIABLE
 
 ENGINES = 60
 """Of so many engines of a process steps are recorded; not of those made later."""
+
+_living: WeakSet[ProgressWriter] = WeakSet()
 
 _HEEDS, _ENDED, _RESUMES, _FIRST = range(4)
 _NUMBERS = _FIRST + 2 * ENGINES
@@ -64,6 +67,7 @@ class ProgressWriter:
                 f"{error.strerror}. Make room there, in bytes and in files, or name another place "
                 "for temporary files with TMPDIR=FOLDER."
             ) from None
+        _living.add(self)
 
     @property
     def is_orphan(self) -> bool:
@@ -138,3 +142,12 @@ def ended_early(ranks: Iterable[int]) -> list[int]:
 
 def _ended_mark(folder: Path, rank: int) -> Path:
     return folder / f"ended-{rank}"
+
+
+def _in_forked_child() -> None:
+    """What a forked child does is no progress of the rank."""
+    for writer in list(_living):
+        writer._numbers = memoryview(bytearray(8 * _NUMBERS)).cast("q")
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

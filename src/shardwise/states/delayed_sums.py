@@ -14,7 +14,6 @@ is gathered over the island when it is used. So an island of n ranks sends each 
 
 from __future__ import annotations
 
-import atexit
 import sys
 import weakref
 from collections import deque
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shardwise import exit_handlers
 from shardwise.collectives import Collectives
 from shardwise.errors import NonFiniteError, UsageError
 from shardwise.model.precision import NARROW
@@ -309,8 +309,8 @@ def _await_later(sums: DelayedSums) -> None:
     """See to it that what `sums` sends comes to all, even if nobody uses it here any more: an
     island that is early must not close its connections while others wait for its last."""
     if not _PRESENT:
-        atexit.unregister(_await_all)
-        atexit.register(_await_all)
+        exit_handlers.unregister(_await_all)
+        exit_handlers.register(_await_all)
     _await(_ORPHANED)  # all islands make this engine, so they have sent all of the earlier ones
     _PRESENT.add(sums)
     weakref.finalize(sums, _adopt, sums.flights).atexit = False

@@ -343,7 +343,7 @@ class Gradients:
         self._reductions = [0] * len(self._fills)
 
     def detach(self) -> None:
-        """Take the hooks off the parameters, so that another layout can watch them."""
+        """Take the hooks off the parameters, so that another layout or plain autograd has them."""
         for hook in self._hooks:
             hook.remove()
         self._drop()

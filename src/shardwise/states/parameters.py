@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.bucket_layout import Bucket
-from shardwise.collectives import Collectives, Handle
+from shardwise.collectives import Collectives, Handle, share_again
 from shardwise.errors import BrokenView
 from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.sharded_bucket import ShardedBucket
@@ -50,6 +50,9 @@ class Parameters(ABC):
     @abstractmethod
     def publish(self, index: int) -> Handle:
         """Let all ranks have what this rank has updated of bucket `index`."""
+
+    def begin_update(self) -> None:  # noqa: B027 (only published parameters are read by others)
+        """The update of a step begins: nobody reads parameters until they are published."""
 
     def meet(self) -> None:  # noqa: B027 (nothing to wait for where memory is private)
         """Before user code's values are stored: return when no rank reads the old ones."""
@@ -108,10 +111,17 @@ class ReplicatedParameters(Parameters):
     """Replicated parameters: each a view of its bucket's flat buffer, for good."""
 
     def __init__(
-        self, named: Sequence[NamedParameter], buckets: Sequence[Bucket], group: Collectives
+        self,
+        named: Sequence[NamedParameter],
+        buckets: Sequence[Bucket],
+        group: Collectives,
+        *,
+        published: bool,
     ) -> None:
+        """`published`: every step sends them to the other ranks of `group`."""
         super().__init__(named, buckets)
         self._group = group
+        self._published = published
         self._flats = [self._adopt(index) for index in range(len(buckets))]
         self._places = ParameterPlaces(named)
         self._addresses = [t.parameter.data_ptr() for t in named]
@@ -120,7 +130,11 @@ class ReplicatedParameters(Parameters):
     def _adopt(self, index: int) -> Tensor:
         """Move a bucket's parameters into a buffer, keeping shape, strides and values."""
         bucket = self.buckets[index]
-        flat = self._group.allocate(bucket.numel, *self.kind(index))
+        dtype, device = self.kind(index)
+        if self._published:
+            flat = self._group.allocate(bucket.numel, dtype, device, forkable=True)
+        else:
+            flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
         for slot in bucket.slots:
             named = self.named[slot.parameter]
             view = named.view(flat, slot.start)
@@ -131,6 +145,10 @@ class ReplicatedParameters(Parameters):
     def part(self, index: int, own: tuple[int, int]) -> Storage:
         """A part of the flat buffer of bucket `index`."""
         return MemoryStorage(self._flats[index][own[0] : own[1]])
+
+    def begin_update(self) -> None:
+        if self._published:
+            share_again()
 
     def publish(self, index: int) -> Handle:
         """Send each rank's updated interval of bucket `index` to all."""

@@ -312,6 +312,13 @@ class Residency:
         self._tape.clear()
         self._backwards = 0
 
+    def rest_in_child(self) -> None:
+        """In a forked child: take the values of gathered units away, which lie in buffers that the
+        child does not have. Units in a block of the user's have memory of their own."""
+        for number, unit in enumerate(self.units):
+            for bucket in unit.buckets if unit.is_whole and number not in self._own else ():
+                self._parameters.rest(bucket)
+
     def close(self) -> None:
         """Nothing will be shown any more."""
         self.reset()

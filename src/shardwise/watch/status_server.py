@@ -109,6 +109,7 @@ class StatusServer:
         self._listener: socket.socket | None = None
         self._bell: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
+        _living.add(self)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -143,7 +144,6 @@ class StatusServer:
         # A daemon, since the end of a process must not wait for who asks.
         self._thread = threading.Thread(target=self._serve, name="shardwise-status", daemon=True)
         self._thread.start()
-        _living.add(self)
 
     def close(self) -> None:
         """Answer no longer."""
@@ -379,9 +379,19 @@ def _clock_now(which: Clock) -> int:
 
 
 def _in_forked_child() -> None:
-    """Close our socket in a forked DataLoader worker, which must not answer for this rank."""
+    """Close our socket in a forked child, which is no rank: it must not answer for this one, and
+    its collectives must not reach the other ranks."""
     for server in list(_living):
         server._let_go()
+        server.abort = Abort(rank=server.rank, text=_no_rank(server.rank), lost=False)
+
+
+def _no_rank(rank: int) -> str:
+    return (
+        f"Process {os.getpid()} was forked from rank {rank} and is not a rank itself, so it cannot "
+        "call what all ranks do together: engines, barriers, reductions, checkpoints. Use the "
+        "model here as in plain PyTorch, and send results to the process that forked this one."
+    )
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

@@ -1,0 +1,262 @@
+"""A forked child has the model as it was at the fork, as in plain PyTorch, and its parent keeps
+its own."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.collectives import arena
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+transports = pytest.mark.parametrize("transport", ["shared", "gloo"])
+replicated = pytest.mark.parametrize("zero", [0, 1])
+WIDTH = 64
+
+
+def make(world, zero):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer, sw.Engine(model, optimizer, zero=zero, quiet=True)
+
+
+def train(world, model, engine, steps):
+    x = torch.full((4, WIDTH), 1.0 + world.rank)
+    for _ in range(steps):
+        engine.backward(model(x).pow(2).mean())
+        engine.step()
+
+
+def weights(model):
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+class Child:
+    """Runs `function(*arguments)` in a forked child."""
+
+    def __init__(self, function, *arguments):
+        context = multiprocessing.get_context("fork")
+        self._answers = context.SimpleQueue()
+        self._process = context.Process(target=self._run, args=(function, *arguments))
+        self._process.start()
+
+    def _run(self, function, *arguments):
+        try:
+            answer = function(*arguments)
+            self._answers.put(answer.tolist() if isinstance(answer, torch.Tensor) else answer)
+        except Exception as error:
+            self._answers.put(f"{type(error).__name__}: {error}")
+
+    def answer(self):
+        found = self._answers.get()
+        self._process.join()
+        assert self._process.exitcode == 0
+        return found
+
+
+def evaluates_first_weights(world, zero):
+    model, _, engine = make(world, zero)
+    first = weights(model)
+
+    def evaluate():
+        nn.utils.vector_to_parameters(first, model.parameters())
+        return model(torch.ones(1, WIDTH)).item()
+
+    train(world, model, engine, 2)
+    if world.rank == 0:
+        before = weights(model)
+        Child(evaluate).answer()
+        assert torch.equal(weights(model), before), "the child has written into its parent"
+    train(world, model, engine, 2)
+    assert len(set(world.gather(weights(model).sum().item()))) == 1
+    engine.close()
+
+
+@transports
+@replicated
+def test_child_does_not_write_into_its_parent(group, transport, zero):
+    group(2, transport=transport)(evaluates_first_weights, zero)
+
+
+def snapshot_stays(world, zero):
+    model, _, engine = make(world, zero)
+    children = []
+    for _ in range(2):  # the second fork finds memory that a step has shared again
+        train(world, model, engine, 1)
+        go = multiprocessing.get_context("fork").Event()
+        children.append((weights(model), go, Child(lambda go=go: go.wait() and weights(model))))
+    train(world, model, engine, 3)
+    for expected, go, child in children:
+        go.set()
+        assert child.answer() == expected.tolist(), "the child sees its parent's later steps"
+    assert len(set(world.gather(weights(model).sum().item()))) == 1
+    engine.close()
+
+
+@transports
+@replicated
+def test_snapshot_of_a_child_stays_while_its_parent_trains(group, transport, zero):
+    group(2, transport=transport)(snapshot_stays, zero)
+
+
+def forks_beside_training(world, zero):
+    """Another thread forks all the time."""
+    twin, _, alone = make(world, zero)
+    train(world, twin, alone, 12)
+    expected = weights(twin)
+    alone.close()
+    model, _, engine = make(world, zero)
+    over = threading.Event()
+
+    def fork():
+        while not over.is_set():
+            assert Child(lambda: 1).answer() == 1
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    train(world, model, engine, 12)
+    over.set()
+    thread.join()
+    assert torch.equal(weights(model), expected)
+    engine.close()
+
+
+@transports
+@replicated
+def test_forks_in_a_thread_do_not_change_the_training(group, transport, zero):
+    group(2, transport=transport)(forks_beside_training, zero)
+
+
+def child_trains(world, zero):
+    def further(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, WIDTH)).pow(2).mean().backward()
+            optimizer.step()
+        return weights(model)
+
+    model, _, engine = make(world, zero)
+    train(world, model, engine, 2)
+    twin = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+    twin.load_state_dict(model.state_dict())
+    expected = further(twin)
+    engine.backward(model(torch.ones(4, WIDTH)).pow(2).mean())  # sums of gradients are pending
+    before = weights(model)
+    assert Child(further, model).answer() == expected.tolist()
+    assert torch.equal(weights(model), before)
+    engine.step()
+    norm = torch.linalg.vector_norm(weights(model) - before).item()
+    assert norm > 0
+    assert len(set(world.gather(norm))) == 1
+    engine.close()
+
+
+@transports
+@replicated
+def test_child_trains_on_in_plain_pytorch(group, transport, zero):
+    group(2, transport=transport)(child_trains, zero)
+
+
+def child_is_refused(world, zero):
+    model, _, engine = make(world, zero)
+    train(world, model, engine, 1)
+    loss = model(torch.ones(1, WIDTH)).sum()
+    for call in (lambda: engine.backward(loss), engine.step, lambda: engine.save("nowhere")):
+        said = Child(call).answer()
+        assert f"was forked from rank {world.rank}, and engines work in the process" in said
+        assert "UsageError" in said
+    for call in (world.barrier, lambda: world.gather(1)):
+        assert "is not a rank itself" in Child(call).answer()
+    train(world, model, engine, 1)
+    engine.close()
+
+
+@transports
+def test_collectives_and_engines_are_refused_in_a_child(group, transport):
+    group(2, transport=transport)(child_is_refused, 1)
+
+
+def sharded_in_a_child(world):
+    model, _, engine = make(world, 3)
+    train(world, model, engine, 1)
+    x = torch.ones(1, WIDTH)
+    with torch.no_grad():
+        expected = model(x).item()
+    go = multiprocessing.get_context("fork").Event()
+    with engine.full_parameters():
+        child = Child(lambda: go.wait() and model(x).item())
+    train(world, model, engine, 1)
+    go.set()
+    assert child.answer() == expected
+    assert "ParameterAccess" in Child(lambda: model(x).item()).answer()
+    train(world, model, engine, 1)
+    engine.close()
+
+
+@transports
+def test_child_of_a_block_has_sharded_parameters_and_others_are_refused(group, transport):
+    group(2, transport=transport)(sharded_in_a_child)
+
+
+def shares_again(world):
+    model, _, engine = make(world, 1)
+    train(world, model, engine, 1)
+    numbers = []
+    for _ in range(3):
+        Child(lambda: 1).answer()
+        train(world, model, engine, 1)
+        numbers.append(_maps_of_arenas())
+        for parameter in model.parameters():
+            assert world.collectives.buffers.arena.locate(parameter), "a step would copy it"
+    assert numbers[0] == numbers[1] == numbers[2], "memory that only a child saw is still held"
+    engine.close()
+
+
+def _maps_of_arenas():
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:shardwise" in line for line in maps)
+
+
+def test_step_after_a_fork_shares_parameters_again(group):
+    group(2, transport="shared")(shares_again)
+
+
+def subprocesses(world):
+    model, _, engine = make(world, 1)
+    before = weights(model)
+    ran = subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, check=True)
+    assert ran.stdout == b"1\n"
+    subprocess.run(["true"], preexec_fn=os.getpid, check=True)  # which forks by Python's hooks
+    assert torch.equal(weights(model), before)
+    train(world, model, engine, 1)
+    engine.close()
+
+
+@transports
+def test_subprocesses_leave_the_run_alone(group, transport):
+    group(2, transport=transport)(subprocesses)
+
+
+def test_fork_makes_forkable_memory_private_until_it_is_shared_again():
+    own = arena.Arena()
+    tensor = own.allocate(1000, torch.float32, forkable=True).fill_(2)
+    other = own.allocate(1000, torch.float32)
+    assert own.locate(tensor)[0] is not own.locate(other)[0]
+    number = own.locate(tensor)[0].number
+    child = Child(lambda: (tensor.add_(1).sum().item(), other.sum().item()))
+    assert child.answer() == (3000.0, 0.0)
+    assert own.locate(tensor) is None
+    assert own.locate(other) is not None
+    tensor.add_(5)
+    arena.share_again()
+    assert own.locate(tensor)[0].number > number
+    assert not own.holds(number)
+    assert tensor.sum().item() == 7000.0
