@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from shardwise import randomness
 from shardwise.current_batch import Batch
-from shardwise.engine import start_lines, usage_checks
+from shardwise.engine import gradient_hooks, start_lines, usage_checks
 from shardwise.engine.engine_state import EngineState
-from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
+from shardwise.engine.gradient_weighting import LossWeight, divisor_of, share_of, weigh
 from shardwise.engine.loss_accumulation import LossTerm
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
 from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
-from shardwise.parallel.pipeline.runner import PipelineRunner
+from shardwise.parallel.pipeline.runner import Part, PipelineRunner
 from shardwise.states import parameters_at_rest
 from shardwise.timeline import span
 
@@ -66,15 +66,17 @@ class BackwardRunner:
         term = self._accumulation.term(
             batch, weighed, given=given, divisor=divisor, same_items=same_items
         )
-        self._announce(None, loss, batch, summed=summed, averaged=reduction == "ddp")
+        share = self._share(batch, summed=summed)
+        self._announce(None, loss, batch, summed=summed, averaged=reduction == "ddp", share=share)
         if last is None:
             last = batch.last if batch is not None else True
         factor = weighed.factor
         if isinstance(loss, StageTensor):
-            loss = self._stage_by_stage(loss, float(factor), last=last, keep_graph=retain_graph)
+            part = float(factor), (), share
+            loss = self._stage_by_stage(loss, part, last=last, keep_graph=retain_graph)
         else:
-            self._seed_autograd(loss, factor, last=last, keep_graph=retain_graph)
-        self._end(loss, term, divisor)
+            self._seed_autograd(loss, factor, share, last=last, keep_graph=retain_graph)
+        self._end(loss, term, divisor, share)
 
     def forward_backward(
         self,
@@ -102,13 +104,19 @@ class BackwardRunner:
         term = self._accumulation.term(
             of, weighed, given=given, divisor=divisor, same_items=same_items
         )
-        self._announce(len(micro))
-        parts = [(factor, part) for factor, (_, part) in zip(factors, micro, strict=True)]
+        self._announce(len(micro), averaged=reduction == "ddp")
+        share = self._share(of, summed=summed)
+        # Of a mean a micro-batch is as large a part as it has rows; sums count whole.
+        whole = 1 if summed else max(sum(rows for rows, _ in micro), 1)
+        parts = [
+            (factor, part, share * (bool(rows) if summed else rows) / whole)
+            for factor, (rows, part) in zip(factors, micro, strict=True)
+        ]
         last = of.last if of is not None else True
         run = self._one_by_one if self._pipeline is None else self._through_stages
         with self.abandoning():
             loss = run(loss_of, parts, last=last)
-        self._end(loss, term, divisor)
+        self._end(loss, term, divisor, sum(part[2] for part in parts))
         return loss * weighed.factor if summed else loss
 
     def _cut(self, batch: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -171,6 +179,13 @@ class BackwardRunner:
     def _divisor(self, reduction: str, *, weighted: bool) -> float:
         return divisor_of(reduction, weighted=weighted, replicas=self._spec.replicas)
 
+    def _share(self, batch: Batch | None, *, summed: bool) -> float:
+        replicas = self._spec.replicas
+        islands = self._world.data_size // replicas
+        if self._spec.micro_shards is not None:
+            replicas = self._spec.micro_shards.count  # the same seeds on any number of workers
+        return share_of(batch, summed=summed, replicas=replicas, islands=islands)
+
     def _announce(
         self,
         parts: int | None,
@@ -179,19 +194,24 @@ class BackwardRunner:
         *,
         summed: bool = False,
         averaged: bool = False,
+        share: float = 1.0,
     ) -> None:
         """Print, at the first backward, into how many `parts` batches are cut, and whether losses
         are `averaged` over workers; and of its `loss`, where it is known, whether it looks like a
-        sum but is not `summed`."""
+        sum but is not `summed`. Watch hooks that would see a part of a gradient: those of
+        DistributedDataParallel do too."""
         if not self._announced:
             self._announced = True
+            whole = share == 1.0 and self._spec.replicas == 1 and (parts or 1) == 1
+            if not whole and not averaged:
+                gradient_hooks.watch(self._objects.states.parameters.named)
             start_lines.announce_batch(self._world, self._spec, parts, averaged=averaged)
             if loss is not None and batch is not None and not summed:
                 start_lines.announce_sum(self._world, self._spec, loss, batch.samples)
 
-    def _end(self, loss: Tensor, term: LossTerm, divisor: float) -> None:
+    def _end(self, loss: Tensor, term: LossTerm, divisor: float, share: float) -> None:
         self._world.current_batch.train()
-        self._accumulation.add(loss, term, divisor)
+        self._accumulation.add(loss, term, divisor, share)
         buffers = self._objects.buffers
         if term.batch is not None and term.batch.samples == 0:
             buffers.restore()
@@ -204,10 +224,17 @@ class BackwardRunner:
     # -- one graph on this rank -------------------------------------------------------------
 
     def _seed_autograd(
-        self, loss: Tensor, factor: float | Tensor, *, last: bool, keep_graph: bool = False
+        self,
+        loss: Tensor,
+        factor: float | Tensor,
+        share: float,
+        *,
+        last: bool,
+        keep_graph: bool = False,
     ) -> None:
-        """Run autograd from `loss`, whose gradient counts `factor` times."""
-        seed, rest = self._weighting.seed(loss, factor)
+        """Run autograd from `loss`, whose gradient counts `factor` times; it is that `share` of the
+        loss of one process."""
+        seed, rest = self._weighting.seed(loss, factor, share)
         with self._collecting(factor, rest, last=last, keep_graph=keep_graph):
             torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
         reached = self._objects.states.gradients.reached
@@ -215,17 +242,17 @@ class BackwardRunner:
             usage_checks.check_reachable(loss, several=len(living) > 1)
 
     def _one_by_one(
-        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
+        self, loss_of: Callable[..., Tensor], parts: Sequence[Part], *, last: bool
     ) -> Tensor:
         """Forward and backward of each of `parts`; their mean loss."""
         losses = []
-        for number, (weight, part) in enumerate(parts):
+        for number, (weight, part, share) in enumerate(parts):
             loss = loss_of(*part)
             usage_checks.check_loss(loss)
-            self._seed_autograd(loss, weight, last=last and number == len(parts) - 1)
+            self._seed_autograd(loss, weight, share, last=last and number == len(parts) - 1)
             value = loss.detach().double().reshape(())
             losses.append(value * weight if weight else torch.zeros_like(value))
-        return torch.stack(losses).sum() / max(sum(weight for weight, _ in parts), 1e-300)
+        return torch.stack(losses).sum() / max(sum(weight for weight, *_ in parts), 1e-300)
 
     def _inputs(self) -> list[nn.Parameter] | None:
         """This engine's parameters where the graph may hold those of another engine too."""
@@ -284,7 +311,7 @@ class BackwardRunner:
     # -- the stages of a pipeline -----------------------------------------------------------
 
     def _through_stages(
-        self, loss_of: Callable[..., Tensor], parts: Sequence[tuple[float, Any]], *, last: bool
+        self, loss_of: Callable[..., Tensor], parts: Sequence[Part], *, last: bool
     ) -> Tensor:
         """Forward and backward of `parts` over the workers of a pipeline; their mean loss."""
         assert self._pipeline is not None
@@ -323,13 +350,13 @@ class BackwardRunner:
             shown.residency.part = stage
 
     def _stage_by_stage(
-        self, loss: StageTensor, weight: float, *, last: bool, keep_graph: bool
+        self, loss: StageTensor, part: Part, *, last: bool, keep_graph: bool
     ) -> Tensor:
         """Backward of a loss whose layers are on several ranks, one after the other."""
         assert self._pipeline is not None
         return self._pipeline.backward(
             loss,
-            weight,
+            part,
             last=last,
             keep_graph=keep_graph,
             buckets=self._objects.states.buckets_by,

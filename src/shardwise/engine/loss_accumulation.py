@@ -38,6 +38,8 @@ class LossAccumulation:
     weights: list[Number] = field(default_factory=list)
     losses: list[Number] = field(default_factory=list)
     indices: list[tuple[int, ...]] = field(default_factory=list)
+    shares: float = 0.0
+    """The seeds of these backwards, added up; see gradient_weighting."""
     divisor: float = 0.0
     """What the added losses are divided by; 0 where they are means: by the items."""
     stepping: bool = False
@@ -47,7 +49,7 @@ class LossAccumulation:
     def clear(self) -> None:
         """Begin anew: the step was made, or its gradients are forgotten."""
         self.weights, self.losses, self.indices, self._terms = [], [], [], []
-        self.divisor, self.stepping = 0.0, False
+        self.shares, self.divisor, self.stepping = 0.0, 0.0, False
 
     @property
     def backwards(self) -> int:
@@ -79,8 +81,9 @@ class LossAccumulation:
         self._check_reduction(divisor)
         return LossTerm(batch, weight, given, self._is_repeated(batch, weight, given, same_items))
 
-    def add(self, loss: Tensor, term: LossTerm, divisor: float) -> None:
-        """Count one backward of `loss`."""
+    def add(self, loss: Tensor, term: LossTerm, divisor: float, share: float = 1.0) -> None:
+        """Count one backward of `loss`, which is that `share` of the loss of one process."""
+        self.shares += 0.0 if term.repeated else share
         self.divisor = divisor
         self.indices.append(() if term.batch is None else term.batch.indices)
         self.weights.append(0.0 if term.repeated else term.weight.items)

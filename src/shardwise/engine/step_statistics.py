@@ -88,12 +88,13 @@ _BITS = 48
 class StepReport:
     """What a rank reports to all others at a step, as one fp64 vector.
 
-    | weights | losses x factor | squared norm | backwards | options | calls | rows | used, packed |
-    late, packed | news | several | unsaved | asked | written | divisor |
+    | weights | losses x factor | squared norm | backwards | shares | options | calls | rows |
+    used, packed | late, packed | news | several | unsaved | asked | written | divisor |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
-    those of weight 0. `options` is a checksum of the optimizers' options, `calls` one of the calls
-    that all make alike since the last step; joined they are NaN where ranks differ. `rows` is a
+    those of weight 0. `shares` are the seeds of the backwards, added up. `options` is a checksum of
+    the optimizers' options, `calls` one of the calls that all make alike since the last step;
+    joined they are NaN where ranks differ. `rows` is a
     number of the first rows of the batches that were shared. `used` is by parameter: it had a
     gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
     was seen to change for the first time. `several`: there was more than one backward. `unsaved`: a
@@ -106,6 +107,7 @@ class StepReport:
     losses: list[Number]
     squared_norm: Tensor
     backwards: int
+    shares: float
     options: float
     calls: float
     rows: Number
@@ -122,7 +124,8 @@ class StepReport:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
         flags = self.news, self.several, self.unsaved, self.asked, self.written, self.divisor
         numbers = [*packed_flags(self.used), *packed_flags(self.late), *map(float, flags)]
-        known = [float(self.backwards), self.options, self.calls, self.rows, *numbers]
+        sums = [float(self.backwards), self.shares]
+        known = [*sums, self.options, self.calls, self.rows, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
@@ -131,7 +134,7 @@ class StepReport:
             len(self.weights),
             len(self.losses),
             self.squared_norm.numel(),
-            4,
+            5,
             _words(self.used),
             _words(self.late),
             6,
@@ -146,9 +149,10 @@ class StepReport:
             loss=aggregation.total(losses),
             squared_norm=aggregation.total_of_squares(squares),
             backwards=int(sum(row[0] for row in known)),
-            options=_common([row[1] for row in known]),
-            calls=_common([row[2] for row in known]),
-            rows_differ=not nearly_alike([row[3] for row in known]),
+            shares=sum(row[1] for row in known),
+            options=_common([row[2] for row in known]),
+            calls=_common([row[3] for row in known]),
+            rows_differ=not nearly_alike([row[4] for row in known]),
             used=any_of(used, len(self.used)),
             late=any_of(late, len(self.late)),
             news=any(row[0] for row in flags),
@@ -165,7 +169,8 @@ class StepTotals:
     """What all ranks know of a step after its exchange, alike.
 
     `weight` and `loss` (x weight) are sums over the ranks, `squared_norm` that of the summed
-    gradients. `backwards` is the number of those that had a weight, `options` the checksum of the
+    gradients. `backwards` is the number of those that had a weight, `shares` their seeds added up,
+    `options` the checksum of the
     optimizers' options, and `calls` that of the calls that all make alike, NaN where ranks differ.
     `rows_differ`: ranks have shared different batches. `used` says by parameter whether any rank
     had a gradient for it, `late` by bucket whether any came after it had started; `news` whether a
@@ -180,6 +185,7 @@ class StepTotals:
     loss: float
     squared_norm: float
     backwards: int
+    shares: float
     options: float
     calls: float
     rows_differ: bool
