@@ -178,3 +178,21 @@ def test_any_hook_on_a_parameter_is_right_where_it_sees_the_whole_gradient(group
         ((apart, calls),) = group(1)(with_hook, hook)
         assert apart < 1e-12
         assert calls == 6
+
+
+def seen_after_accumulation(world, zero):
+    """How often a post-accumulate-grad hook that is registered after the engine sees a gradient."""
+    model = net()
+    engine = sw.Engine(model, sgd(model), zero=zero)
+    seen = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm().item()))
+    for step in range(3):
+        engine.backward(model.head(model.blocks(model.stem(world.share(rows(step))))).sum())
+        engine.step()
+    return len(seen) == 3 * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(("size", "zero"), [(1, 0), (1, 3), (2, 2), (2, 3)])
+def test_hooks_after_accumulation_see_gradients_if_they_come_after_the_engine(group, size, zero):
+    assert all(group(size)(seen_after_accumulation, zero))
