@@ -35,6 +35,17 @@ def fake_like(value: Tensor) -> FakeTensor:
     return made
 
 
+def fake_activation(value: Tensor) -> FakeTensor:
+    """A fake tensor like `value` that may be written in place, as what a layer returns may be: with
+    gradients on, it is no leaf."""
+    made = fake_like(value)
+    if made.requires_grad and torch.is_grad_enabled():
+        with without_saving():
+            made = made.clone()
+    assert isinstance(made, FakeTensor)
+    return made
+
+
 def _takes_gradients(value: Tensor) -> bool:
     return value.dtype.is_floating_point or value.dtype.is_complex
 
