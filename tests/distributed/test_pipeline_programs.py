@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import UsageError
+from tests.distributed.group import RankFailed
 
 
 class Block(nn.Module):
@@ -239,3 +240,55 @@ def test_buffers_that_are_views(group, tmp_path, pipeline):
             assert all(torch.equal(found[name], value) for name, value in wanted.items())
     written = torch.load(tmp_path / "whole.pt")
     assert all(torch.equal(written[name], value) for name, value in wanted.items())
+
+
+class Inside(nn.Module):
+    """A layer with a checkpoint inside, or with operations in place at its begin."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.how == "in place":
+            return self.out(self.linear(x.mul_(2.0).relu_()))
+        return self.out(checkpoint(lambda x: self.linear(x).tanh(), x, use_reentrant=True))
+
+
+def inside(how):
+    torch.manual_seed(3)
+    layers = [Inside(how) for _ in range(4)]
+    return nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 1)).double()
+
+
+def inside_case(world, how, in_turn):
+    """Losses of a pipeline, with those of plain PyTorch."""
+    model, reference = inside(how), inside(how)
+    x = torch.randn(8, 8, dtype=torch.double)
+    engine, optimizer = sw.Engine(model, sgd(model)), sgd(reference)
+    for _ in range(3):
+        if in_turn:
+            engine.backward(model(world.share(x)).square().mean())
+        else:
+            engine.forward_backward(lambda x: model(x).square().mean(), world.share(x))
+        loss = reference(x.clone()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert engine.step().loss == pytest.approx(loss.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_stage_may_begin_with_an_operation_in_place(group, in_turn):
+    group(2, pipeline=2)(inside_case, "in place", in_turn)
+
+
+def test_in_place_operations_in_split_backwards(group):
+    group(2, pipeline=2, schedule="zero-bubble")(inside_case, "in place", False)
+
+
+def test_a_reentrant_checkpoint_in_a_layer_is_refused_by_zero_bubble_and_runs_in_1f1b(group):
+    group(2, pipeline=2)(inside_case, "checkpoint", False)
+    with pytest.raises(RankFailed, match=r"--schedule zero-bubble runs backward in two halves"):
+        group(2, pipeline=2, schedule="zero-bubble")(inside_case, "checkpoint", False)

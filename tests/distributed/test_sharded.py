@@ -217,6 +217,30 @@ def named_units(world, patterns, names):
     assert agree(world, nested, units=patterns) == ["the rest of Sequential", *names]
 
 
+class Contained(nn.Module):
+    """Blocks in containers that nobody calls, each with a parameter of its own."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.rows = nn.ModuleList()
+        for _ in range(3):
+            pair = {"a": Block(), "b": nn.Linear(WIDTH, WIDTH)}
+            row = nn.ModuleDict(pair) if container == "dict" else nn.ModuleList(pair.values())
+            row.scale = nn.Parameter(torch.ones(WIDTH))
+            self.rows.append(row)
+
+    def forward(self, x):
+        for row in self.rows:
+            block, linear = row.values() if isinstance(row, nn.ModuleDict) else row
+            x = x + linear(block(x) * row.scale)
+        return x
+
+
+def contained_units(world, container, patterns, names):
+    found = agree(world, lambda: Contained(container), units=patterns)
+    assert found == ["the rest of Contained", *names]
+
+
 def nested():
     return nn.Sequential(Nested(), nn.Sequential(Nested(), nn.Linear(WIDTH, WIDTH)))
 
@@ -240,6 +264,17 @@ def test_units_are_found(group):
 )
 def test_units_by_name(group, ranks, units):
     on(group, ranks)(named_units, *units)
+
+
+@by_turns(
+    case=[
+        ("dict", None, ["rows.0.a", "rows.1.a", "rows.2.a"]),
+        ("list", None, ["rows.0.0", "rows.1.0", "rows.2.0"]),
+        ("list", ["rows.1", "rows.2"], ["rows.1.0", "rows.1.1", "rows.2.0", "rows.2.1"]),
+    ],
+)
+def test_a_container_without_forward_is_no_unit_and_its_children_are(group, ranks, case):
+    on(group, ranks)(contained_units, *case)
 
 
 def test_a_pattern_that_names_nothing(group):

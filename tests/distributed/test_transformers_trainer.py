@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from shardwise.errors import UsageError
@@ -386,12 +387,12 @@ def test_generation_inside_an_evaluation(group, tmp_path):
         ranks(group, 2)(generates_case, zero, str(tmp_path))
 
 
-def lora(rank=2):
+def lora(rank=2, modules_to_save=None):
     import peft
 
     config = peft.LoraConfig(
         r=rank, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM",
-        lora_dropout=0.0,
+        lora_dropout=0.0, modules_to_save=modules_to_save,
     )  # fmt: skip
     quietly()
     model = gpt2()
@@ -423,6 +424,44 @@ def lora_case(world, zero, folder):
         resumed.model.merge_adapter()
     assert resumed.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
     resumed.accelerator.free_memory()
+
+
+def whole_modules_case(world, folder):
+    """Modules that PEFT trains and saves whole, next to the adapters."""
+    import peft
+
+    model = lora(modules_to_save=["ln_f"])
+    trainer = ours(
+        world, folder, 4, model=model, zero=3, max_steps=2, save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.model.save_pretrained(f"{folder}/adapter", is_main_process=world.is_main)
+    with pytest.raises(UsageError, match="is sharded"):
+        trainer.model.state_dict()
+    with trainer.accelerator.full_parameters(trainer.model):
+        right = {
+            name.replace("modules_to_save.default.", ""): value.clone()
+            for name, value in trainer.model.state_dict().items()
+            if "ln_f.modules_to_save" in name
+        }
+    trainer.accelerator.free_memory()
+    world.barrier()
+    assert len(right) == 2
+    for saved in ("adapter", "checkpoint-2"):
+        found = safetensors.torch.load_file(f"{folder}/{saved}/adapter_model.safetensors")
+        for name, value in right.items():
+            assert torch.equal(found[name], value)
+    loaded = peft.PeftModel.from_pretrained(gpt2(), f"{folder}/checkpoint-2")
+    again = ours(world, folder, 4, model=loaded, zero=3)
+    assert again.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    again.accelerator.free_memory()
+
+
+def test_modules_that_peft_saves_whole(group, tmp_path):
+    pytest.importorskip("peft", reason="the peft package is not there")
+    for size in (1, 2):
+        ranks(group, size)(whole_modules_case, str(tmp_path / str(size)))
 
 
 def test_adapters_of_peft(group, tmp_path):

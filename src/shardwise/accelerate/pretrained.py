@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.bridging.trained_engine import Trained, in_training
+from shardwise.engine import usage_checks
 from shardwise.errors import UsageError
 
 Method = Callable[..., Any]
@@ -41,8 +42,10 @@ def _gathering(stock: Method) -> Method:
     def save_pretrained(model: Any, *arguments: Any, **keywords: Any) -> Any:
         trained, writes = _trained(model), keywords.get("is_main_process")
         has_weights = writes is None or keywords.get("state_dict") is not None
-        if has_weights or trained is None or not trained.engine.placement.is_sharded("parameters"):
+        if trained is None or not trained.engine.placement.is_sharded("parameters"):
             return stock(model, *arguments, **keywords)
+        if has_weights:
+            return _saved(stock, model, arguments, keywords)
         state = trained.engine.model_state_dict(model)
         if not writes:
             return None
@@ -52,10 +55,21 @@ def _gathering(stock: Method) -> Method:
                 "--zero 3 rank 0 has the whole weights. Write "
                 "is_main_process=accelerator.is_main_process."
             )
-        return stock(model, *arguments, **keywords | {"state_dict": state})
+        return _saved(stock, model, arguments, keywords | {"state_dict": state})
 
     setattr(save_pretrained, _FOLLOWED, True)
     return save_pretrained
+
+
+def _saved(
+    stock: Method, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    """Save a sharded model whose whole weights are in `keywords`, if they are anywhere."""
+    if keywords.get("state_dict") is None:
+        return stock(model, *arguments, **keywords)
+    # PEFT asks a module for its state_dict to learn which names are in it (modules_to_save).
+    with usage_checks.names_only():
+        return stock(model, *arguments, **keywords)
 
 
 def _refusing(stock: Method) -> Method:

@@ -24,6 +24,7 @@ tensor_parallel.py, pipeline_parallel.py   what they exclude; applied to the mod
 In a step:
 
 gradient_weighting.py  the weight of a loss, the seed of autograd, the one division
+gradient_hooks.py      refuses hooks on parameters that would see a part and are not linear
 loss_accumulation.py   the weights and losses since the last step
 exchange.py            the one small collective of a step
 step_statistics.py     what ranks report, and the totals of all

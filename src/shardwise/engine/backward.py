@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from shardwise import randomness
 from shardwise.current_batch import Batch
-from shardwise.engine import loss_terms, start_lines, usage_checks
+from shardwise.engine import gradient_hooks, loss_terms, start_lines, usage_checks
 from shardwise.engine.engine_state import EngineState
-from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
+from shardwise.engine.gradient_weighting import LossWeight, divisor_of, share_of, weigh
 from shardwise.engine.loss_accumulation import LossTerm
 from shardwise.engine.loss_terms import UNKNOWN, LossTerms
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
 from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
-from shardwise.parallel.pipeline.runner import LookAtLoss, PipelineRunner
+from shardwise.parallel.pipeline.runner import LookAtLoss, Part, PipelineRunner
 from shardwise.placement import DEVICE
 from shardwise.states import parameters_at_rest
 from shardwise.timeline import span
@@ -74,16 +74,18 @@ class BackwardRunner:
         term = self._accumulation.term(
             batch, weighed, given=given, divisor=divisor, same_items=same_items, terms=terms
         )
-        self._announce(None, averaged=reduction == "ddp")
+        share = self._share(batch, summed=divisor > 0)
+        self._announce(None, averaged=reduction == "ddp", share=share)
         self._announce_loss(terms, is_said=is_said)
         if last is None:
             last = batch.last if batch is not None else True
         factor = weighed.factor
         if isinstance(loss, StageTensor):
-            loss = self._stage_by_stage(loss, float(factor), last=last, keep_graph=retain_graph)
+            part = float(factor), (), share
+            loss = self._stage_by_stage(loss, part, last=last, keep_graph=retain_graph)
         else:
-            self._seed_autograd(loss, factor, last=last, keep_graph=retain_graph)
-        self._end(loss, term, divisor, compares=compares)
+            self._seed_autograd(loss, factor, share, last=last, keep_graph=retain_graph)
+        self._end(loss, term, divisor, share, compares=compares)
 
     def forward_backward(
         self,
@@ -118,7 +120,13 @@ class BackwardRunner:
             rows = micro[number][0]
             found.append((self._read(loss, rows), factors[number]))
 
-        parts = [(factor, part) for factor, (_, part) in zip(factors, micro, strict=True)]
+        share = self._share(of, summed=summed)
+        # Of a mean a micro-batch is as large a part as it has rows; sums count whole.
+        whole = 1 if summed else max(sum(rows for rows, _ in micro), 1)
+        parts = [
+            (factor, part, share * (bool(rows) if summed else rows) / whole)
+            for factor, (rows, part) in zip(factors, micro, strict=True)
+        ]
         last = of.last if of is not None else True
         run = self._one_by_one if self._pipeline is None else self._through_stages
         with self.abandoning():
@@ -126,7 +134,8 @@ class BackwardRunner:
         if found:
             self._announce_loss(found[0][0], is_said=given or summed)
         term = replace(term, parts=found)
-        self._end(loss, term, divisor, compares=given or not summed)
+        shares = sum(part[2] for part in parts)
+        self._end(loss, term, divisor, shares, compares=given or not summed)
         return loss * weighed.factor if summed else loss
 
     def _cut(self, batch: Sequence[Any]) -> list[tuple[int, Any]]:
@@ -202,11 +211,22 @@ class BackwardRunner:
         look = self._spec.settings.offload_activations == DEVICE
         return loss_terms.read(loss, rows, total=total, look=look)
 
-    def _announce(self, parts: int | None, *, averaged: bool) -> None:
+    def _share(self, batch: Batch | None, *, summed: bool) -> float:
+        replicas = self._spec.replicas
+        islands = self._world.data_size // replicas
+        if self._spec.micro_shards is not None:
+            replicas = self._spec.micro_shards.count  # the same seeds on any number of workers
+        return share_of(batch, summed=summed, replicas=replicas, islands=islands)
+
+    def _announce(self, parts: int | None, *, averaged: bool, share: float = 1.0) -> None:
         """Print, at the first backward, into how many `parts` batches are cut, and whether losses
-        are `averaged` over workers."""
+        are `averaged` over workers. Watch hooks that would see a part of a gradient: those of
+        DistributedDataParallel do too."""
         if not self._announced:
             self._announced = True
+            whole = share == 1.0 and self._spec.replicas == 1 and (parts or 1) == 1
+            if not whole and not averaged:
+                gradient_hooks.watch(self._objects.states.parameters.named)
             start_lines.announce_batch(self._world, self._spec, parts, averaged=averaged)
 
     def _announce_loss(self, terms: LossTerms, *, is_said: bool) -> None:
@@ -216,9 +236,11 @@ class BackwardRunner:
             self._announced_loss = True
             start_lines.announce_loss(self._world, self._spec, terms, is_said=is_said)
 
-    def _end(self, loss: Tensor, term: LossTerm, divisor: float, *, compares: bool) -> None:
+    def _end(
+        self, loss: Tensor, term: LossTerm, divisor: float, share: float, *, compares: bool
+    ) -> None:
         self._world.current_batch.train()
-        self._accumulation.add(loss, term, divisor, compares=compares)
+        self._accumulation.add(loss, term, divisor, share, compares=compares)
         buffers = self._objects.buffers
         if term.batch is not None and term.batch.samples == 0:
             buffers.restore()
@@ -231,10 +253,17 @@ class BackwardRunner:
     # -- one graph on this rank -------------------------------------------------------------
 
     def _seed_autograd(
-        self, loss: Tensor, factor: float | Tensor, *, last: bool, keep_graph: bool = False
+        self,
+        loss: Tensor,
+        factor: float | Tensor,
+        share: float,
+        *,
+        last: bool,
+        keep_graph: bool = False,
     ) -> None:
-        """Run autograd from `loss`, whose gradient counts `factor` times."""
-        seed, rest = self._weighting.seed(loss, factor)
+        """Run autograd from `loss`, whose gradient counts `factor` times; it is that `share` of the
+        loss of one process."""
+        seed, rest = self._weighting.seed(loss, factor, share)
         with self._collecting(factor, rest, last=last, keep_graph=keep_graph):
             torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
         reached = self._objects.states.gradients.reached
@@ -244,21 +273,21 @@ class BackwardRunner:
     def _one_by_one(
         self,
         loss_of: Callable[..., Tensor],
-        parts: Sequence[tuple[float, Any]],
+        parts: Sequence[Part],
         *,
         last: bool,
         look_at: LookAtLoss,
     ) -> Tensor:
         """Forward and backward of each of `parts`; their mean loss."""
         losses = []
-        for number, (weight, part) in enumerate(parts):
+        for number, (weight, part, share) in enumerate(parts):
             loss = loss_of(*part)
             loss = usage_checks.check_loss(loss, weight)
             look_at(loss, number)
-            self._seed_autograd(loss, weight, last=last and number == len(parts) - 1)
+            self._seed_autograd(loss, weight, share, last=last and number == len(parts) - 1)
             value = loss.detach().double().reshape(())
             losses.append(value * weight if weight else torch.zeros_like(value))
-        return torch.stack(losses).sum() / max(sum(weight for weight, _ in parts), 1e-300)
+        return torch.stack(losses).sum() / max(sum(weight for weight, *_ in parts), 1e-300)
 
     def _inputs(self) -> list[nn.Parameter] | None:
         """This engine's parameters where the graph may hold those of another engine too."""
@@ -319,7 +348,7 @@ class BackwardRunner:
     def _through_stages(
         self,
         loss_of: Callable[..., Tensor],
-        parts: Sequence[tuple[float, Any]],
+        parts: Sequence[Part],
         *,
         last: bool,
         look_at: LookAtLoss,
@@ -362,13 +391,13 @@ class BackwardRunner:
             shown.residency.part = stage
 
     def _stage_by_stage(
-        self, loss: StageTensor, weight: float, *, last: bool, keep_graph: bool
+        self, loss: StageTensor, part: Part, *, last: bool, keep_graph: bool
     ) -> Tensor:
         """Backward of a loss whose layers are on several ranks, one after the other."""
         assert self._pipeline is not None
         return self._pipeline.backward(
             loss,
-            weight,
+            part,
             last=last,
             keep_graph=keep_graph,
             buckets=self._objects.states.buckets_by,

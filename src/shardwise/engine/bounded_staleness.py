@@ -116,7 +116,7 @@ class BoundedStaleness:
         sums.land(flight)
         self._waited += time.monotonic() - begun
         self._staleness = sums.updates - int(reports[0].updates)
-        theirs = _joined(totals, reports, used)
+        theirs = _joined(totals, reports, used, self._spec.replicas)
         if not theirs.weight:
             return theirs
         if not math.isfinite(theirs.squared_norm):
@@ -160,6 +160,7 @@ def _nothing(totals: StepTotals) -> StepTotals:
         loss=0.0,
         squared_norm=0.0,
         backwards=0,
+        shares=0.0,
         used=[False] * len(totals.used),
         several=False,
         unsaved=False,
@@ -167,16 +168,22 @@ def _nothing(totals: StepTotals) -> StepTotals:
     )
 
 
-def _joined(totals: StepTotals, reports: Sequence[Report], used: list[bool]) -> StepTotals:
+def _joined(
+    totals: StepTotals, reports: Sequence[Report], used: list[bool], replicas: int
+) -> StepTotals:
     """What all islands know of the step that was reported. Of gradients that are not finite on one
     the squared norm is infinite."""
+    backwards = sum(report.backwards for report in reports)
     return replace(
         totals,
         weight=sum(report.weight for report in reports),
         shown=sum(report.shown for report in reports),
         loss=sum(report.loss for report in reports),
         squared_norm=0.0 if all(report.finite for report in reports) else math.inf,
-        backwards=int(sum(report.backwards for report in reports)),
+        backwards=int(backwards),
+        # Islands report no shares: the unit that follows from them is an estimate, and needs only
+        # be alike on all.
+        shares=backwards / (1 if reports[0].divisor else replicas),
         used=used,
         several=any(report.several for report in reports),
         unsaved=any(report.unsaved for report in reports),

@@ -50,6 +50,7 @@ def exchange(
         losses=aggregation.reported(accumulation.losses if counts else nothing),
         squared_norm=gradients.norm.squared().double() / copies,
         backwards=accumulation.weighted_backwards if counts else 0,
+        shares=accumulation.shares if counts else 0.0,
         options=options,
         calls=calls.number(),
         rows=calls.rows,

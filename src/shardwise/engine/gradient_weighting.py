@@ -1,18 +1,20 @@
 """Weights gradients, so that their sum is that of the mean over all items of all workers.
 
-Each rank's loss is a mean over `weight` items. Backward is seeded with weight / divisor, so that
-gradients add up to weighted sums over micro-batches and ranks; the total weight travels beside
-them, and one division in the update makes them the mean. The divisor is the last step's
-mean weight times a power of two near the number of its backwards, over the loss scale: seeds add
-up to about 1, so that 16-bit gradients stay in range, and where all weights are one number seeds
-are powers of two, which scale every gradient exactly in every dtype.
+Each rank's loss is a mean over `weight` items. Its gradient enters the sum over micro-batches and
+ranks multiplied by weight / unit. The total weight is summed next to it, and one division in the
+update makes the sum the mean. The factor has two parts:
 
-A loss that is a sum over items is seeded with 1 / divisor instead, and the sums of all ranks are
-added: what is divided then is only what the seeds have scaled. With reduction="ddp" the same sum is
-divided by the number of replicas, as DistributedDataParallel does.
+    weight / unit  =  seed         of autograd: what hooks and autograd.Functions in the graph see
+                      x rest       applied to each gradient on its way to its bucket
 
-A 16-bit loss takes only a 16-bit seed, which would round the weight. It gets the power of two near
-its seed, and each gradient is multiplied by the rest, in fp32, on its way to its bucket.
+The seed is the loss's share of the mean that one process would compute: its rows / the rows of
+the total batch. So code in the graph that is not linear (a hook that clamps) computes what it
+computes in one process. With one worker and a whole batch the seed is 1, as `loss.backward()` has
+it. A loss that is a sum (reduction="sum" or "ddp") always has a seed of 1.
+
+The unit is the last step's total weight over its total of shares. So the rest is 1, and costs
+nothing, as long as weights are proportional to rows and batches have one size. It is not 1 for
+weights such as tokens, around a short batch, and where a 16-bit loss rounds its seed.
 """
 
 from __future__ import annotations
@@ -74,6 +76,23 @@ def weigh(
     return LossWeight(factor=items, items=items, shown=shown)
 
 
+def share_of(batch: Batch | None, *, summed: bool, replicas: int, islands: int = 1) -> float:
+    """Return which part of the loss of one process a loss of `batch` is; its backward starts with
+    that, as the gradient of the one process would.
+
+    A mean over some of the rows of a total batch counts by its rows. Without a batch the
+    `replicas` are taken to have equal parts. A sum counts whole. A total batch is that of all
+    `islands`, and each of them makes the mean over its own part.
+    """
+    if batch is not None and batch.samples == 0:
+        return 0.0
+    if summed:
+        return 1.0
+    if batch is None or not batch.total:
+        return 1.0 / replicas
+    return batch.samples * islands / batch.total
+
+
 def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:
     """What the added losses of a step are divided by: 1 for sums, the number of `replicas` for
     "ddp", and 0 for means, which are divided by the items that the step has seen. Raises UsageError
@@ -118,45 +137,51 @@ class GradientWeighting:
         self._varies = False
         """Whether weights are others than 1, so that units differ by no powers of two alone."""
 
-    def begin(self, weight: float | Tensor) -> None:
-        """Estimate the weight of a step from each rank's first `weight`; the first call is
-        collective."""
+    def begin(self, weight: float | Tensor, share: float) -> None:
+        """Estimate the unit from the `weight` and the `share` of each rank's first backward; the
+        first call is collective."""
         if self._unit is None:
             row = torch.as_tensor(weight, dtype=torch.float64, device=self._group.small_device)
-            rows = self._group.read(self._group.gather_rows(row.reshape(1)))
-            weights = rows.flatten().tolist()
-            self.follow(*self._parts.first_step(weights))
+            row = torch.stack([row.reshape(()), torch.full_like(row.reshape(()), share)])
+            rows = self._group.read(self._group.gather_rows(row))
+            total, count = self._parts.first_step(rows[:, 0].tolist())
+            self.follow(total, count, self._parts.first_step(rows[:, 1].tolist())[0])
 
-    def seed(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, float | Tensor]:
-        """The seed of a backward of `loss`, in its dtype, and the factor by which its gradients are
-        still to be multiplied. The first call is collective."""
-        self.begin(weight)
-        exact = torch.as_tensor(weight, dtype=torch.float64) / self._divisor
-        narrow = loss.dtype in NARROW
-        seed = _power_of_two(exact, loss.dtype) if narrow else exact
-        rest = exact / seed if narrow else 1.0
-        if isinstance(weight, Tensor):
-            return seed.to(loss.device, loss.dtype).view_as(loss), rest
+    def seed(
+        self, loss: Tensor, weight: float | Tensor, share: float
+    ) -> tuple[Tensor, float | Tensor]:
+        """Return the seed of a backward of `loss`, in its dtype, and the factor by which its
+        gradients are still to be multiplied. The first call is collective.
+
+        `share` is the part of the one-process loss that `loss` is.
+        """
+        self.begin(weight, share)
+        seed = share * self._scale.value
+        if loss.dtype in NARROW:
+            seed = _rounded(seed, loss.dtype)
+        rest = weight / self._divisor / seed if seed else 1.0
+        if not isinstance(rest, Tensor) and math.isclose(rest, 1.0, rel_tol=1e-12):
+            rest = 1.0  # no multiplication for the rounding of the quotients
         # Filled in there: a copy to a GPU would wait for it.
-        filled = torch.full((), seed.item(), dtype=loss.dtype, device=loss.device)
-        return filled.view_as(loss), float(rest)
+        filled = torch.full((), seed, dtype=loss.dtype, device=loss.device)
+        return filled.view_as(loss), rest
 
     def divisor(self, total_weight: float) -> float:
         """The number that turns summed gradients into their mean, by division."""
         return total_weight / self._divisor
 
-    def follow(self, total_weight: float, count: int) -> None:
-        """Take the total weight of a step with `count` backwards as an estimate of the next."""
+    def follow(self, total_weight: float, count: int, shares: float) -> None:
+        """Take the total weight of a step with `count` backwards, whose seeds add up to `shares`,
+        as an estimate of the next."""
         self._varies = total_weight != count
-        if not (total_weight > 0 and count):
-            self._unit = 1.0
-        else:
-            self._unit = math.ldexp(total_weight / count, round(math.log2(count)))
+        # The exact mode needs the same bits however ranks have added the shares up.
+        shares = round(shares * _SHARE_GRAIN) / _SHARE_GRAIN
+        self._unit = total_weight / shares if total_weight > 0 and shares > 0 else 1.0
 
     def follow_step(self, totals: StepTotals) -> None:
         """The same of what all ranks know of a step that weighs something."""
         factors = totals.backwards if totals.divisor else totals.weight
-        self.follow(factors, totals.backwards)
+        self.follow(factors, totals.backwards, totals.shares)
 
     @property
     def unit(self) -> float | None:
@@ -170,8 +195,8 @@ class GradientWeighting:
 
     @property
     def lasting_unit(self) -> float | None:
-        """The unit, where a run that estimates another one goes on with other bits; None where
-        weights are 1, since any unit is a power of two then."""
+        """The unit, where a run that estimates another one continues with other bits; None where
+        weights are 1, since the first backward gives the same unit then."""
         return self._unit if self._varies else None
 
     @property
@@ -179,9 +204,11 @@ class GradientWeighting:
         return (self._unit or 1.0) / self._scale.value
 
 
-def _power_of_two(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """The power of two near `exact`, in fp64, that the 16-bit `dtype` can hold; 1 for 0."""
+_SHARE_GRAIN = 1 << 20
+
+
+def _rounded(seed: float, dtype: torch.dtype) -> float:
+    """Return the number nearest to `seed` that the 16-bit `dtype` can hold; 0 stays 0."""
     limits = torch.finfo(dtype)
-    within = torch.where(exact > 0, exact, 1.0).log2().round()
-    lowest, highest = math.log2(limits.tiny), math.floor(math.log2(limits.max))
-    return torch.exp2(within.clamp(lowest, highest))
+    within = min(max(seed, limits.tiny), limits.max) if seed else 0.0
+    return float(torch.tensor(within, dtype=dtype))

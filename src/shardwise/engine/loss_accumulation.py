@@ -54,6 +54,8 @@ class LossAccumulation:
     shown: list[Number] = field(default_factory=list)
     losses: list[Number] = field(default_factory=list)
     indices: list[tuple[int, ...]] = field(default_factory=list)
+    shares: float = 0.0
+    """The seeds of these backwards, added up; see gradient_weighting."""
     divisor: float = 0.0
     """What the added losses are divided by; 0 where they are means: by the items."""
     is_said: bool = False
@@ -73,7 +75,7 @@ class LossAccumulation:
         """Begin anew: the step was made, or its gradients are forgotten."""
         self.weights, self.shown, self.losses, self.indices = [], [], [], []
         self._terms, self._mixes = [], {}
-        self.divisor, self.stepping = 0.0, False
+        self.shares, self.divisor, self.stepping = 0.0, 0.0, False
         self.is_said = self.needs_to_be_alone = False
 
     @property
@@ -115,9 +117,19 @@ class LossAccumulation:
             weight = replace(weight, factor=self._terms[of].weight.factor)
         return LossTerm(batch, weight, given, of, terms)
 
-    def add(self, loss: Tensor, term: LossTerm, divisor: float, *, compares: bool = True) -> None:
-        """Count one backward of `loss`; its terms are to fit its weight, where it `compares`."""
+    def add(
+        self,
+        loss: Tensor,
+        term: LossTerm,
+        divisor: float,
+        share: float = 1.0,
+        *,
+        compares: bool = True,
+    ) -> None:
+        """Count one backward of `loss`, which is that `share` of the loss of one process. Its terms
+        are to fit its weight, where it `compares`."""
         number = self.backwards
+        self.shares += 0.0 if term.repeated else share
         self.divisor = divisor
         self.indices.append(() if term.batch is None else term.batch.indices)
         self.weights.append(0.0 if term.repeated else term.weight.items)

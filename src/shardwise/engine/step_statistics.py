@@ -88,16 +88,17 @@ _BITS = 48
 class StepReport:
     """What a rank reports to all others at a step, as one fp64 vector.
 
-    | weights | losses x factor | squared norm | backwards | options | calls | rows | shown | mix |
+    | weights | losses x factor | squared norm |
+    backwards | shares | options | calls | rows | shown | mix |
     used, packed | late, packed | news | several | unsaved | asked | written | divisor | alone |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
-    those of weight 0. `options` is a checksum of the optimizers' options, `calls` one of the calls
-    that all make alike since the last step; joined they are NaN where ranks differ. `rows` is a
-    number of the first rows of the batches that were shared. `shown` is what users see of the
-    weights, and `mix` the range of a number that is the same everywhere where weights are right for
-    all terms of all losses. `used` is by parameter: it had a
-    gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
+    those of weight 0. `shares` are the seeds of the backwards, added up. `options` is a checksum of
+    the optimizers' options, `calls` one of the calls that all make alike since the last step;
+    joined they are NaN where ranks differ. `rows` is a number of the first rows of the batches that
+    were shared. `shown` is what users see of the weights, and `mix` the range of a number that is
+    the same everywhere if weights are right for all terms of all losses. `used` is by parameter: it
+    had a gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
     was seen to change for the first time. `several`: there was more than one backward. `unsaved`: a
     save in the background has failed. `asked`: the signal that asked this rank to end, or 0; of all
     ranks the highest. `written`: user code has written into parameters. `divisor`: what the added
@@ -109,6 +110,7 @@ class StepReport:
     losses: list[Number]
     squared_norm: Tensor
     backwards: int
+    shares: float
     options: float
     calls: float
     rows: Number
@@ -129,7 +131,7 @@ class StepReport:
         flags = self.news, self.several, self.unsaved, self.asked, self.written
         numbers = [*packed_flags(self.used), *packed_flags(self.late), *map(float, flags)]
         numbers += [self.divisor, float(self.alone)]
-        known = [float(self.backwards), self.options, self.calls, self.rows]
+        known = [float(self.backwards), self.shares, self.options, self.calls, self.rows]
         known += [self.shown, *self.mix, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
@@ -139,7 +141,7 @@ class StepReport:
             len(self.weights),
             len(self.losses),
             self.squared_norm.numel(),
-            7,
+            8,
             _words(self.used),
             _words(self.late),
             7,
@@ -154,14 +156,15 @@ class StepReport:
         alone = any(row[6] for row in flags)
         return StepTotals(
             weight=aggregation.total(weights),
-            shown=sum(row[4] for row in known),
+            shown=sum(row[5] for row in known),
             loss=aggregation.total(losses),
             squared_norm=aggregation.total_of_squares(squares),
             backwards=backwards,
-            options=_common([row[1] for row in known]),
-            calls=_common([row[2] for row in known]),
-            rows_differ=not nearly_alike([row[3] for row in known]),
-            is_mixed=_differ([row[5:7] for row in known]) or (alone and backwards > 1),
+            shares=sum(row[1] for row in known),
+            options=_common([row[2] for row in known]),
+            calls=_common([row[3] for row in known]),
+            rows_differ=not nearly_alike([row[4] for row in known]),
+            is_mixed=_differ([row[6:8] for row in known]) or (alone and backwards > 1),
             used=any_of(used, len(self.used)),
             late=any_of(late, len(self.late)),
             news=any(row[0] for row in flags),
@@ -178,9 +181,9 @@ class StepTotals:
     """What all ranks know of a step after its exchange, alike.
 
     `weight` and `loss` (x weight) are sums over the ranks, `shown` is what users see of the weight;
-    `is_mixed` says that no weight is right for all losses. `squared_norm` that of the summed
-    gradients. `backwards` is the number of those that had a weight, `options` the checksum of the
-    optimizers' options, and `calls` that of the calls that all make alike, NaN where ranks differ.
+    `is_mixed` says that no weight is right for all losses. `squared_norm` is that of the summed
+    gradients. `backwards` is the number of those that had a weight, `shares` their seeds added up,
+    `options` the checksum of the optimizers' options, and `calls` that of the calls that all make alike, NaN where ranks differ.
     `rows_differ`: ranks have shared different batches. `used` says by parameter whether any rank
     had a gradient for it, `late` by bucket whether any came after it had started; `news` whether a
     buffer was seen to change for the first time, `several` whether any rank made more than one
@@ -195,6 +198,7 @@ class StepTotals:
     loss: float
     squared_norm: float
     backwards: int
+    shares: float
     options: float
     calls: float
     rows_differ: bool

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
@@ -336,10 +338,24 @@ def _refuse_load(optimizer: optim.Optimizer, state: Any) -> None:
     )
 
 
+_allows_names: ContextVar[bool] = ContextVar("allows_names", default=False)
+
+
+@contextmanager
+def names_only() -> Iterator[None]:
+    """Inside the block `state_dict()` of a sharded module gives its names: for code that is given
+    the whole weights and looks up which of them belong to a module. The values raise at any use."""
+    token = _allows_names.set(True)
+    try:
+        yield
+    finally:
+        _allows_names.reset(token)
+
+
 def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """A hook on modules whose parameters are sharded: their state_dict would hold NaN."""
     del prefix, keep_vars
-    if is_sharded(module):
+    if is_sharded(module) and not _allows_names.get():
         raise sharded_copy(f"A parameter of {type(module).__name__}")
 
 

@@ -20,6 +20,10 @@ def find_units(
     own class with parameters, and inside a block no further ones are looked for; a child of any
     other module with such a sibling (an encoder beside a decoder) is one where it has no blocks
     inside. A model without repetition has none.
+
+    A container without a forward (a `ModuleList`, a `ModuleDict`) is no block, since nobody calls
+    it: inside another container its children stand in its place, and so they do where a pattern
+    names it.
     """
     if patterns is not None:
         return _named(model, patterns)
@@ -40,9 +44,10 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Modu
         if name and _has_weights(module)
     ]
     return [
-        (name, module)
+        block
         for name, module in named
         if any(_matches(name.split("."), pattern.split(".")) for pattern in patterns)
+        for block in _called(name, module)
     ]
 
 
@@ -51,17 +56,39 @@ def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def _within(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    children = [(name, child) for name, child in module.named_children() if _has_weights(child)]
+    children = [
+        (f"{path}.{name}" if path else name, child)
+        for name, child in module.named_children()
+        if _has_weights(child)
+    ]
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+    if is_list:
+        children = [each for name, child in children for each in _called(name, child)]
     kinds = [type(child) for _, child in children]
-    for name, child in children:
-        below = f"{path}.{name}" if path else name
+    for below, child in children:
         repeated = kinds.count(type(child)) > 1 and any(True for _ in child.children())
         inner = list(_within(child, below))
-        if repeated and not isinstance(child, nn.ModuleList) and (is_list or not inner):
+        if repeated and _has_forward(child) and (is_list or not inner):
             yield below, child
         else:
             yield from inner
+
+
+def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`module`, or the modules in it that are called in its place if it has no forward."""
+    if _has_forward(module):
+        yield name, module
+        return
+    for below, child in module.named_children():
+        if _has_weights(child):
+            yield from _called(f"{name}.{below}", child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called: containers of torch cannot."""
+    kind = type(module)
+    overrides = kind.forward is not nn.Module.forward or kind.__call__ is not nn.Module.__call__
+    return overrides or "forward" in vars(module)
 
 
 def _has_weights(module: nn.Module) -> bool:

@@ -54,6 +54,17 @@ class Backward:
         # A product with zero would keep a NaN.
         return torch.where(self.weight == 0, torch.zeros_like(grad), grad)
 
+    def put(self, grad: Tensor, target: Tensor, *, adds: bool) -> None:
+        """Write `grad`, weighted, to `target`, or add it to what is there."""
+        factor = self.factor
+        if factor is not None and self.weight is None and grad.dtype == target.dtype and not adds:
+            # One pass, and no memory for the product; 16-bit numbers are multiplied in fp32 here.
+            torch.mul(grad, factor, out=target)
+        elif adds:
+            target.add_(self.weighted(grad))
+        else:
+            target.copy_(self.weighted(grad))
+
 
 class BucketFill:
     """Collects the gradients of one bucket in a backward, and remembers whether it has any.
@@ -101,9 +112,9 @@ class BucketFill:
             grad = self._taken(place)
         if grad is None:
             return False
-        value, again = self._backward.weighted(grad), self._has[place]
+        again = self._has[place]
         self._has[place] = True
-        if not again and (flat := self._sendable(place, value)) is not None:
+        if not again and (flat := self._sendable(place, grad)) is not None:
             self._elsewhere[place] = flat
             return True
         buffer = self._open()
@@ -112,11 +123,8 @@ class BucketFill:
             slot = self.bucket.layout.slots[place]
             buffer[slot.start : slot.end] = first
         views = self._reducer.views(self.bucket, buffer, self._onto)
-        for target, part in zip(views.targets[place], views.parts(place, value), strict=True):
-            if again or self._adds:
-                target.add_(part)
-            else:
-                target.copy_(part)
+        for target, part in zip(views.targets[place], views.parts(place, grad), strict=True):
+            self._backward.put(part, target, adds=again or self._adds)
         return True
 
     def complete(self) -> tuple[list[int], list[Tensor]]:
@@ -175,10 +183,11 @@ class BucketFill:
         refuse_sparse(named, grad)
         return grad
 
-    def _sendable(self, place: int, value: Tensor) -> Tensor | None:
-        """`value` flat, if it is to be sent from where it lies; else None."""
+    def _sendable(self, place: int, grad: Tensor) -> Tensor | None:
+        """`grad`, weighted and flat, if it is to be sent from where it is; else None."""
         if place not in self._sent_apart or not self._backward.reduces or self._adds:
             return None
+        value = self._backward.weighted(grad)
         dtype, device = self.bucket.kind
         if (own := self._own) is not None:
             dtype = own.dtype  # wider than gradients are made, once they add up in it

@@ -114,6 +114,7 @@ class Gradients:
             for index, param in enumerate(self._params)
             if param.requires_grad
         ]
+        self._hooked = [param for param in self._params if param.requires_grad]
 
     @property
     def sums(self) -> list[Storage]:
@@ -145,6 +146,7 @@ class Gradients:
         """
         self._guarded = False
         self._drop()
+        self._put_hooks_last()
         self._now = self._fills
         if among is not None:
             self._now = [self._fills[number] for number in sorted(among)]
@@ -164,6 +166,16 @@ class Gradients:
         self._overdue.clear()
         self._expected.begin()
         self._active = True
+
+    def _put_hooks_last(self) -> None:
+        """Let hooks that user code has registered since run before ours, which takes the gradient
+        away."""
+        with unguarded():
+            for param, handle in zip(self._hooked, self._hooks, strict=True):
+                hooks = param._post_accumulate_grad_hooks
+                if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+                    # Not move_to_end: torch reads the order of the plain dict inside.
+                    hooks[handle.id] = hooks.pop(handle.id)
 
     def arrived(self, index: int, param: Tensor) -> None:
         """autograd has put a gradient into `param.grad`."""

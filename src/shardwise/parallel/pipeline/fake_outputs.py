@@ -14,7 +14,12 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ModelError
-from shardwise.parallel.pipeline.fake_tensors import fake_like, fake_mode, without_saving
+from shardwise.parallel.pipeline.fake_tensors import (
+    fake_activation,
+    fake_like,
+    fake_mode,
+    without_saving,
+)
 from shardwise.parallel.pipeline.stages import Stages
 
 MOST_CACHED = 1024
@@ -53,7 +58,7 @@ class FakeOutputs:
             if all(map(_is_known, leaves)):
                 self._cache[key] = found
         out, forms = found
-        made = [fake_like(form) if isinstance(form, Tensor) else form for form in forms]
+        made = [fake_activation(form) if isinstance(form, Tensor) else form for form in forms]
         return pytree.tree_unflatten(made, out)
 
     def _compute(
@@ -71,7 +76,7 @@ class FakeOutputs:
             fakes = {
                 key: fake_like(value).requires_grad_(needs) for key, (value, needs) in bare.items()
             }
-            likes = [fake_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            likes = [fake_activation(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(likes, spec)
             try:
                 with (

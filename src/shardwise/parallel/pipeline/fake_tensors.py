@@ -35,6 +35,18 @@ def fake_like(value: Tensor) -> FakeTensor:
     return made
 
 
+def fake_activation(value: Tensor) -> FakeTensor:
+    """A fake tensor like `value` that may be written in place, as what a layer returns may be: with
+    gradients on, it is no leaf."""
+    made = fake_like(value)
+    if not (made.requires_grad and torch.is_grad_enabled()):
+        return made
+    with without_saving():
+        copied = made.clone()
+    assert isinstance(copied, FakeTensor)
+    return copied
+
+
 def _takes_gradients(value: Tensor) -> bool:
     return value.dtype.is_floating_point or value.dtype.is_complex
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -163,11 +163,13 @@ class PipelineGroup(Stages):
             run.in_flight.append(handle)
 
     def receive(self, run: StageRun, source: int, target: int, like: Tensor) -> Tensor:
-        """Receive a value: a leaf of this rank's graph, if it carries gradients."""
+        """Receive a value. If it carries gradients, it hangs on a leaf of this rank's graph."""
         value = self.channels.receive("forward", source, target, like, self.device)
         if like.requires_grad and torch.is_grad_enabled():
-            value.requires_grad_()
-            run.received.append((source, target, value))
+            # The value itself is no leaf: a stage may begin with an operation in place.
+            leaf = value.detach().requires_grad_()
+            run.received.append((source, target, leaf))
+            return cast(Tensor, _OfLeaf.apply(leaf, value))  # type: ignore[no-untyped-call]
         return value
 
     def whole_parameter(self, parameter: nn.Parameter) -> Tensor:
@@ -199,3 +201,18 @@ class PipelineGroup(Stages):
         if near.numel():
             self.group.broadcast(near.view(-1), rank).wait()
         return near.to(value.device)
+
+
+class _OfLeaf(torch.autograd.Function):
+    """Gives `value` the gradients of `leaf`, which has the same memory: without a copy, and not as
+    a view, which could not be written in place either."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:
+        del leaf
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -71,6 +71,10 @@ def _rows(batch: Any) -> Rows:
         ) from None
 
 
+Part = tuple[float, Any, float]
+"""A micro-batch: its weight, the arguments of `loss_of`, and which part of the loss of one process
+its loss is."""
+
 BucketsByKey = Callable[[Callable[[nn.Parameter], int]], Mapping[int, frozenset[int]]]
 """Maps a key of parameters to the numbers of the buckets that have such parameters, by key."""
 
@@ -105,10 +109,13 @@ class CollectGradients(Protocol):
 class GradientWeighting(Protocol):
     """Gives the gradient that a backward starts from; the engine's exact mean is one."""
 
-    def begin(self, weight: float | Tensor) -> None:
-        """Prepare for a step in which this rank's first loss has this weight. Collective once."""
+    def begin(self, weight: float | Tensor, share: float) -> None:
+        """Prepare for a step in which this rank's first loss has this weight, and is this part of
+        the loss of one process. Collective once."""
 
-    def seed(self, loss: Tensor, weight: float | Tensor) -> tuple[Tensor, float | Tensor]:
+    def seed(
+        self, loss: Tensor, weight: float | Tensor, share: float
+    ) -> tuple[Tensor, float | Tensor]:
         """The gradient of `loss`, and the factor by which gradients are still to be multiplied."""
 
 
@@ -128,8 +135,7 @@ class _PipelineBatch:
     """The state of a batch while it runs through the stages."""
 
     loss_of: Callable[..., Tensor]
-    parts: Sequence[tuple[float, Any]]
-    """The weight of each micro-batch, and the arguments of `loss_of`."""
+    parts: Sequence[Part]
     seed: int
     last: bool
     """Whether this is the last batch of the step."""
@@ -157,7 +163,7 @@ class PipelineRunner:
     def train(
         self,
         loss_of: Callable[..., Tensor],
-        parts: Sequence[tuple[float, Any]],
+        parts: Sequence[Part],
         *,
         seed: int,
         last: bool,
@@ -175,7 +181,9 @@ class PipelineRunner:
         order = actions_of(self._settings.schedule, ranks, partition.stages, len(parts), rank)
         batch = _PipelineBatch(loss_of, parts, seed, last, collect, look_at, inputs=inputs)
         pipeline.tied_weights.invalidate()  # user code may have written to weights since
-        self._weighting.begin(sum(weight for weight, _ in parts))
+        self._weighting.begin(
+            sum(weight for weight, _, _ in parts), sum(share for _, _, share in parts)
+        )
         self._run_trial(batch, refusal)
         ends = {a.stage: n for n, a in enumerate(order) if a.kind in "BW"}
         has_several = len(pipeline.stages) > 1
@@ -255,9 +263,10 @@ class PipelineRunner:
         self, batch: _PipelineBatch, action: Action, among: frozenset[int] | None, *, is_last: bool
     ) -> None:
         stage = action.stage
-        micro, weight = batch.passes[stage, action.micro], batch.parts[action.micro][0]
+        micro = batch.passes[stage, action.micro]
+        weight, _, share = batch.parts[action.micro]
         if action.kind != "W":
-            self._prepare_backward(batch, micro, weight)
+            self._prepare_backward(batch, micro, weight, share)
         if action.kind == "I":
             self._input_backward(micro)
             return
@@ -290,14 +299,14 @@ class PipelineRunner:
             torch.autograd.backward(parameters, values)
 
     def _prepare_backward(
-        self, batch: _PipelineBatch, micro: _MicroBatchPass, weight: float
+        self, batch: _PipelineBatch, micro: _MicroBatchPass, weight: float, share: float
     ) -> None:
         """Set up the backward of a pass: its roots, and their gradients, which are received
         here."""
         roots: list[Tensor] = []
         grads: list[Tensor] = []
         like = torch.empty((), dtype=micro.dtype, device=self._pipeline.device)
-        seed, micro.factor = self._weighting.seed(like, weight)
+        seed, micro.factor = self._weighting.seed(like, weight, share)
         if micro.loss is not None:
             roots.append(micro.loss)
             grads.append(seed.view_as(micro.loss))
@@ -340,7 +349,7 @@ class PipelineRunner:
     def _mean_loss(self, batch: _PipelineBatch) -> Tensor:
         """The mean loss, broadcast from the rank that has it. Collective."""
         pipeline = self._pipeline
-        weights = torch.tensor([weight for weight, _ in batch.parts], dtype=torch.float64)
+        weights = torch.tensor([weight for weight, *_ in batch.parts], dtype=torch.float64)
         losses = torch.zeros(
             len(batch.parts), dtype=torch.float64, device=pipeline.group.small_device
         )
@@ -356,7 +365,7 @@ class PipelineRunner:
     def backward(
         self,
         loss: StageTensor,
-        weight: float,
+        whole: Part,
         *,
         last: bool,
         keep_graph: bool,
@@ -387,11 +396,12 @@ class PipelineRunner:
             run, loss.dtype, loss.value if loss.stage in pipeline.stages else None
         )
         batch = _PipelineBatch(
-            lambda: loss, [(weight, ())], 0, last, collect, inputs=inputs, loss_stage=loss.stage
+            lambda: loss, [whole], 0, last, collect, inputs=inputs, loss_stage=loss.stage
         )
         if micro.loss is not None:
             batch.losses[0] = micro.loss.detach()
-        self._prepare_backward(batch, micro, weight)
+        weight, _, share = whole
+        self._prepare_backward(batch, micro, weight, share)
         assert micro.backward is not None
         with collect(weight, micro.factor, last=last, keep_graph=keep_graph):
             micro.backward.weight_backward(keep_graph=keep_graph)

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointFunction
+
+from shardwise.errors import UsageError
 
 
 class SplitBackward:
@@ -71,11 +74,17 @@ class SplitBackward:
 
     def _find_boundary(self) -> list[dict[str, Any]] | None:
         """Groups of parameters with the nodes at the boundary; None where a root is not reached
-        from the leaves."""
+        from the leaves. Raises UsageError for a graph that runs in one piece only."""
         torch_backward = _torch_backward()
         find = torch_backward._get_grad_fn_or_grad_acc
         nodes = [node for root in self._roots if (node := find(root)) is not None]
         reverse = torch_backward.construct_reverse_graph(nodes)
+        if any(isinstance(node, CheckpointFunction._backward_cls) for node in reverse):
+            raise UsageError(
+                "--schedule zero-bubble runs backward in two halves, and "
+                "torch.utils.checkpoint(..., use_reentrant=True) in a layer has only one. Write "
+                "use_reentrant=False, or --schedule 1f1b."
+            )
         inputs = [node for leaf in self._leaves if (node := find(leaf)) is not None]
         reached, _ = torch_backward.reverse_closure(inputs, set(), reverse)
         if any(node not in reached for node in nodes):

@@ -29,7 +29,12 @@ from torch.utils import _pytree as pytree
 from shardwise.collectives import Handle
 from shardwise.errors import UsageError
 from shardwise.parallel.pipeline import recomputed_layers
-from shardwise.parallel.pipeline.fake_tensors import fake_like, fake_mode, without_saving
+from shardwise.parallel.pipeline.fake_tensors import (
+    fake_activation,
+    fake_like,
+    fake_mode,
+    without_saving,
+)
 from shardwise.parallel.tensor.torch_functions import FORM
 
 
@@ -133,7 +138,7 @@ class StageTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if self._like is None:
                 assert self.value is not None
-                self._like = fake_like(self.value)
+                self._like = fake_activation(self.value)
             return self._like
 
     @classmethod

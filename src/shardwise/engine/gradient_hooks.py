@@ -1,0 +1,71 @@
+"""Refuses hooks on parameters that are not linear, if backward gives them a part of the gradient.
+
+A hook of `parameter.register_hook` runs on every worker, on the gradient of that worker's rows.
+The engine adds up what the hooks return. That is the result of one process if the hook is linear
+(a mask, a factor), and another one if it is not: the sum of clamped parts is not the clamped sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import UsageError
+from shardwise.printable import from_here
+from shardwise.randomness import preserved
+from shardwise.states.named_parameters import NamedParameter
+from shardwise.states.parameters_at_rest import unguarded
+
+Hook = Callable[[Tensor], Tensor | None]
+
+
+def watch(named: Iterable[NamedParameter]) -> None:
+    """Let the next backward try each hook of these parameters that changes the gradient.
+
+    Raises UsageError there, from the hook's place, for one that is not linear.
+    """
+    with unguarded():
+        for each in named:
+            hooks: MutableMapping[int, Hook] = each.parameter._backward_hooks or {}
+            for key, hook in list(hooks.items()):
+                hooks[key] = _Trial(each.name, hook, hooks, key)
+
+
+class _Trial:
+    """Stands in for a hook during one call, and tries it then."""
+
+    def __init__(self, name: str, hook: Hook, hooks: MutableMapping[int, Hook], key: int) -> None:
+        self._name, self._hook = name, hook
+        self._hooks, self._key = hooks, key
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        self._hooks[self._key] = self._hook
+        given = self._hook(grad)
+        # One that only reads is not called a second time: it may write a log.
+        if given is None or given is grad:
+            return given
+        # Negative, so that abs() is found out, and large, so that clamping is.
+        factor = -(2.0**10 if grad.dtype == torch.float16 else 2.0**20)
+        with preserved():
+            again: Any = self._hook(grad * factor)
+        right = given.double() * factor
+        if isinstance(again, Tensor) and torch.allclose(
+            again.double(), right, rtol=1e-2, atol=1e-3 * float(right.abs().max())
+        ):
+            return given
+        raise UsageError(
+            f"A hook on {self._name} ({_place(self._hook)}) is not linear, and backward gives it "
+            "the gradient of a part of the batch: what it makes of the parts does not add up to "
+            "what it makes of the whole. Change the whole gradient instead, between "
+            "engine.backward and engine.step: with engine.full_gradients(): p.grad.clamp_(...). "
+            "To clip by the norm: engine.step(max_norm=...)."
+        )
+
+
+def _place(hook: Any) -> str:
+    """Name `hook` by its file and line, as far as it has them."""
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    return repr(hook) if code is None else f"{from_here(code.co_filename)}:{code.co_firstlineno}"
