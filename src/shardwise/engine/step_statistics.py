@@ -88,18 +88,19 @@ _BITS = 48
 class StepReport:
     """What a rank reports to all others at a step, as one fp64 vector.
 
-    | weights | losses x factor | squared norm | backwards | options | calls | rows | used, packed |
-    late, packed | news | several | unsaved | asked | written | divisor |
+    | weights | losses x factor | squared norm | backwards | options | calls | rows | copies |
+    used, packed | late, packed | news | several | unsaved | asked | written | divisor | shares |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
     those of weight 0. `options` is a checksum of the optimizers' options, `calls` one of the calls
     that all make alike since the last step; joined they are NaN where ranks differ. `rows` is a
-    number of the first rows of the batches that were shared. `used` is by parameter: it had a
+    number of the first rows of the batches that were shared. `copies` is a checksum of the buffers
+    and frozen parameters that ranks do not average. `used` is by parameter: it had a
     gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
     was seen to change for the first time. `several`: there was more than one backward. `unsaved`: a
     save in the background has failed. `asked`: the signal that asked this rank to end, or 0; of all
     ranks the highest. `written`: user code has written into parameters. `divisor`: what the added
-    losses are divided by, 0 for means.
+    losses are divided by, 0 for means. `shares` are the rows by which buffers are averaged.
     """
 
     weights: list[Number]
@@ -109,6 +110,7 @@ class StepReport:
     options: float
     calls: float
     rows: Number
+    copies: Number
     used: list[bool]
     late: list[bool]
     news: bool
@@ -117,12 +119,14 @@ class StepReport:
     asked: int
     written: bool
     divisor: float
+    shares: list[float]
 
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
         flags = self.news, self.several, self.unsaved, self.asked, self.written, self.divisor
         numbers = [*packed_flags(self.used), *packed_flags(self.late), *map(float, flags)]
-        known = [float(self.backwards), self.options, self.calls, self.rows, *numbers]
+        known = [float(self.backwards), self.options, self.calls, self.rows, self.copies]
+        known += [*numbers, *self.shares]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
@@ -131,13 +135,14 @@ class StepReport:
             len(self.weights),
             len(self.losses),
             self.squared_norm.numel(),
-            4,
+            5,
             _words(self.used),
             _words(self.late),
             6,
+            len(self.shares),
         )
         ends = list(accumulate(lengths))
-        weights, losses, squares, known, used, late, flags = (
+        weights, losses, squares, known, used, late, flags, _ = (
             [row[end - length : end] for row in table]
             for length, end in zip(lengths, ends, strict=True)
         )
@@ -149,6 +154,7 @@ class StepReport:
             options=_common([row[1] for row in known]),
             calls=_common([row[2] for row in known]),
             rows_differ=not nearly_alike([row[3] for row in known]),
+            copies_differ=len({row[4] for row in known}) > 1,
             used=any_of(used, len(self.used)),
             late=any_of(late, len(self.late)),
             news=any(row[0] for row in flags),
@@ -167,7 +173,8 @@ class StepTotals:
     `weight` and `loss` (x weight) are sums over the ranks, `squared_norm` that of the summed
     gradients. `backwards` is the number of those that had a weight, `options` the checksum of the
     optimizers' options, and `calls` that of the calls that all make alike, NaN where ranks differ.
-    `rows_differ`: ranks have shared different batches. `used` says by parameter whether any rank
+    `rows_differ`: ranks have shared different batches. `copies_differ`: buffers or frozen
+    parameters that are not averaged differ between ranks. `used` says by parameter whether any rank
     had a gradient for it, `late` by bucket whether any came after it had started; `news` whether a
     buffer was seen to change for the first time, `several` whether any rank made more than one
     backward, `unsaved` whether a save in the background has failed. `asked` is the signal that
@@ -183,6 +190,7 @@ class StepTotals:
     options: float
     calls: float
     rows_differ: bool
+    copies_differ: bool
     used: list[bool]
     late: list[bool]
     news: bool
