@@ -278,11 +278,11 @@ class Buffers:
         self._followed.append(_Followed(index, tensor.shape, tensor.dtype))
         if not noticed and self._steps >= FIRST:
             self._say(
-                f"{self._name(index)} had other values on each worker for up to {EVERY} steps, and "
-                "is averaged at each step from now on. It was changed by a write that PyTorch does "
-                "not count (.data, .numpy(), or into a frozen parameter), which is looked for in "
-                f"one step of {EVERY}. Make it a buffer and write under torch.no_grad(), without "
-                ".data: then it is averaged from the first write on."
+                f"the {self._name(index)} had other values on each worker for up to {EVERY} "
+                "steps. It is averaged at each step from now on. It was changed by a write that "
+                "PyTorch does not count (.data, .numpy(), or into a frozen parameter), which is "
+                f"looked for in one step of {EVERY}. Make it a buffer and write under "
+                "torch.no_grad(), without .data: then it is averaged from the first write on."
             )
 
     def _say_apart(self, index: int, forms: Sequence[_Form]) -> None:
@@ -292,7 +292,7 @@ class Buffers:
             return
         other = next(rank for rank, form in enumerate(forms) if form != forms[0])
         self._say(
-            f"{self._name(index)} is {_in_words(forms[0])} on worker 0 and "
+            f"the {self._name(index)} is {_in_words(forms[0])} on worker 0 and "
             f"{_in_words(forms[other])} on worker {other}, so it is not averaged: each worker "
             "keeps its own, and a checkpoint has worker 0's. Give it one shape on all workers; or "
             "register a cache with persistent=False."
@@ -305,8 +305,8 @@ class Buffers:
             for path, each in model.named_modules():
                 if each is module:
                     kind = "buffer" if key in module._buffers else "frozen parameter"
-                    return f"the {kind} {f'{path}.' if path else ''}{key}"
-        return f"{key} of {type(module).__name__}"
+                    return f"{kind} {f'{path}.' if path else ''}{key}"
+        return f"tensor {key} of {type(module).__name__}"
 
     # -- the mean ---------------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class Buffers:
         ends = accumulate(self._followed[place].numel for place in places)
         index = next(self._followed[p].index for p, end in zip(places, ends) if first < end)  # noqa: B905
         self._say(
-            f"forward changes {self._name(index)}, of whole numbers, in another way on each "
+            f"forward changes the {self._name(index)}, of whole numbers, in another way on each "
             "worker, and it becomes the rounded mean of theirs, which is not what one process has. "
             "Let forward change it by numbers over all workers (world.sum)."
         )

@@ -111,9 +111,9 @@ class MicroShardBuffers(Buffers):
     def _follow(self, index: int, *, noticed: bool) -> None:
         if not noticed:  # a frozen parameter: each micro-shard went on with the one before's
             raise UsageError(
-                f"--exact {self._shards.count}: forward changes {self._name(index)}, so that what "
-                "a micro-shard computes depends on which ones its worker ran before, and results "
-                "on the number of workers. Make it a buffer: register_buffer(...)."
+                f"--exact {self._shards.count}: forward changes the {self._name(index)}, so that "
+                "a micro-shard computes with what others on its worker have made of it, and "
+                "results depend on the number of workers. Make it a buffer: register_buffer(...)."
             )
         super()._follow(index, noticed=noticed)
 
