@@ -70,6 +70,8 @@ class CurrentBatch:
     batch: Batch | None = None
     sat_out: int = 0
     """How many batches of evaluations had no sample for this rank, which then ran none."""
+    own_rows: int | None = None
+    """The rows of the next loss's batch where a bridge knows them, and no stream gave the batch."""
     stand_in: str | None = None
     """Which stream has given a stand-in of which nobody has asked yet whether it is one."""
     _apart: int = 0
@@ -169,7 +171,7 @@ class CurrentBatch:
 
         With no stream open that is `x, y = next(iter(loader))`, whose stream has gone already.
         """
-        self._shared = []
+        self._shared, self.own_rows = [], None
         self._close_passing(training=False)
         latest = [self._latest] if self._latest is not None else []
         for stream in self.training_streams() or latest:

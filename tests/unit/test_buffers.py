@@ -283,3 +283,12 @@ def test_writes_that_torch_does_not_count_start_each_micro_shard_from_the_same()
     buffers.before_batch(Batch(samples=1))
     buffers.after_backward(Batch(samples=1))
     assert torch.equal(model.table, torch.full((70,), 5.0))
+
+
+def test_rows_that_nobody_knows_count_the_same():
+    _, (one, other) = of_two(Tracker)
+    one.after_backward(None)
+    one.after_backward(None)
+    other.after_backward(None, 3)
+    assert (one.shares(), other.shares()) == ([1.0], [3.0])
+    assert other.shares(counts=False) == [0.0]

@@ -53,9 +53,9 @@ class GivenBatches:
         the batch. Nothing, where that has samples only that counted before."""
         if number is None:
             batch = self.of_loss()
-            return LossItems(batch.samples, batch, same_items)
-        empty = self.last is not None and self.last.samples == 0
-        return LossItems(0.0 if empty else number, same_items=same_items)
+            return LossItems(batch.samples, batch, same_items, rows=batch.samples)
+        rows = None if self.last is None else self.last.samples
+        return LossItems(0.0 if rows == 0 else number, same_items=same_items, rows=rows)
 
     def of_loss(self) -> Given:
         """The batch that a loss is of. Raises UsageError where that, or its weight, cannot be

@@ -29,6 +29,8 @@ class LossItems:
     batch: object = None
     same_items: bool | None = None
     """Whether they are those of an earlier loss, where the script says so."""
+    rows: int | None = None
+    """The rows that the forward saw, by which buffers are averaged; None if nobody knows."""
 
 
 @dataclass(eq=False)
@@ -116,6 +118,7 @@ class Trained:
         if again is None and items.batch is not None:
             again = (items.batch is self._batch and self.engine.has_gradients) or None
         self._batch = items.batch
+        sw.world().current_batch.own_rows = items.rows
         return {"weight": items.number, "same_items": again}
 
     def clear(self) -> None:

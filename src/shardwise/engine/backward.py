@@ -190,9 +190,9 @@ class BackwardRunner:
                 start_lines.announce_sum(self._world, self._spec, loss, batch.samples)
 
     def _end(self, loss: Tensor, term: LossTerm, divisor: float) -> None:
+        self._objects.buffers.after_backward(term.batch, self._world.current_batch.own_rows)
         self._world.current_batch.train()
         self._accumulation.add(loss, term, divisor)
-        self._objects.buffers.after_backward(term.batch)
         self._randoms.reseed()  # by micro-shard in the exact mode; else only a step reseeds
         # Last: from here to the step `param.grad` raises at any use, since its value is a sum
         # that is still being made.

@@ -81,10 +81,10 @@ class MicroShardBuffers(Buffers):
         if not self._turns:
             self.remember()
 
-    def after_backward(self, batch: Batch | None) -> None:
+    def after_backward(self, batch: Batch | None, own_rows: int | None = None) -> None:
         """Set aside what this micro-shard's forward made of the buffers, and go back to what it
         started from."""
-        super().after_backward(batch)
+        super().after_backward(batch, own_rows)
         changed = {self._places[index][0] for index in self._seen if self._has_changed(index)}
         made: dict[int, Tensor] = {}
         for index in self._seen:
