@@ -78,7 +78,7 @@ class BatchRows(ABC):
             self.calls.note_batch(SHARE, rows.digest)
         plan = StreamShape(batch_size=total, micro_batches=1, steps_per_epoch=None)
         training = torch.is_grad_enabled()
-        given = Batch(samples=count, rows=(first, end), total=total)
+        given = Batch(samples=count, whole=total, rows=(first, end), total=total)
         self.current_batch.share(SHARE, plan, given, training=training)
         if torch.is_grad_enabled():
             self.step_log.given(count)

@@ -47,9 +47,9 @@ class CommonRandomStream:
         """Call `begin` (a bound method, held weakly) when training begins."""
         self._waiting.append(WeakMethod(begin))
 
-    def before_batch(self, stand_in: bool) -> None:
+    def before_batch(self, batch: object) -> None:
         """A batch is about to be handed out: with one to train on, training begins."""
-        del stand_in
+        del batch
         if torch.is_grad_enabled():
             self.begin()
 

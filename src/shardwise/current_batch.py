@@ -19,13 +19,15 @@ class Batch:
     """This rank's part of one micro-batch.
 
     `samples` is 0 for a stand-in: one real sample that a rank without any is given so that it
-    runs the same collectives as the others. `last` marks the last micro-batch of a step.
+    runs the same collectives as the others. `last` marks the last micro-batch of a step. `whole`
+    counts the samples of this micro-batch on all ranks, 0 if this rank does not know.
     `indices` are dataset indices where the dataset is map-style, for messages. `rows` are its
     place [first, end) among the `total` rows of all ranks' batches, where that is known; batches
     of one `step` have that object in common.
     """
 
     samples: int
+    whole: int = 0
     last: bool = True
     indices: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
@@ -68,6 +70,8 @@ class CurrentBatch:
     batch: Batch | None = None
     sat_out: int = 0
     """How many batches of evaluations had no sample for this rank, which then ran none."""
+    own_rows: int | None = None
+    """The rows of the next loss's batch where a bridge knows them, and no stream gave the batch."""
     stand_in: str | None = None
     """Which stream has given a stand-in of which nobody has asked yet whether it is one."""
     _apart: int = 0
@@ -76,12 +80,11 @@ class CurrentBatch:
     """The stream that last gave a batch to train on, open or not."""
     _shared: list[Batch] = field(default_factory=list)
     """What passing streams have given to train on since the last backward."""
-    _watchers: list[WeakMethod[Callable[[bool], None]]] = field(default_factory=list)
+    _watchers: list[WeakMethod[Callable[[Batch], None]]] = field(default_factory=list)
     _uneven: list[WeakMethod[SitOut]] = field(default_factory=list)
 
-    def watch(self, watcher: Callable[[bool], None]) -> None:
-        """Call `watcher` (a bound method, held weakly) before each batch is handed out, with
-        whether it is a stand-in."""
+    def watch(self, watcher: Callable[[Batch], None]) -> None:
+        """Call `watcher` (a bound method, held weakly) before each batch is handed out."""
         self._watchers.append(WeakMethod(watcher))
 
     def allow_uneven(self, block: SitOut) -> None:
@@ -139,7 +142,7 @@ class CurrentBatch:
         self._watchers = [reference for reference in self._watchers if reference() is not None]
         for reference in self._watchers:
             if (watcher := reference()) is not None:
-                watcher(batch.samples == 0)
+                watcher(batch)
         stream.batch, stream.training = batch, training
         self.batch = batch
         if batch.samples == 0:
@@ -168,7 +171,7 @@ class CurrentBatch:
 
         With no stream open that is `x, y = next(iter(loader))`, whose stream has gone already.
         """
-        self._shared = []
+        self._shared, self.own_rows = [], None
         self._close_passing(training=False)
         latest = [self._latest] if self._latest is not None else []
         for stream in self.training_streams() or latest:

@@ -71,8 +71,9 @@ class Preemption:
         while self._ours and not self.agreed:
             signal.signal(self._ours.pop(), signal.SIG_DFL)
 
-    def before_batch(self, stand_in: bool) -> None:
+    def before_batch(self, batch: object) -> None:
         """A batch is about to be handed out: what is to be trained on waits for the next start."""
+        del batch
         if self.agreed and torch.is_grad_enabled():
             self.leave_between_steps()
 

@@ -78,6 +78,42 @@ def test_means_of_plain_pytorch(group, size, split):
         ranks(group, size)(parity_case, zero, rows, split)
 
 
+class Centred(nn.Module):
+    """A linear layer on what is left without a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = net(torch.float64)
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.linear(x - self.mean)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(), 0.1)
+        return y
+
+
+def running_mean_case(world):
+    """The last batch has three rows on one rank and two on the other, at another weight each."""
+    model, plain = Centred(), Centred()
+    accelerator = ours(exact_mean=True)
+    loader = DataLoader(data(torch.float64, ROWS), batch_size=BATCH // world.size)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    model, optimizer, loader = accelerator.prepare(model, optimizers[0], loader)
+    for x, y in loader:
+        accelerator.backward((model(x) - y).square().mean(), weight=len(x) ** 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    for first in range(0, ROWS, BATCH):
+        plain(data(torch.float64, ROWS).tensors[0][first : first + BATCH])
+    assert torch.allclose(model.mean, plain.mean, rtol=1e-12)
+    accelerator.free_memory()
+
+
+def test_running_means_are_those_of_rows_whatever_losses_weigh(group):
+    ranks(group, 2)(running_mean_case)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(zip(*data(torch.float64, ROWS).tensors, strict=True))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine import start_lines
 from shardwise.printable import in_bytes
 from tests.disk import on_a_disk
 from tests.distributed.test_engine import ROWS
@@ -229,3 +230,61 @@ def test_the_group_that_is_cut_is_named(group):
         "element updated by itself (tensors of group 0 stay whole); whole tensors, if it looks at "
         "those later: --zero 0"
     ]
+
+
+class Pooled(nn.Module):
+    """The mean of powers, whose exponent is `p`."""
+
+    p = 0.5
+
+    def forward(self, x):
+        return x.clamp(min=1e-6).pow(self.p).mean(1, keepdim=True).pow(1 / self.p)
+
+
+class Masked(nn.Module):
+    """Leaves out rows by the chance `p`."""
+
+    p = 0.5
+
+    def forward(self, x):
+        return x * torch.rand(len(x), 1).gt(self.p)
+
+
+@pytest.mark.parametrize(
+    ("module", "draws"),
+    [
+        (Pooled(), False),
+        (nn.PairwiseDistance(p=0.5), False),
+        (Masked(), True),
+        (nn.Dropout1d(0.5), True),
+        (nn.Dropout(0.0), False),
+        (nn.LSTM(WIDTH, 2, 2, dropout=0.5), True),
+        (nn.Dropout(0.5).eval(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_number_is_a_chance_where_something_is_drawn(module, draws):
+    reason = start_lines._reason(module, False, 1)
+    assert reason == ("dropout in forward" if draws else None)
+
+
+def normed_case(world, micro):
+    """The lines of the first backward of a model with BatchNorm over all workers."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters())
+    engine = sw.Engine(model, optimizer, quiet=False, sync_batch_norm=True)
+    data = torch.utils.data.TensorDataset(torch.randn(24, 4))
+    said = io.StringIO()
+    for step in sw.Loader(data, batch_size=24, micro_batch_size=micro).steps():
+        for (x,) in step:
+            with contextlib.redirect_stdout(said):
+                engine.backward(model(x).mean())
+        engine.step()
+    engine.close()
+    return said.getvalue()
+
+
+def test_micro_batches_of_a_batch_norm_over_all_workers_are_told_of(group):
+    assert "BatchNorm" not in group(2)(normed_case, 12)[0]
+    said = "BatchNorm, which sees 4 micro-batches one by one, each over all workers"
+    assert said in group(2)(normed_case, 3)[0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine import start_lines
@@ -110,6 +111,38 @@ def test_a_copy_loads_with_the_plain_class(solo):
     torch.save(model, file)
     file.seek(0)
     assert type(torch.load(file, weights_only=False)[0]) is Renamed
+
+
+def checkpointed(world, zero, placed):
+    """A BatchNorm that torch's checkpoint runs twice, as the last operation of a segment or not."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)]).double()
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    x = torch.randn(8, 4, dtype=torch.float64)
+
+    def loss_of(layers, x):
+        stem, norm, head = layers
+        run = norm if placed == "last" else lambda y: norm(y).tanh()
+        return head(checkpoint(run, stem(x), use_reentrant=False).tanh()).square().mean()
+
+    engine = sw.Engine(model, optimizers[0], sync_batch_norm=True, zero=zero)
+    for _ in range(3):
+        engine.backward(loss_of(model, world.share(x)))
+        engine.step()
+        optimizers[1].zero_grad()
+        loss_of(plain, x).backward()
+        optimizers[1].step()
+    assert model[1].num_batches_tracked == plain[1].num_batches_tracked == 6
+    for mine, theirs in zip(model[1].buffers(), plain[1].buffers(), strict=True):
+        assert torch.allclose(mine.double(), theirs.double(), rtol=1e-9)
+    engine.close()
+
+
+@pytest.mark.parametrize("placed", ["last", "inside"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_checkpointed_statistics_are_updated_as_often_as_on_one_process(group, zero, placed):
+    group(2)(checkpointed, zero, placed)
 
 
 class Choosing(nn.Module):

@@ -1,24 +1,26 @@
-"""Buffers of models: which are followed as modules come and go."""
+"""Buffers of models: which are averaged, and by what."""
 
+import pytest
 import torch
 from torch import nn
 
 from shardwise.collectives import Solo
-from shardwise.model.buffers import Buffers
+from shardwise.current_batch import Batch
+from shardwise.model.buffers import EVERY, FIRST, Buffers
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.sum_tree import MicroShards
 
 
 def changed(buffers: Buffers) -> list[str]:
     """The names of those that were seen to change."""
-    return [f"{index}.{buffers._places[index][1]}" for index, _ in buffers.news()]
+    return [f"{index}.{buffers._places[index][1]}" for index in buffers.news()]
 
 
 def test_modules_that_come_and_go() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     buffers = Buffers([model], Solo(), left_out=set())
     model(torch.randn(4, 3))
-    buffers.follow_agreed()
+    buffers.agree(differ=False)
     assert [each.index for each in buffers._followed] == [0, 1, 2, 3, 4, 5]
 
     gone = model[0]
@@ -41,7 +43,7 @@ def test_in_the_exact_mode_they_start_from_their_own_values() -> None:
     start = model[0].running_mean.clone()
     for _ in range(2):
         model(torch.randn(4, 2))
-        buffers.after_backward()
+        buffers.after_backward(None)
         assert torch.equal(model[0].running_mean, start)
     assert len(buffers._start) == 6
 
@@ -54,33 +56,239 @@ def test_values_and_means_of_several_dtypes_keep_their_order() -> None:
         "b": torch.tensor([[4.0], [5.0]], dtype=torch.float64),
         "narrow_values": torch.tensor([6.0], dtype=torch.bfloat16),
         "c": torch.tensor([7.0]),
+        "phase": torch.tensor([8 + 9j], dtype=torch.complex64),
     }
     for name, value in starts.items():
         module.register_buffer(name, value.clone())
     buffers = Buffers([module], Solo(), left_out=set())
     for value in module.buffers():
         value.add_(0)
-    buffers.follow_agreed()
+    buffers.agree(differ=False)
     mine = buffers.values()
     assert mine.dtype == torch.float64
-    assert mine.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert mine.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
-    buffers.average(torch.stack([mine, 2 * mine]), torch.tensor([[1.0], [3.0]]))
+    buffers.average(torch.stack([mine, 3 * 2 * mine]), torch.tensor([[1.0], [3.0]]))
     for name, value in starts.items():
-        mean = 1.75 * value.double()
-        expected = mean if value.is_floating_point() else mean.round()
+        mean = 1.75 * value.to(torch.complex128 if value.is_complex() else torch.float64)
+        expected = mean.round() if value.dtype == torch.int64 else mean
         assert torch.equal(module.get_buffer(name), expected.to(value.dtype))
 
     module.narrow_values = torch.zeros(
         2, dtype=torch.bfloat16
     )  # of another shape: followed no longer
-    row = buffers.values()
-    assert row.isnan().tolist() == [False] * 5 + [True, False]
-    buffers.average(row.unsqueeze(0), torch.ones(1, 1))
-    assert [buffers._places[each.index][1] for each in buffers._followed] == [
-        "a",
-        "count",
-        "b",
-        "c",
-    ]
-    assert torch.equal(module.narrow_values, torch.zeros(2, dtype=torch.bfloat16))
+    assert changed(buffers) == ["3.narrow_values"]
+    assert buffers.values().numel() == 9  # all ranks have yet to learn of it
+
+
+def of_two(make, *, compares=lambda parameter: False, say=lambda line: None):
+    """The models of two ranks, and what keeps their buffers, each by itself."""
+    models = [make(), make()]
+    kept = [Buffers([m], Solo(), set(), alone=False, compares=compares, say=say) for m in models]
+    return models, kept
+
+
+def meet(kept):
+    """What an exchange does, of ranks that are in one process; both follow what either would."""
+    for each in kept:
+        each.agree(differ=False)
+    rows = torch.stack([each.weighted() for each in kept])
+    shares = torch.tensor([each.shares() for each in kept])
+    for each in kept:
+        each.average(rows, shares)
+        each.stepped()
+
+
+class Tracker(nn.Module):
+    """Counts its forwards, and follows the mean of what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean.lerp_(x.mean(), 0.01)
+
+
+def test_buffers_are_averaged_by_rows_in_each_batch():
+    """Batches of a step of which ranks have other shares: the second has no row for rank 1."""
+    models, kept = of_two(Tracker)
+    one = Tracker()
+    whole = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for rows in ([(0, 2), (2, 4)], [(4, 5), (4, 4)], [(0, 2), (2, 4)]):
+        total = sum(end - first for first, end in rows)
+        for model, each, (first, end) in zip(models, kept, rows, strict=True):
+            batch = Batch(samples=end - first, whole=total)
+            each.before_batch(batch)
+            model(whole[first:end] if end > first else whole[:1])
+            each.after_backward(batch)
+        one(whole[min(first for first, _ in rows) : max(end for _, end in rows)])
+    meet(kept)
+    for model in models:
+        assert model.calls == 3
+        # A rank's own mean decays in between, so that terms of the square of 0.01 remain.
+        assert abs(model.mean - one.mean) < 3 * 0.01**2
+    assert kept[0].rows == 4
+
+
+def test_a_batch_that_is_handed_out_ahead_changes_no_share():
+    models, kept = of_two(Tracker)
+    batches = [Batch(samples=4, whole=8), Batch(samples=1, whole=1)]
+    for number, (model, each) in enumerate(zip(models, kept, strict=True)):
+        for batch in batches:
+            each.before_batch(batch)
+        model(torch.full((4,), float(number), dtype=torch.float64))
+        each.after_backward(batches[0])
+    meet(kept)
+    assert models[0].mean == models[1].mean == pytest.approx(0.005)
+
+
+def test_a_stand_in_whose_buffers_are_infinite_counts_nothing():
+    models, kept = of_two(Tracker)
+    models[1].mean.fill_(torch.inf)
+    for samples, model, each in zip((1, 0), models, kept, strict=True):
+        model(torch.ones(1, dtype=torch.float64))
+        each.after_backward(Batch(samples=samples, whole=1))
+    meet(kept)
+    assert models[1].mean == models[0].mean == pytest.approx(0.01)
+
+
+class Codebook(nn.Module):
+    """Its table is written in ways that torch does not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(70))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.table.data.add_(1),
+        lambda model: model.table.numpy().__setitem__(69, 1),
+        lambda model: model.mask.data.logical_not_(),
+        lambda model: model.frozen.add_(1),
+        lambda model: model.table.data.copy_(model.table.flip(0)),
+    ],
+    ids=["data", "numpy", "bool", "frozen", "order"],
+)
+def test_a_checksum_tells_of_writes_that_torch_does_not_count(change):
+    models, kept = of_two(Codebook, compares=lambda parameter: True)
+    for model in models:
+        model.table.data.copy_(torch.arange(70.0))
+    assert kept[0].checksum() == kept[1].checksum() != 0
+    with torch.no_grad():
+        change(models[1])
+    assert not kept[1].news()
+    assert kept[0].checksum() != kept[1].checksum()
+
+
+def test_checksums_are_compared_at_first_and_then_now_and_then():
+    _, (kept, _) = of_two(Codebook)
+    compared = []
+    for step in range(3 * EVERY):
+        compared += [step] if kept.checksum() else []
+        kept.stepped()
+    assert compared == [*range(FIRST), EVERY, 2 * EVERY]
+
+
+def test_followed_buffers_are_in_no_checksum():
+    """They are equal after the step, and differ before it."""
+    models, kept = of_two(Tracker)
+    models[0](torch.ones(1, dtype=torch.float64))
+    kept[0].agree(differ=False)
+    kept[1].checksum()
+    first = kept[0].checksum()
+    models[0](torch.ones(1, dtype=torch.float64))
+    assert kept[0].checksum() == first
+
+
+def test_frozen_parameters_that_move_alike_are_not_followed():
+    """Target networks."""
+    models, kept = of_two(Codebook, compares=lambda parameter: True)
+    for model, each in zip(models, kept, strict=True):
+        with torch.no_grad():
+            model.frozen.add_(1)
+        assert not each.news()
+    assert kept[0].checksum() == kept[1].checksum()
+
+
+def test_a_parameter_that_is_trained_by_now_is_forgotten():
+    model = Codebook()
+    kept = Buffers([model], Solo(), set(), alone=False, compares=lambda parameter: True)
+    assert [key for _, key in kept._places] == ["table", "mask", "frozen"]
+    model.frozen.requires_grad_(True)
+    kept.meet(set())
+    assert [key for _, key in kept._places] == ["table", "mask"]
+
+
+def test_whole_numbers_whose_mean_is_none_are_named():
+    said = []
+
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("others", torch.zeros(2, dtype=torch.int64))
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    models, kept = of_two(lambda: nn.Sequential(Counter()), say=said.append)
+    for rows, model, each in zip((4, 5), models, kept, strict=True):
+        model[0].others += 1
+        model[0].seen += rows
+        each.after_backward(None)
+    meet(kept)
+    assert "buffer 0.seen, of whole numbers, in another way on each worker" in said[0]
+    assert models[0][0].others.tolist() == [1, 1]
+
+
+def test_buffers_that_were_made_in_inference_mode_are_averaged():
+    def made():
+        module = Tracker()
+        with torch.inference_mode():
+            module.mean = torch.ones((), dtype=torch.float64)
+        return module
+
+    models, kept = of_two(made)
+    for number, (model, each) in enumerate(zip(models, kept, strict=True)):
+        model.calls += 1
+        with torch.inference_mode():
+            model.mean.add_(number)
+        each.after_backward(None)
+    meet(kept)
+    assert models[0].mean == models[1].mean == 1.5
+    kept[0].keep()
+    with torch.inference_mode():
+        models[0].mean.zero_()
+    kept[0].restore()
+    assert models[0].mean == 1.5
+
+
+def test_writes_that_torch_does_not_count_start_each_micro_shard_from_the_same():
+    model = Codebook()
+    buffers = MicroShardBuffers([model], Solo(), MicroShards(2, 1, 0))
+    for _ in range(2):
+        buffers.before_batch(Batch(samples=1))
+        assert not model.table.any()
+        model.table.data.add_(1)
+        buffers.after_backward(Batch(samples=1))
+    buffers.agree(differ=False)
+    buffers.average(buffers.weighted().unsqueeze(0), torch.tensor([buffers.shares()]))
+    assert torch.equal(model.table, torch.ones(70))
+    buffers.stepped()
+    model.table.data.fill_(5)  # by user code, between steps
+    buffers.before_batch(Batch(samples=1))
+    buffers.after_backward(Batch(samples=1))
+    assert torch.equal(model.table, torch.full((70,), 5.0))
+
+
+def test_rows_that_nobody_knows_count_the_same():
+    _, (one, other) = of_two(Tracker)
+    one.after_backward(None)
+    one.after_backward(None)
+    other.after_backward(None, 3)
+    assert (one.shares(), other.shares()) == ([1.0], [3.0])
+    assert other.shares(counts=False) == [0.0]

@@ -121,7 +121,7 @@ def test_watchers_hear_of_every_batch_and_are_not_kept_alive():
     stream = feed.open("loader", PLAN)
     feed.give(stream, FOUR, training=True)
     feed.give(stream, NONE, training=True)
-    assert watcher.seen == [False, True]
+    assert watcher.seen == [FOUR, NONE]
     del watcher
     feed.give(stream, FOUR, training=True)
     assert feed._watchers == []

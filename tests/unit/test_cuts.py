@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from shardwise import config
 from shardwise.data import Loader
-from shardwise.data.batch_cuts import MicroShardCut
+from shardwise.data.batch_cuts import MicroShardCut, ShareCut
 from shardwise.errors import DataError, UsageError
 from shardwise.sum_tree import MicroShards, node_sizes
 
@@ -27,6 +27,18 @@ def test_the_cut(rows, count, workers, parts):
     cuts = [MicroShardCut(MicroShards(count, workers, rank)) for rank in range(workers)]
     assert [cut.parts(rows) for cut in cuts] == parts
     assert {cut.count(rows) for cut in cuts} == {len(parts[0])}
+
+
+@given(st.integers(1, 60), st.integers(1, 7), st.none() | st.integers(1, 9))
+def test_rows_of_all_ranks_are_told_by_micro_batch(rows, size, micro):
+    cuts = [ShareCut(size, rank, micro, rows) for rank in range(size)]
+    sizes = [[end - first for first, end in cut.parts(rows)] for cut in cuts]
+    assert cuts[0].wholes(rows) == [sum(part) for part in zip(*sizes, strict=True)]
+
+
+@pytest.mark.parametrize(("workers", "wholes"), [(1, [1, 1, 1, 2]), (2, [2, 3]), (4, [5])])
+def test_rows_of_all_ranks_are_told_by_turn(workers, wholes):
+    assert MicroShardCut(MicroShards(4, workers, 0)).wholes(5) == wholes
 
 
 @given(st.integers(1, 60), st.integers(1, 24), st.data())

@@ -154,13 +154,13 @@ class TestPreemption:
             preemption.heed(engine.ready, engine.save)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert preemption.asked == signal.SIGUSR1
-        preemption.before_batch(False)  # the others do not know yet
+        preemption.before_batch(None)  # the others do not know yet
         preemption.agreed = preemption.asked
-        preemption.before_batch(False)  # the second engine is within a step
+        preemption.before_batch(None)  # the second engine is within a step
         assert (first.saved, second.saved) == (0, 0)
         second.is_ready = True
         with pytest.raises(SystemExit) as raised:
-            preemption.before_batch(False)
+            preemption.before_batch(None)
         assert raised.value.code == restarts.SAVED
         assert (first.saved, second.saved) == (1, 1)
         assert said[0].startswith("shardwise: SIGUSR1: saved there/step-3 and there/step-3, ending")

@@ -54,8 +54,8 @@ class GivenBatches:
         if number is None:
             batch = self.of_loss()
             return LossItems(batch.samples, batch, same_items, rows=batch.samples)
-        empty = self.last is not None and self.last.samples == 0
-        return LossItems(0.0 if empty else number, same_items=same_items)
+        rows = None if self.last is None else self.last.samples
+        return LossItems(0.0 if rows == 0 else number, same_items=same_items, rows=rows)
 
     def of_loss(self) -> Given:
         """The batch that a loss is of. Raises UsageError where that, or its weight, cannot be

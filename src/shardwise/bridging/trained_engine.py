@@ -30,8 +30,8 @@ class LossItems:
     batch: object = None
     same_items: bool | None = None
     """Whether they are those of an earlier loss, where the script says so."""
-    rows: int = 0
-    """The rows of the batch, where the script has not said what the loss is a mean over."""
+    rows: int | None = None
+    """The rows that the forward saw, by which buffers are averaged; None if nobody knows."""
 
 
 @dataclass(eq=False)
@@ -121,11 +121,13 @@ class Trained:
         if again is None and items.batch is not None:
             again = (items.batch is self._batch and self.engine.has_gradients) or None
         self._batch, number = items.batch, items.number
-        if items.rows:
+        # A batch stands for items whose number the script has not said.
+        if items.rows and items.batch is not None:
             main = read(loss, items.rows).main
             # A further loss of the batch has the weight with which its items were counted.
             number = self._number if again else number if main is None else main.items
         self._number = number
+        sw.world().current_batch.own_rows = items.rows
         return {"weight": number, "same_items": again}
 
     def clear(self) -> None:

@@ -38,6 +38,10 @@ class BatchCut(ABC):
         """By micro-batch of it, whether none is empty on any rank."""
 
     @abstractmethod
+    def wholes(self, rows: int) -> list[int]:
+        """By micro-batch of it, the rows of all ranks."""
+
+    @abstractmethod
     def of_own(self, rows: int) -> list[Rows]:
         """The same of rows that are all this rank's, as many as in a full step."""
 
@@ -69,6 +73,9 @@ class ShareCut(BatchCut):
     def all_have(self, rows: int) -> list[bool]:
         return [order.all_have(rows // self.size, part) for part in range(self.count(rows))]
 
+    def wholes(self, rows: int) -> list[int]:
+        return order.wholes(rows, self.size, self.micro_batch_size)
+
     def of_own(self, rows: int) -> list[Rows]:
         assert self.full is not None
         return order.micro_cuts((0, rows), self.micro_batch_size, self.count(self.full))
@@ -98,6 +105,10 @@ class MicroShardCut(BatchCut):
         sizes = [end - first for first, end in pairwise(even_cuts(rows, self.shards.count))]
         turn = self.shards.workers
         return [all(sizes[first : first + turn]) for first in range(0, len(sizes), turn)]
+
+    def wholes(self, rows: int) -> list[int]:
+        cuts, turn = even_cuts(rows, self.shards.count), self.shards.workers
+        return [end - first for first, end in pairwise(cuts[::turn])]
 
     def of_own(self, rows: int) -> list[Rows]:
         raise AssertionError("refused by the checks")

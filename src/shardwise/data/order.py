@@ -99,6 +99,18 @@ def parts(rows: int, size: int, rank: int, micro_batch_size: int | None) -> list
     return micro_cuts(share(rows, size, rank), micro_batch_size, count)
 
 
+def wholes(rows: int, size: int, micro_batch_size: int | None) -> list[int]:
+    """The rows that all ranks together have in each micro-batch of a total batch of `rows`."""
+    count = micro_batches(rows, size, micro_batch_size)
+    each, more = divmod(rows, size)  # so many shares have a row more
+    small = micro_cuts((0, each), micro_batch_size, count)
+    large = micro_cuts((0, each + 1), micro_batch_size, count)
+    return [
+        (size - more) * (b - a) + more * (d - c)
+        for (a, b), (c, d) in zip(small, large, strict=True)
+    ]
+
+
 def all_have(smallest: int, part: int) -> bool:
     """Whether micro-batch `part` has rows on every rank, the least of which has `smallest`."""
     return smallest > part

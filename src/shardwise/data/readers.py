@@ -166,14 +166,16 @@ class PartReader(Reader):
 def micros(batches: Iterable[Sequence[Any]], epoch: int, cut: BatchCut) -> Iterator[MicroBatch]:
     """A rank's micro-batches of the total `batches`; a first row stands in where it has none."""
     for batch in batches:
-        cuts, all_have = cut.parts(len(batch)), cut.all_have(len(batch))
+        rows = len(batch)
+        cuts, all_have, wholes = cut.parts(rows), cut.all_have(rows), cut.wholes(rows)
         for part, (first, end) in enumerate(cuts):
             yield MicroBatch(
                 epoch=epoch,
                 part=part,
                 parts=len(cuts),
-                total=len(batch),
+                total=rows,
                 samples=end - first,
+                whole=wholes[part],
                 place=(first, end),
                 indices=tuple(batch[first:end] or cut.stand_in(batch)),
                 all_have=all_have[part],

@@ -33,7 +33,8 @@ class MicroBatch:
     """One micro-batch of this rank.
 
     `part` of `parts` in its step, whose total batch has `total` rows. `samples` counts this
-    rank's own rows in it, 0 for a stand-in; `all_have` is whether every rank has some. `indices`
+    rank's own rows in it, 0 for a stand-in, and `whole` those of all ranks in it, 0 if this rank
+    does not know; `all_have` is whether every rank has some. `indices`
     are the dataset items to read, a stand-in's too, where the dataset is map-style; `place` the
     rows [first, end) of the total batch that it has. Where a stream is this rank's own part there
     is no such place, and `rows` is what the step has of it: 0 past its end, and -1 where it never
@@ -45,6 +46,7 @@ class MicroBatch:
     parts: int
     total: int
     samples: int
+    whole: int = 0
     rows: int = 0
     place: tuple[int, int] | None = None
     indices: tuple[Any, ...] = ()
@@ -220,6 +222,7 @@ class StreamSource:
         cuts = (self._cut_of.parts if self._sliced else self._cut_of.of_own)(len(chunk))
         # Of a part of its own this rank does not know what the others have: they tell later.
         all_have = self._cut_of.all_have(len(chunk)) if self._sliced else [True] * len(cuts)
+        wholes = self._cut_of.wholes(len(chunk)) if self._sliced else [0] * len(cuts)
         rows = cuts[-1][1] - cuts[0][0]
         for part, (first, end) in enumerate(cuts):
             micro = MicroBatch(
@@ -228,6 +231,7 @@ class StreamSource:
                 parts=len(cuts),
                 total=len(chunk),
                 samples=end - first,
+                whole=wholes[part],
                 rows=rows,
                 place=(first, end) if self._sliced else None,
                 all_have=all_have[part],

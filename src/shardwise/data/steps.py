@@ -73,6 +73,7 @@ class LoaderPass:
             self._step = object()
         batch = Batch(
             samples=micro.samples,
+            whole=micro.whole,
             last=micro.last,
             indices=_numbers(micro) if micro.samples else (),
             rows=micro.place,

@@ -239,12 +239,9 @@ class BackwardRunner:
     def _end(
         self, loss: Tensor, term: LossTerm, divisor: float, share: float, *, compares: bool
     ) -> None:
+        self._objects.buffers.after_backward(term.batch, self._world.current_batch.own_rows)
         self._world.current_batch.train()
         self._accumulation.add(loss, term, divisor, share, compares=compares)
-        buffers = self._objects.buffers
-        if term.batch is not None and term.batch.samples == 0:
-            buffers.restore()
-        buffers.after_backward()
         self._randoms.reseed()  # by micro-shard in the exact mode; else only a step reseeds
         # Last: from here to the step `param.grad` raises at any use, since its value is a sum
         # that is still being made.

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from shardwise.collectives import Collectives
 from shardwise.common_calls import CommonCalls
@@ -40,8 +39,8 @@ def exchange(
     gradients that came too late where `aggregation` refuses them. Of the ranks of a replica one
     `counts`: all have the same batches.
 
-    On the way, buffers that forward changes become their mean over the ranks, and gradients that
-    came too late for their bucket on any rank are reduced by all.
+    On the way, buffers that forward changes become their mean over the ranks, by rows, and
+    gradients that came too late for their bucket on any rank are reduced by all.
     """
     nothing = [0.0] * accumulation.backwards
     no_mix = math.inf, -math.inf
@@ -56,22 +55,31 @@ def exchange(
         rows=calls.rows,
         shown=sum(accumulation.shown) if counts else 0.0,
         mix=accumulation.mix_range() if counts else no_mix,
+        copies=buffers.checksum(),
         used=gradients.used,
         late=[number in gradients.late for number in range(len(gradients.sums))],
-        news=bool(buffers.news()),
+        news=not buffers.alone and bool(buffers.news()),
         several=accumulation.backwards > 1,
         unsaved=unsaved,
         asked=asked,
         written=written,
         divisor=accumulation.divisor if accumulation.is_said else -1.0,
         alone=accumulation.needs_to_be_alone,
+        buffer_rows=buffers.shares(counts=counts),
     )
     report = mine.row(group.small_device)
     # Looked at on the CPU: one copy from a GPU, and no more waiting for it.
-    rows = group.read(group.gather_rows(torch.cat([report, buffers.values()])))
+    sent = torch.cat([report, buffers.weighted(counts=counts)])
+    rows = group.read(group.gather_rows(sent))
     everyone = mine.join(rows[:, : report.numel()].tolist(), aggregation)
-    weights = rows[:, : len(mine.weights)]
-    _average_buffers(buffers, group, rows[:, report.numel() :], weights, news=everyone.news)
+    if everyone.news or everyone.copies_differ:
+        # Only now ranks find out what to average: they send it once more, which is rare.
+        buffers.agree(differ=everyone.copies_differ)
+        values = group.read(group.gather_rows(buffers.weighted(counts=counts)))
+    else:
+        values = rows[:, report.numel() :]
+    buffers.average(values, rows[:, report.numel() - len(mine.buffer_rows) : report.numel()])
+    buffers.stepped()
     squared = everyone.squared_norm
     if any(everyone.late):
         aggregation.refuse_late(
@@ -126,20 +134,3 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
         asked=int(rows[:, 4].max()),
         written=bool(rows[:, 5].any()),
     )
-
-
-def _average_buffers(
-    buffers: Buffers, group: Collectives, rows: Tensor, weights: Tensor, *, news: bool
-) -> None:
-    """Average the buffers that forward changes, those included that were first seen to change
-    now; `rows` are the ranks' values, `weights` theirs."""
-    if buffers.alone:
-        return
-    if not float(weights.sum()):
-        buffers.abandon()
-        return
-    buffers.average(rows, weights)
-    if news:
-        buffers.follow_agreed()
-        buffers.average(group.read(group.gather_rows(buffers.values())), weights)
-    buffers.remember()

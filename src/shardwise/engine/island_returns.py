@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.collectives import ElasticRun
+from shardwise.current_batch import Batch
 from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
 from shardwise.errors import ConfigError
@@ -47,9 +48,10 @@ class IslandReturns:
             )
         state.world.current_batch.watch(self.before_batch)
 
-    def before_batch(self, stand_in: bool) -> None:
+    def before_batch(self, batch: Batch) -> None:
         """A batch is about to be handed out: after a boundary let those in that wait. Collective
         then."""
+        del batch
         run, every = self._run, self._state.spec.settings.island_rule.every
         if not run.link.waiting or not torch.is_grad_enabled():
             return

@@ -46,8 +46,8 @@ class SentBuffers:
     """The buffers that forward changes, as they were when a report was sent."""
 
     form: int
-    weight: float
-    """Of the step that was made last."""
+    rows: float
+    """That forwards of the step that was made last saw."""
     values: Tensor
 
 
@@ -118,7 +118,7 @@ class Islands:
         due = [i for i in range(count) if rule.is_due(step, i, count)]
         reports = None
         if rule.late and rule.is_due(step, 0, count):
-            reports = self._reports(exchange, stats)
+            reports = self._reports(exchange)
         if rule.late:
             exchange.arrive([i for i in due if i in exchange.flying])
         if rule.sends(step, 0, count) and not self._spec.peers.comes_and_goes:
@@ -132,7 +132,7 @@ class Islands:
             exchange.arrive(sent)
         elif exchange.report is not None:
             # Before anything moves: a report may say that islands are no longer alike.
-            reports = self._reports(exchange, stats)
+            reports = self._reports(exchange)
             exchange.exchange(sent, step)
         if due:
             self._state.parameters_changed()
@@ -145,7 +145,7 @@ class Islands:
 
     def _packed_report(self, exchange: IslandExchange, stats: StepStats) -> Tensor:
         """What all islands are to know of this one, as bytes."""
-        self._sent = self._buffers(stats)
+        self._sent = self._buffers()
         loss = stats.loss if stats.weight else 0.0
         report = Report(
             loss,
@@ -158,20 +158,21 @@ class Islands:
         )
         return torch.tensor(report, dtype=torch.float64).view(torch.uint8)
 
-    def _buffers(self, stats: StepStats) -> SentBuffers:
-        return SentBuffers(self._form(), stats.weight, self._state.objects.buffers.values())
+    def _buffers(self) -> SentBuffers:
+        buffers = self._state.objects.buffers
+        return SentBuffers(self._form(), buffers.rows, buffers.values())
 
     def _form(self) -> int:
         """A checksum of which buffers forward changes here."""
         return crc32(str(self._state.objects.buffers.form()).encode())
 
-    def _reports(self, exchange: IslandExchange, stats: StepStats) -> list[Report] | None:
+    def _reports(self, exchange: IslandExchange) -> list[Report] | None:
         """The reports of all islands, None where they were sent before this run began; buffers
         become their mean. Collective over the peers. Raises where islands have come apart."""
         message, exchange.report = exchange.report, None
         if message is not None and self._sent is not None:
             return self._heard(list(message.wait().cpu().contiguous()))
-        sent, self._sent = self._buffers(stats), None
+        sent, self._sent = self._buffers(), None
         if len(set(self._spec.peers.gather_plain(sent.form))) == 1:
             self._average_buffers(sent)
         return None
@@ -189,11 +190,11 @@ class Islands:
 
     def _average_buffers(self, sent: SentBuffers) -> None:
         """Give buffers that forward changes the mean over the islands of what was `sent`, by the
-        weight of the step that each had made last; with `--late` what has changed since stays."""
+        rows of the step that each had made last; with `--late` what has changed since stays."""
         buffers, peers = self._state.objects.buffers, self._spec.peers
         if not sent.values.numel():
             return
-        row = torch.cat([sent.values.new_full((1,), sent.weight), sent.values])
+        row = torch.cat([sent.values.new_full((1,), sent.rows), sent.values])
         rows = peers.gather_rows(row.to(peers.small_device)).cpu()
         # Where forward has changed others since, their lengths are not those that were sent: they
         # become alike at the next boundary.
@@ -201,7 +202,7 @@ class Islands:
             values = rows[:, 1:]
             if self._spec.settings.late:
                 values = values + (buffers.values() - sent.values).cpu()
-            buffers.average(values, rows[:, :1])
+            buffers.take((values * rows[:, :1]).sum(0) / rows[:, 0].sum())
             buffers.remember()
 
     def _joined(

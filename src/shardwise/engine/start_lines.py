@@ -81,7 +81,9 @@ def announce_batch(
         world.print(f"  it goes through the stages in {many(parts, 'part')}")
     elif spec.pipeline is not None and spec.pipeline.partition.stages == spec.pipeline.group.size:
         world.print(_in_turn_line(spec))
-    outside = outside_promise(spec) if spec.micro_shards is None else []
+    streams = world.current_batch.training_streams()
+    parts = max([parts or 1, *(stream.plan.micro_batches for stream in streams)])
+    outside = outside_promise(spec, parts) if spec.micro_shards is None else []
     if outside:
         world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
 
@@ -312,25 +314,49 @@ def _unknown_batch(world: World) -> str:
     )
 
 
-def outside_promise(spec: EngineSpec) -> list[str]:
-    """What a model does that makes results depend on the number of workers."""
+def outside_promise(spec: EngineSpec, micro_batches: int = 1) -> list[str]:
+    """What a model does that makes results depend on the number of workers, or on how many
+    `micro_batches` a step is cut into."""
     found: dict[str, int] = {}
     for module in (m for model in spec.models for m in model.modules()):
-        reason = _reason(module, synchronised=spec.settings.sync_batch_norm)
+        reason = _reason(module, spec.settings.sync_batch_norm, micro_batches)
         if reason is not None:
             found[reason] = found.get(reason, 0) + 1
     return [f"{reason} ({many(count, 'module')})" for reason, count in found.items()]
 
 
-def _reason(module: nn.Module, *, synchronised: bool) -> str | None:
-    chances = (getattr(module, name, None) for name in ("p", "dropout"))
-    if any(isinstance(p, float) and p > 0 for p in chances) and module.training:
+def _reason(module: nn.Module, synchronised: bool, micro_batches: int) -> str | None:
+    if module.training and _drops(module):
         return "dropout in forward"
-    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not synchronised:
-        return "BatchNorm with per-worker statistics, --sync-batch-norm brings it in"
+    is_normal = isinstance(module, nn.modules.batchnorm._BatchNorm)
+    if is_normal and not synchronised:
+        parts = " and no micro-batches bring" if micro_batches > 1 else " brings"
+        return f"BatchNorm with per-worker statistics, --sync-batch-norm{parts} it in"
+    if is_normal and not is_out_of_reach(module) and micro_batches > 1:
+        return (
+            f"BatchNorm, which sees {micro_batches} micro-batches one by one, each over all "
+            "workers: the whole batch without micro-batches"
+        )
     if is_out_of_reach(module) and synchronised:
         kind = type(module).__name__
         return f"{kind}, which normalises by itself, out of reach of --sync-batch-norm"
     if getattr(module, "scale_grad_by_freq", False):
         return "scale_grad_by_freq, which counts in each worker's share"
     return None
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a forward of `module` in training drops values by chance.
+
+    A number `p` is a chance if the module is called after one, or its forward calls something that
+    is: elsewhere it may be the exponent of a norm.
+    """
+    code = getattr(type(module).forward, "__code__", None)
+    names = [type(module).__name__.lower(), *getattr(code, "co_names", ())]
+    draws = any(word in name for name in names for word in _DRAWING)
+    chances = [getattr(module, "dropout", None), getattr(module, "p", None) if draws else None]
+    return any(isinstance(chance, float) and 0 < chance <= 1 for chance in chances)
+
+
+_DRAWING = ("drop", "bernoulli", "rand", "stochastic")
+"""Parts of names of what draws."""

@@ -89,21 +89,23 @@ class StepReport:
     """What a rank reports to all others at a step, as one fp64 vector.
 
     | weights | losses x factor | squared norm |
-    backwards | shares | options | calls | rows | shown | mix |
-    used, packed | late, packed | news | several | unsaved | asked | written | divisor | alone |
+    backwards | shares | options | calls | rows | shown | mix | copies |
+    used, packed | late, packed |
+    news | several | unsaved | asked | written | divisor | alone | buffer rows |
 
     How many numbers the first three are is a matter of the step's parts. `backwards` leaves out
     those of weight 0. `shares` are the seeds of the backwards, added up. `options` is a checksum of
     the optimizers' options, `calls` one of the calls that all make alike since the last step;
     joined they are NaN where ranks differ. `rows` is a number of the first rows of the batches that
     were shared. `shown` is what users see of the weights, and `mix` the range of a number that is
-    the same everywhere if weights are right for all terms of all losses. `used` is by parameter: it
-    had a gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
+    the same everywhere if weights are right for all terms of all losses. `copies` is a checksum of
+    the buffers and frozen parameters that ranks do not average. `used` is by parameter: it had a
+    gradient. `late` is by bucket: a gradient came after the bucket had started. `news`: a buffer
     was seen to change for the first time. `several`: there was more than one backward. `unsaved`: a
     save in the background has failed. `asked`: the signal that asked this rank to end, or 0; of all
     ranks the highest. `written`: user code has written into parameters. `divisor`: what the added
     losses are divided by, 0 for means, and -1 where nothing says so. `alone`: a loss is right only
-    without any others in the step.
+    without any others in the step. `buffer_rows` are the rows by which buffers are averaged.
     """
 
     weights: list[Number]
@@ -116,6 +118,7 @@ class StepReport:
     rows: Number
     shown: Number
     mix: tuple[Number, Number]
+    copies: Number
     used: list[bool]
     late: list[bool]
     news: bool
@@ -125,14 +128,15 @@ class StepReport:
     written: bool
     divisor: float
     alone: bool
+    buffer_rows: list[float]
 
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
         flags = self.news, self.several, self.unsaved, self.asked, self.written
         numbers = [*packed_flags(self.used), *packed_flags(self.late), *map(float, flags)]
-        numbers += [self.divisor, float(self.alone)]
+        numbers += [self.divisor, float(self.alone), *self.buffer_rows]
         known = [float(self.backwards), self.shares, self.options, self.calls, self.rows]
-        known += [self.shown, *self.mix, *numbers]
+        known += [self.shown, *self.mix, self.copies, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
@@ -141,13 +145,14 @@ class StepReport:
             len(self.weights),
             len(self.losses),
             self.squared_norm.numel(),
-            8,
+            9,
             _words(self.used),
             _words(self.late),
             7,
+            len(self.buffer_rows),
         )
         ends = list(accumulate(lengths))
-        weights, losses, squares, known, used, late, flags = (
+        weights, losses, squares, known, used, late, flags, _ = (
             [row[end - length : end] for row in table]
             for length, end in zip(lengths, ends, strict=True)
         )
@@ -165,6 +170,7 @@ class StepReport:
             calls=_common([row[3] for row in known]),
             rows_differ=not nearly_alike([row[4] for row in known]),
             is_mixed=_differ([row[6:8] for row in known]) or (alone and backwards > 1),
+            copies_differ=len({row[8] for row in known}) > 1,
             used=any_of(used, len(self.used)),
             late=any_of(late, len(self.late)),
             news=any(row[0] for row in flags),
@@ -183,8 +189,10 @@ class StepTotals:
     `weight` and `loss` (x weight) are sums over the ranks, `shown` is what users see of the weight;
     `is_mixed` says that no weight is right for all losses. `squared_norm` is that of the summed
     gradients. `backwards` is the number of those that had a weight, `shares` their seeds added up,
-    `options` the checksum of the optimizers' options, and `calls` that of the calls that all make alike, NaN where ranks differ.
-    `rows_differ`: ranks have shared different batches. `used` says by parameter whether any rank
+    `options` the checksum of the optimizers' options, and `calls` that of the calls that all make
+    alike, NaN where ranks differ. `rows_differ`: ranks have shared different batches.
+    `copies_differ`: buffers or frozen parameters that are not averaged differ between ranks. `used`
+    says by parameter whether any rank
     had a gradient for it, `late` by bucket whether any came after it had started; `news` whether a
     buffer was seen to change for the first time, `several` whether any rank made more than one
     backward, `unsaved` whether a save in the background has failed. `asked` is the signal that
@@ -203,6 +211,7 @@ class StepTotals:
     calls: float
     rows_differ: bool
     is_mixed: bool
+    copies_differ: bool
     used: list[bool]
     late: list[bool]
     news: bool

@@ -174,13 +174,21 @@ class UserObjects:
     def _all_buffers(self) -> Buffers:
         """The models' buffers, which are followed over every rebuild of the states."""
         models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
-        found = (
-            Buffers(models, group, self._synchronised, alone=self._world.size == 1)
-            if shards is None
-            else MicroShardBuffers(models, group, shards)
-        )
+        say, compares = self._world.say_once, self._has_whole
+        if shards is None:
+            alone, synchronised = self._world.size == 1, self._synchronised
+            found = Buffers(models, group, synchronised, alone=alone, compares=compares, say=say)
+        else:
+            found = MicroShardBuffers(models, group, shards, compares=compares, say=say)
         self._world.current_batch.watch(found.before_batch)
         return found
+
+    def _has_whole(self, frozen: nn.Parameter) -> bool:
+        """Whether this rank has the whole of a frozen parameter, as the others of its group do."""
+        spec = self.spec
+        if spec.placement.is_sharded("parameters") or frozen.is_meta:
+            return False  # a forward that writes into one of those is refused
+        return spec.is_here(frozen) and spec.shard_of(frozen) is None
 
     def _release_other_stages(self) -> None:
         """Free the layers of other pipeline ranks, and the optimizer state of these."""

@@ -80,7 +80,7 @@ class ExactMean(GivenBatches):
             return super().items(number, same_items)
         batch = self.of_loss()
         counted = self._items_of(self._batch) if batch.samples else 0.0
-        return LossItems(counted, batch, same_items)
+        return LossItems(counted, batch, same_items, rows=batch.samples)
 
     def of_loss(self) -> Given:
         """As GivenBatches; raises UsageError where a batch has no rows, or others than samples."""

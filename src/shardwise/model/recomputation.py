@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.model import module_hooks, unit_attributes
+from shardwise.model.buffers import version_of
 
 
 class RecomputedForward:
@@ -194,7 +195,7 @@ class UnitBuffers:
 
 
 def _mark(buffer: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if buffer is None else (id(buffer), buffer._version)
+    return (0, 0) if buffer is None else (id(buffer), version_of(buffer))
 
 
 @contextmanager

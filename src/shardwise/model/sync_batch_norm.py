@@ -186,12 +186,13 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         counts = batch is None or batch.samples > 0
         # A recomputation neither speaks with the other ranks nor asks what the batch is by then.
         of_all = once(lambda: _joined(x, self._ranks, counts))
-        out = _Normalise.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, self.eps, self._ranks, of_all
-        )
+        # Before normalising: torch.utils.checkpoint ends a recomputation with the last tensor that
+        # autograd saves, and plain BatchNorm has updated its statistics by then.
         if self.track_running_stats and self.running_mean is not None:
             self._follow(of_all.mean, of_all.variance, of_all.total)
-        return out  # type: ignore[no-any-return]
+        return _Normalise.apply(  # type: ignore[no-any-return, no-untyped-call]
+            x, self.weight, self.bias, self.eps, self._ranks, of_all
+        )
 
     def follow_others(self, rows: Tensor) -> None:
         """Take the running statistics on by `rows`, those of a forward that this rank skips."""
