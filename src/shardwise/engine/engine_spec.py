@@ -156,6 +156,13 @@ class EngineSpec:
         on_disk = any(tier.kind == "nvme" for tier in self.placement.tiers)
         return alone and not on_disk and self.micro_shards is None
 
+    @property
+    def optimizers_stay(self) -> bool:
+        """Whether each rank has all parameters and all optimizer state whole, so that the user's
+        own optimizer can update its own parameters."""
+        in_parts = self.tensor is not None or self.pipeline is not None
+        return self.cuts_nothing and not in_parts and not self.placement.is_sharded("parameters")
+
     @cached_property
     def gather_group(self) -> Collectives:
         """The same ranks for gathers, whose order against other collectives may differ."""

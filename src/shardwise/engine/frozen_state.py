@@ -27,7 +27,8 @@ class _Group:
     @cached_property
     def kind(self) -> OptimizerKind:
         """As the group's first parameter is updated."""
-        return examine(self.optimizer, self.options, self.options["params"][0].device)
+        device = self.options["params"][0].device
+        return examine(self.optimizer, self.options, device, is_copied=False)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from shardwise.common_calls import SHARE, apart_in_calls, apart_in_shares, nearl
 from shardwise.errors import ModelError, UsageError
 from shardwise.placement import Placement
 from shardwise.states.parameters_at_rest import is_sharded, sharded_copy
+from shardwise.states.step_hooks import post_hooks, pre_hooks
 from shardwise.world import World
 
 
@@ -247,14 +248,14 @@ def allow(optimizer: optim.Optimizer) -> None:
 
 
 def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call what the user registered with `register_step_pre_hook`, once a step.
+    """Call the step pre-hooks once a step: those of each optimizer, and torch's global ones.
 
     Raises UsageError for a hook that wants to change the arguments of `step`: there are none.
     """
     for optimizer in optimizers:
         ours = {handle.id for handle in optimizer.__dict__.get(_HOOKS, [])}
-        for number, hook in list(optimizer._optimizer_step_pre_hooks.items()):
-            if number not in ours and hook(optimizer, (), {}) is not None:
+        for number, hook in pre_hooks(optimizer):
+            if number not in ours and hook(optimizer, (optimizer,), {}) is not None:
                 raise UsageError(
                     f"A step pre-hook of {type(optimizer).__name__} returned new arguments for "
                     "step(), which engine.step() calls without any. Let it return None."
@@ -262,10 +263,10 @@ def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
 
 
 def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call what the user registered with `register_step_post_hook`, once a step."""
+    """Call the step post-hooks once a step: those of each optimizer, and torch's global ones."""
     for optimizer in optimizers:
-        for hook in list(optimizer._optimizer_step_post_hooks.values()):
-            hook(optimizer, (), {})
+        for hook in post_hooks(optimizer):
+            hook(optimizer, (optimizer,), {})
 
 
 def mark_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:

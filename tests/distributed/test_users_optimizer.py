@@ -1,0 +1,225 @@
+"""Optimizers that keep more than state by parameter, that wrap another one, or that have methods of
+their own, beside plain PyTorch in fp64."""
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+import shardwise as sw
+from shardwise.errors import ModelError
+
+STEPS = 5
+
+
+class WarmUp(optim.Optimizer):
+    """Counts its steps in a list, in a number, and in an object."""
+
+    def __init__(self, params, lr=0.3):
+        super().__init__(params, {"lr": lr})
+        self.seen, self.count, self.schedule = [], 0, Schedule()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.seen.append(1)
+        self.count += 1
+        self.schedule.steps += 1
+        warm = min(1.0, (len(self.seen) + self.count + self.schedule.steps) / 12)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * warm)
+
+
+class Schedule:
+    def __init__(self):
+        self.steps = 0
+
+
+class Lookahead(optim.Optimizer):
+    """A wrapper, as many are published: it shares the groups of the optimizer in it."""
+
+    def __init__(self, base):
+        super().__init__([p for group in base.param_groups for p in group["params"]], {})
+        self.base, self.param_groups, self.slow, self.count = base, base.param_groups, {}, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.base.step()
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if self.count % 2 == 0:
+                self.slow.setdefault(p, p.clone()).lerp_(p, 0.5)
+                p.copy_(self.slow[p])
+
+
+class ByPosition(optim.Optimizer):
+    """Keeps its momentum in a list, made for the parameters that it is given."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.buffers = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, buffer in zip(self.param_groups[0]["params"], self.buffers, strict=True):
+            buffer.mul_(0.9).add_(p.grad)
+            p.sub_(buffer, alpha=self.param_groups[0]["lr"])
+
+
+class SharedCount(optim.Optimizer):
+    """Has state that belongs to no parameter."""
+
+    def __init__(self, params, lr=0.3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        common = self.state["common"]
+        common["count"] = common.get("count", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / common["count"])
+
+
+MAKE = {
+    "attributes": WarmUp,
+    "wrapper": lambda params: Lookahead(optim.AdamW(params, lr=0.05)),
+    "by position": ByPosition,
+    "common state": SharedCount,
+}
+
+
+def made(make):
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    return x, model, make(model.parameters())
+
+
+def plain_losses(make, steps=STEPS):
+    x, model, optimizer = made(make)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, optimizer
+
+
+def engine_losses(world, make, **settings):
+    x, model, optimizer = made(make)
+    engine = sw.Engine(model, optimizer, bucket_mb=0.0001, **settings)
+    mine, losses = world.share(x), []
+    for _ in range(STEPS):
+        engine.backward((model(mine) - mine).square().mean())
+        losses.append(engine.step().loss)
+    engine.close()
+    world.engines = 0
+    return losses, optimizer
+
+
+def kept(optimizer):
+    return {
+        name: len(value) if isinstance(value, (list, dict)) else getattr(value, "steps", value)
+        for name, value in vars(optimizer).items()
+        if name in ("seen", "count", "schedule", "slow")
+    }
+
+
+def losses_case(world, name, settings):
+    losses, optimizer = engine_losses(world, MAKE[name], **settings)
+    wanted, reference = plain_losses(MAKE[name])
+    assert losses == pytest.approx(wanted, rel=1e-10)
+    assert kept(optimizer) == kept(reference)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", MAKE)
+def test_optimizer_that_keeps_more_than_state_trains_as_in_one_process(group, size, name):
+    group(size)(losses_case, name, {"zero": 0})
+
+
+@pytest.mark.parametrize(("size", "zero"), [(1, 3), (2, 1), (2, 3)])
+def test_copies_of_a_sharded_optimizer_count_in_attributes_once_a_step(group, size, zero):
+    group(size)(losses_case, "attributes", {"zero": zero})
+
+
+def refused_case(world, name):
+    x, model, optimizer = made(MAKE[name])
+    with pytest.raises(ModelError) as error:
+        sw.Engine(model, optimizer, zero=2)
+    world.engines = 0
+    # It stays a plain model and optimizer.
+    model(x).sum().backward()
+    optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wrapper", "Lookahead is a wrapper: it updates through another optimizer, the AdamW in"),
+        ("by position", "ByPosition cannot update a float32 tensor"),
+    ],
+)
+def test_sharding_an_optimizer_that_no_copy_can_stand_for_is_refused(group, name, words):
+    for message in group(2)(refused_case, name):
+        assert words in message
+        assert "--zero 0" in message
+
+
+def hooks_case(world, settings):
+    calls = []
+
+    def before(optimizer, args, kwargs):
+        calls.append(("before", type(optimizer).__name__, first.detach().clone()))
+
+    def after(optimizer, args, kwargs):
+        calls.append(("after", type(optimizer).__name__, first.detach().clone()))
+
+    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    try:
+        x, model, optimizer = made(lambda params: optim.AdamW(params, lr=0.05))
+        first = model[0].weight
+        engine = sw.Engine(model, optimizer, bucket_mb=0.0001, **settings)
+        mine = world.share(x)
+        for _ in range(2):
+            start = first.detach().clone()
+            engine.backward((model(mine) - mine).square().mean())
+            engine.step()
+            (when, _, old), (then, _, new) = calls[-2:]
+            assert (when, then) == ("before", "after")
+            assert torch.equal(old, start)
+            assert torch.equal(new, first)
+        engine.close()
+        assert [name for _, name, _ in calls] == ["AdamW"] * 4
+    finally:
+        for handle in handles:
+            handle.remove()
+        world.engines = 0
+
+
+@pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 2)])
+def test_global_step_hooks_run_once_a_step_around_all_of_the_update(group, size, zero):
+    group(size)(hooks_case, {"zero": zero})
+
+
+def wrapper_hooks_case(world):
+    calls = []
+    handle = register_optimizer_step_post_hook(lambda o, *_: calls.append(type(o).__name__))
+    try:
+        plain_losses(MAKE["wrapper"], steps=2)
+        wanted, calls[:] = list(calls), []
+        engine_losses(world, MAKE["wrapper"], zero=0)
+        assert calls[: len(wanted)] == wanted == ["AdamW", "Lookahead"] * 2
+    finally:
+        handle.remove()
+
+
+def test_global_step_hooks_run_for_the_optimizer_in_a_wrapper(group):
+    group(1)(wrapper_hooks_case)
