@@ -20,6 +20,7 @@ from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
 from shardwise.model import sync_batch_norm
 from shardwise.model.module_hooks import Hooked
+from shardwise.optimizer_access import held
 from shardwise.placement import STATES
 from shardwise.states.anchor import Kept
 from shardwise.states.delayed_sums import DelayedSums
@@ -31,7 +32,6 @@ from shardwise.states.named_parameters import NamedParameter
 from shardwise.states.optimizer_kind import OptimizerKind, is_known
 from shardwise.states.optimizer_lr_and_options import ParameterGroup
 from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.optimizer_trial import OptimizerKinds
 from shardwise.states.parameters import Parameters, ReplicatedParameters
 from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
@@ -251,7 +251,7 @@ def take_apart(
     for parameter, state in states.gathering.optimizer_state().items():
         for optimizer in spec.optimizers:
             if any(parameter is p for group in optimizer.param_groups for p in group["params"]):
-                optimizer.state[parameter] = state
+                held(optimizer)[parameter] = state
     states.gradients.detach()
     if states.shown is not None:
         states.shown.residency.close()
@@ -267,7 +267,7 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
     """Which group trains each parameter. Raises ModelError for one in two groups, and for an
     optimizer that cannot work where its state is sharded."""
     owners: dict[nn.Parameter, ParameterGroup] = {}
-    kinds = OptimizerKinds()
+    kinds = spec.optimizer_kinds
     for optimizer in spec.optimizers:
         for index, options in enumerate(optimizer.param_groups):
             if not options["params"]:

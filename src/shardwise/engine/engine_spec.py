@@ -24,6 +24,7 @@ from shardwise.placement import Placement
 from shardwise.shards import Shard
 from shardwise.states.gradient_accumulator import Summation, in_tree
 from shardwise.states.named_parameters import Census, NamedParameter, locate
+from shardwise.states.optimizer_trial import OptimizerKinds
 from shardwise.states.parameters_at_rest import unguarded
 from shardwise.sum_tree import MicroShards
 
@@ -135,6 +136,11 @@ class EngineSpec:
     def summation(self) -> Summation:
         """How gradients of several backwards and ranks are added: in any order, or in one tree."""
         return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
+
+    @cached_property
+    def optimizer_kinds(self) -> OptimizerKinds:
+        """What trials have found of the optimizers."""
+        return OptimizerKinds()
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:

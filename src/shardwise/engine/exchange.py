@@ -69,9 +69,7 @@ def exchange(
     _average_buffers(buffers, group, rows[:, report.numel() :], weights, news=everyone.news)
     squared = everyone.squared_norm
     if any(everyone.late):
-        aggregation.refuse_late(
-            gradients.names_of([i for i, late in enumerate(everyone.late) if late])
-        )
+        aggregation.refuse_late(gradients.unforeseen_names(), group)
         gradients.reduce_late([number for number, late in enumerate(everyone.late) if late])
         squared = squared_norm(aggregation, gradients, group, copies)
     elif not math.isfinite(squared):

@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
+from shardwise.optimizer_access import held
 from shardwise.states.optimizer_kind import OptimizerKind, placed
 from shardwise.states.optimizer_trial import examine
 
@@ -56,15 +57,15 @@ class FrozenState:
 
     @property
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.group.optimizer.state.get(self.parameter, {})
+        state: dict[str, Any] = held(self.group.optimizer).get(self.parameter, {})
         return state
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Have `state` in place of what there is."""
-        self.group.optimizer.state.pop(self.parameter, None)
+        held(self.group.optimizer).pop(self.parameter, None)
         if state:
             device = self.parameter.device
-            self.group.optimizer.state[self.parameter] = {
+            held(self.group.optimizer)[self.parameter] = {
                 key: placed(key, value, device, self.group.options) for key, value in state.items()
             }
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardwise.model.precision import NARROW
+from shardwise.optimizer_access import held
 from shardwise.states import optimizer_attributes
 from shardwise.states.existing_optimizer_state import ExistingState
 from shardwise.states.host_storage import HostCopy
@@ -69,7 +70,7 @@ class OptimizerState:
         self._inner_of: list[InnerOptimizer] = []
         optimizers = {group.optimizer for group in groups}
         states: dict[optim.Optimizer, Mapping[Any, Any]]
-        states = {optimizer: dict(optimizer.state) for optimizer in optimizers}
+        states = {optimizer: dict(held(optimizer)) for optimizer in optimizers}
         self._build(ExistingState(parameters.named, states))
 
     # -- building -------------------------------------------------------------------------
@@ -145,8 +146,9 @@ class OptimizerState:
         # updates by itself is given it again.
         taken = {named.parameter for named in self._parameters.named}
         for optimizer in {group.optimizer for group in self.groups}:
-            for parameter in [p for p in optimizer.state if p in taken]:
-                del optimizer.state[parameter]
+            resting = held(optimizer)
+            for parameter in [p for p in resting if p in taken]:
+                del resting[parameter]
         for inner, interval, group in zip(self._inner_of, self.intervals, self.groups, strict=True):
             existing.give(inner, interval, group)
 

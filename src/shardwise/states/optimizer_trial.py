@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, optim
 
 from shardwise.errors import ModelError
+from shardwise.optimizer_access import held
 from shardwise.randomness import preserved
 from shardwise.states.optimizer_kind import (
     ELEMENTWISE,
@@ -135,10 +136,15 @@ def _holds_tensors(value: Any) -> bool:
 
 
 class OptimizerKinds:
-    """Finds the kinds of several groups, each once for all that differ in their rates alone."""
+    """Finds the kinds of several groups, each once for all that differ in their rates alone.
+
+    A group of an optimizer that is not torch's is tried once only: later, a method such as `eval()`
+    may have left the optimizer where it makes no steps.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, OptimizerKind] = {}
+        self._first: dict[Any, OptimizerKind] = {}
 
     def of(
         self,
@@ -149,11 +155,18 @@ class OptimizerKinds:
         is_copied: bool = True,
     ) -> OptimizerKind:
         """As `examine`."""
+        shapes = tuple(_shapes(group))
+        numbers = [n for n, each in enumerate(optimizer.param_groups) if each is group]
+        place = optimizer, *numbers, device, shapes
+        if place in self._first:
+            return self._first[place]
         options = {key: value for key, value in settings_of(group).items() if key != "lr"}
-        key = optimizer, device, repr(options), tuple(_shapes(group))
+        key = optimizer, device, repr(options), shapes
         if key not in self._known:
             with preserved():  # an optimizer may draw, and trials are not the user's
                 self._known[key] = examine(optimizer, group, device, is_copied=is_copied)
+        if not is_known(optimizer):
+            self._first[place] = self._known[key]
         return self._known[key]
 
 
@@ -319,13 +332,13 @@ class _Bench:
 
     def _existing_state(self) -> Mapping[str, Any]:
         """The state of a parameter of the group."""
-        states = (self._optimizer.state.get(p) for p in self._group["params"] if p.ndim)
+        states = (held(self._optimizer).get(p) for p in self._group["params"] if p.ndim)
         return next((state for state in states if state), {})
 
     def _initial_state(self, like: Tensor) -> dict[str, Any]:
         """What the constructor may have made of `like`: one that exists, its values all alike."""
         state = self._existing_state()
-        owner = next(p for p in self._group["params"] if self._optimizer.state.get(p) is state)
+        owner = next(p for p in self._group["params"] if held(self._optimizer).get(p) is state)
         return {
             key: _filled(like, value)
             if isinstance(value, Tensor) and value.shape == owner.shape and value.numel()
