@@ -313,7 +313,10 @@ class UserObjects:
         consistency.check_written(self.spec, self.states.parameters.named, written)
 
     def follow_changes(self) -> None:
-        """Rebuild the states if parameter groups or requires_grad changed. Collective then."""
+        """Rebuild the states if parameter groups, requires_grad or optimizer state changed.
+        Collective then."""
+        # Before a forward too: what it gathers must not be laid out again before its backward.
+        self._take_back_states()
         if self._shape.fits(self.spec.shape()):
             return
         if self._accumulation.backwards:
