@@ -11,7 +11,8 @@ smallest prime factor first:
 N workers take them in turns, N neighbours at a time: in turn t rank r runs micro-shard t N + r.
 Where N is the size of a node, what the ranks made in a turn sums up to that node, and the turns
 to the nodes above it, so that the sum is the same tree on every such N. A power of two has nodes
-of all its divisors.
+of all its divisors. No tree over 6 has nodes of both 2 and 3 leaves: of the pairs that cover all
+leaves, one crosses the border between two triples.
 """
 
 from __future__ import annotations

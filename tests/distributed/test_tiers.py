@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import warnings
 from contextlib import redirect_stdout
 
@@ -167,10 +168,22 @@ def test_on_a_disk(group, case, row, size):
 
 
 def refused_case(world):
-    model = mlp()
-    whole = torch.optim.Adafactor(model.parameters())
-    with pytest.raises(ModelError, match=r"Adafactor needs whole tensors.*--offload-optimizer cpu"):
-        sw.Engine(model, whole, zero=1, offload_optimizer=f"nvme:{on_a_disk()}")
+    model, disk = mlp(), f"nvme:{on_a_disk()}"
+    for settings in (
+        {"zero": 1, "offload_optimizer": disk},
+        {"zero": 2, "offload_gradients": disk, "offload_optimizer": "cpu"},
+        {"zero": 3, "offload_params": disk, "offload_optimizer": "cpu"},
+    ):
+        whole = torch.optim.Adafactor(model.parameters())
+        with pytest.raises(ModelError, match="Adafactor needs whole tensors") as error:
+            sw.Engine(model, whole, **settings)
+        advised = re.findall(r"--(offload-\w+) cpu", str(error.value))
+        assert advised
+        instead = {name.replace("-", "_"): "cpu" for name in advised}
+        engine = sw.Engine(model, whole, **settings | instead)
+        engine.backward(model(world.share(batch(0))).square().mean())
+        engine.step()
+        engine.close()
     with pytest.raises(TierError, match=r"/no/such.*Make the folder"):
         sw.Engine(model, adamw(model), zero=1, offload_optimizer="nvme:/no/such")
 

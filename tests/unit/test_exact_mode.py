@@ -118,6 +118,32 @@ class Sleeper(nn.Module):
         return self.second(self.first(x) if self.awake else x).square().mean()
 
 
+class Joining(nn.Module):
+    """A layer joins, whose gradient comes before those of the layers below it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.late, self.head = (nn.Linear(4, 4) for _ in range(3))
+        self.joins = False
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(x + self.late(x) if self.joins else x)
+
+
+def test_the_gradient_that_had_not_come_before_is_named(exact):
+    model = Joining()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        model.joins = step == 2
+        for _ in range(4):
+            engine.backward(model(torch.ones(1, 4)).square().mean())
+        if step < 2:
+            engine.step()
+    with pytest.raises(UsageError, match=r"gradient of late.weight and 1 more was not expected"):
+        engine.step()
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_gradient_after_its_sum_is_refused(exact, overlap):
     """Where sums begin beside backward, a branch that wakes up is too late for its own."""
@@ -130,7 +156,7 @@ def test_a_gradient_after_its_sum_is_refused(exact, overlap):
         for _ in range(4):
             engine.backward(model(torch.ones(1, 200)))
         if step == 3 and overlap:
-            with pytest.raises(UsageError, match=r"first.* came after the sum .* --no-overlap"):
+            with pytest.raises(UsageError, match=r"first.* was not expected, .* --no-overlap"):
                 engine.step()
         else:
             engine.step()

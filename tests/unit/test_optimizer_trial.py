@@ -126,7 +126,7 @@ def test_what_is_known_of_torch_is_what_a_trial_finds(own):
 
 def test_groups_that_differ_in_rates_alone_are_tried_once(monkeypatch):
     tried = []
-    monkeypatch.setattr(optimizer_trial, "examine", lambda *about: tried.append(about))
+    monkeypatch.setattr(optimizer_trial, "examine", lambda *about, **_: tried.append(about))
     shapes = [(5, 5), (5, 5), (5,), (5, 5)]
     groups = [
         {"params": parameters(shape), "lr": 0.1 * number, "decay": number // 3}

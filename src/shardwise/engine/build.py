@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import bucket_layout
+from shardwise.config import flag
 from shardwise.engine import initial_values, island_states, unit_assignment, usage_checks
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
 from shardwise.model import sync_batch_norm
 from shardwise.model.module_hooks import Hooked
+from shardwise.optimizer_access import held
 from shardwise.placement import STATES
 from shardwise.states.anchor import Kept
 from shardwise.states.delayed_sums import DelayedSums
@@ -27,10 +29,9 @@ from shardwise.states.gradients import Gradients
 from shardwise.states.interval_gather import IntervalGather
 from shardwise.states.island_exchange import IslandExchange
 from shardwise.states.named_parameters import NamedParameter
-from shardwise.states.optimizer_kind import OptimizerKind
+from shardwise.states.optimizer_kind import OptimizerKind, is_known
 from shardwise.states.optimizer_lr_and_options import ParameterGroup
 from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.optimizer_trial import OptimizerKinds
 from shardwise.states.parameters import Parameters, ReplicatedParameters
 from shardwise.states.residency import Residency
 from shardwise.states.sharded_parameters import ShardedParameters
@@ -250,7 +251,7 @@ def take_apart(
     for parameter, state in states.gathering.optimizer_state().items():
         for optimizer in spec.optimizers:
             if any(parameter is p for group in optimizer.param_groups for p in group["params"]):
-                optimizer.state[parameter] = state
+                held(optimizer)[parameter] = state
     states.gradients.detach()
     if states.shown is not None:
         states.shown.residency.close()
@@ -266,12 +267,14 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
     """Which group trains each parameter. Raises ModelError for one in two groups, and for an
     optimizer that cannot work where its state is sharded."""
     owners: dict[nn.Parameter, ParameterGroup] = {}
-    kinds = OptimizerKinds()
+    kinds = spec.optimizer_kinds
     for optimizer in spec.optimizers:
         for index, options in enumerate(optimizer.param_groups):
             if not options["params"]:
                 continue
-            kind = kinds.of(optimizer, options, _device_of(spec, options["params"][0]))
+            stays = spec.optimizers_stay and not is_known(optimizer)
+            device = _device_of(spec, options["params"][0])
+            kind = kinds.of(optimizer, options, device, is_copied=not stays)
             parts = [p for p in options["params"] if spec.shard_of(p) is not None]
             _check_kind(spec, type(optimizer).__name__, kind, len(parts), index)
             as_given = not kind.known and not parts and spec.cuts_nothing
@@ -289,6 +292,7 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
                     kind,
                     whole=as_given or not kind.elementwise,
                     together=as_given or not kind.separable,
+                    stays=stays,
                 )
     return owners
 
@@ -313,12 +317,27 @@ def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, gr
             f"group {group}. Choose an element-wise optimizer such as AdamW, or start without "
             "--tensor."
         )
-    on_disk = [str(tier) for tier in spec.placement.tiers if tier.kind == "nvme"]
-    if not kind.elementwise and on_disk:
+    tiers = {n: getattr(spec.settings, n) for n in _OFFLOADS}
+    on_disk = [name for name, tier in tiers.items() if tier is not None and tier.kind == "nvme"]
+    if not on_disk:
+        return
+    # One state on a disk cuts the update into spans, wherever the optimizer's own state is.
+    given = " and ".join(f"{flag(name)} {tiers[name]}" for name in on_disk)
+    instead = f"Write {' '.join(f'{flag(name)} cpu' for name in on_disk)}"
+    if not kind.elementwise:
         raise ModelError(
-            f"{name} needs whole tensors, and on {on_disk[0]} states come in parts. Write "
-            "--offload-optimizer cpu, or choose an element-wise optimizer such as AdamW."
+            f"{name} needs whole tensors, and with {given} each update is of a part. {instead}, "
+            "or choose an element-wise optimizer such as AdamW."
         )
+    if kind.attributes:
+        raise ModelError(
+            f"{name} changes its attribute {min(kind.attributes)} in every call of step, and with "
+            f"{given} there are several calls in a step. {instead}, or let it keep the value by "
+            "parameter, in self.state."
+        )
+
+
+_OFFLOADS = ("offload_params", "offload_gradients", "offload_optimizer")
 
 
 def _device_of(spec: EngineSpec, parameter: nn.Parameter) -> torch.device:

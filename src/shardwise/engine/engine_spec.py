@@ -24,6 +24,7 @@ from shardwise.placement import Placement
 from shardwise.shards import Shard
 from shardwise.states.gradient_accumulator import Summation, in_tree
 from shardwise.states.named_parameters import Census, NamedParameter, locate
+from shardwise.states.optimizer_trial import OptimizerKinds
 from shardwise.states.parameters_at_rest import unguarded
 from shardwise.sum_tree import MicroShards
 
@@ -137,6 +138,11 @@ class EngineSpec:
         return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
 
     @cached_property
+    def optimizer_kinds(self) -> OptimizerKinds:
+        """What trials have found of the optimizers."""
+        return OptimizerKinds()
+
+    @cached_property
     def prefixes(self) -> tuple[str, ...]:
         """The prefix of the names of each model: empty when there is one."""
         several = len(self.models) > 1
@@ -155,6 +161,13 @@ class EngineSpec:
         alone = self.shard_group.size == 1 or not self.placement.is_sharded("optimizer")
         on_disk = any(tier.kind == "nvme" for tier in self.placement.tiers)
         return alone and not on_disk and self.micro_shards is None
+
+    @property
+    def optimizers_stay(self) -> bool:
+        """Whether each rank has all parameters and all optimizer state whole, so that the user's
+        own optimizer can update its own parameters."""
+        in_parts = self.tensor is not None or self.pipeline is not None
+        return self.cuts_nothing and not in_parts and not self.placement.is_sharded("parameters")
 
     @cached_property
     def gather_group(self) -> Collectives:

@@ -12,7 +12,7 @@ from torch import nn, optim
 from torch.amp import GradScaler
 
 from shardwise.config import Settings
-from shardwise.engine import exact_mode, pipeline_parallel, tensor_parallel
+from shardwise.engine import exact_mode, pipeline_parallel, tensor_parallel, usage_checks
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
@@ -46,12 +46,19 @@ class EngineState:
     """How many steps were made."""
     totals: StepTotals | None = None
     """What all ranks know of this step, once its gradients are reduced."""
-    in_ema: bool = False
-    """Whether the parameters are averages now, or the anchor of islands."""
     in_uneven: bool = False
     """Whether ranks may run different numbers of forwards now."""
     asked_to_end: bool = False
     """Whether the exchange of a step of this engine has told all ranks of a signal to end."""
+
+    @property
+    def in_ema(self) -> bool:
+        """Whether the parameters are averages now, or the anchor of islands."""
+        return self.objects.in_ema
+
+    @in_ema.setter
+    def in_ema(self, value: bool) -> None:
+        self.objects.in_ema = value
 
     @property
     def states(self) -> States:
@@ -115,9 +122,12 @@ def spec_of(
     ConfigError for settings that cannot be had together."""
     shards = exact_mode.shards_of(settings, world.collectives)
     several = _several(models, nn.Module)
+    given = _several(optimizers, optim.Optimizer)
+    for optimizer in given:
+        usage_checks.check_optimizer(optimizer)
     return EngineSpec(
         several,
-        _several(optimizers, optim.Optimizer),
+        given,
         settings.placement,
         settings,
         world.collectives,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -86,11 +87,13 @@ class ExactAggregation(Aggregation):
     def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
         return exact_squared_sums.exact_total(rows)
 
-    def refuse_late(self, names: Sequence[str]) -> None:
+    def refuse_late(self, names: Sequence[str], group: Collectives) -> None:
+        several = itertools.chain.from_iterable(group.gather_objects(list(names)))
+        first, *more = dict.fromkeys(several) or ["a parameter"]
         raise UsageError(
-            f"--exact {self._shards.count}: the gradient of {names[0]}"
-            f"{f' and {len(names) - 1} more' if len(names) > 1 else ''} came after the sum that it "
-            "belongs to had begun, since it had not come before, or comes twice (reentrant "
-            "checkpointing). Sums then would depend on the number of workers: --no-overlap lets "
-            "them begin when backward has ended."
+            f"--exact {self._shards.count}: the gradient of {first}"
+            f"{f' and {len(more)} more' if more else ''} was not expected, because it did not come "
+            "in earlier steps, or it came twice (reentrant checkpointing). So a sum began without "
+            "all of its gradients, and results would depend on the number of workers. "
+            "--no-overlap lets sums begin when backward has ended."
         )

@@ -82,9 +82,7 @@ def exchange(
     buffers.stepped()
     squared = everyone.squared_norm
     if any(everyone.late):
-        aggregation.refuse_late(
-            gradients.names_of([i for i, late in enumerate(everyone.late) if late])
-        )
+        aggregation.refuse_late(gradients.unforeseen_names(), group)
         gradients.reduce_late([number for number, late in enumerate(everyone.late) if late])
         squared = squared_norm(aggregation, gradients, group, copies)
     elif not math.isfinite(squared):

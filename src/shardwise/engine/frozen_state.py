@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
+from shardwise.optimizer_access import held
 from shardwise.states.optimizer_kind import OptimizerKind, placed
 from shardwise.states.optimizer_trial import examine
 
@@ -27,7 +28,8 @@ class _Group:
     @cached_property
     def kind(self) -> OptimizerKind:
         """As the group's first parameter is updated."""
-        return examine(self.optimizer, self.options, self.options["params"][0].device)
+        device = self.options["params"][0].device
+        return examine(self.optimizer, self.options, device, is_copied=False)
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,15 @@ class FrozenState:
 
     @property
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.group.optimizer.state.get(self.parameter, {})
+        state: dict[str, Any] = held(self.group.optimizer).get(self.parameter, {})
         return state
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Have `state` in place of what there is."""
-        self.group.optimizer.state.pop(self.parameter, None)
+        held(self.group.optimizer).pop(self.parameter, None)
         if state:
             device = self.parameter.device
-            self.group.optimizer.state[self.parameter] = {
+            held(self.group.optimizer)[self.parameter] = {
                 key: placed(key, value, device, self.group.options) for key, value in state.items()
             }
 

@@ -28,6 +28,7 @@ from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW, widened_state
+from shardwise.optimizer_access import held
 from shardwise.states.optimizer_kind import placed, state_shape
 
 MASTERS = "fp32_master_weights"
@@ -54,7 +55,7 @@ def make(
     """See Engine.optimizer_state_dict; `unit` is what weights are divided by, where it matters, and
     `resting` has masters of parameters that are frozen for now."""
     # A parameter that was frozen on the way has left its state with the user's optimizer.
-    held = _whole(spec, optimizer, {**optimizer.state, **states.gathering.optimizer_state()})
+    whole = _whole(spec, optimizer, {**held(optimizer), **states.gathering.optimizer_state()})
     wide = {p: {MASTERS: master} for p, master in _masters_now(states).items()}
     known = _whole(spec, optimizer, wide) | {p: {MASTERS: kept} for p, kept in resting.items()}
     numbers: dict[nn.Parameter, int] = {}
@@ -63,7 +64,7 @@ def make(
         members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
         groups.append({**group, "params": members})
     made: dict[str, Any] = {
-        "state": {number: held[p] for p, number in numbers.items() if p in held},
+        "state": {number: whole[p] for p, number in numbers.items() if p in whole},
         "param_groups": groups,
     }
     found = {number: known[p][MASTERS] for p, number in numbers.items() if p in known}
@@ -164,8 +165,8 @@ def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         }
         for parameter, entries in _as_updated(optimizer, state).items()
     }
-    optimizer.state.clear()
-    optimizer.state.update(taken)  # type: ignore[arg-type]
+    held(optimizer).clear()
+    held(optimizer).update(taken)
 
 
 def _as_updated(

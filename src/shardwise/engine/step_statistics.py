@@ -10,6 +10,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
+from shardwise.collectives import Collectives
 from shardwise.common_calls import nearly_alike
 from shardwise.randomness import seed_from
 from shardwise.tiers.copy_stream import to_device
@@ -76,8 +77,9 @@ class Aggregation:
         """The same of sums of squares."""
         return self.total(rows)
 
-    def refuse_late(self, names: Sequence[str]) -> None:
-        """Gradients of the parameters `names` came after their bucket's sum had begun."""
+    def refuse_late(self, names: Sequence[str], group: Collectives) -> None:
+        """Gradients came after their bucket's sum had begun, on this rank because of those of
+        `names`. All of `group` call it."""
 
 
 _BITS = 48

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 from weakref import WeakMethod
 
@@ -14,8 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.common_calls import SHARE, apart_in_calls, apart_in_shares, nearly_alike
 from shardwise.errors import ModelError, UsageError
+from shardwise.optimizer_access import StateOfEngine, own_methods
 from shardwise.placement import Placement
+from shardwise.states.optimizer_kind import is_known
 from shardwise.states.parameters_at_rest import is_sharded, sharded_copy
+from shardwise.states.step_hooks import post_hooks, pre_hooks
 from shardwise.world import World
 
 
@@ -215,7 +219,33 @@ def check_reachable(loss: Tensor, *, several: bool) -> None:
         nodes.extend(child for child, _ in node.next_functions)
 
 
+_DISTRIBUTED = {
+    "ZeroRedundancyOptimizer": "optim.{inner}(params), and --zero 1 shards its state",
+    "PostLocalSGDOptimizer": "optim.{inner}(params), and --islands N --equal-every H averages "
+    "parameters every H steps",
+    "DistributedOptimizer": "optim.Adam(params), and --pipeline P puts layers on other hosts",
+}
+"""By wrapper of torch.distributed that communicates by itself, what to write instead."""
+
+
+def check_optimizer(optimizer: optim.Optimizer) -> None:
+    """Raise ModelError for a wrapper of torch.distributed, which would exchange a second time what
+    the engine exchanges."""
+    classes = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.distributed.")]
+    name = next((c.__name__ for c in classes if c.__name__ in _DISTRIBUTED), None)
+    if name is None:
+        return
+    inner = getattr(optimizer, "_optim_constructor", None)  # of ZeroRedundancyOptimizer
+    inner = inner or type(getattr(optimizer, "optim", None))
+    shown = inner.__name__ if issubclass(inner, optim.Optimizer) else "AdamW"
+    raise ModelError(
+        f"{name} exchanges parameters between workers by itself, which the engine does too. Write "
+        f"{_DISTRIBUTED[name].format(inner=shown)}."
+    )
+
+
 _HOOKS = "_shardwise_hooks"
+_METHOD_HOOKS = "_shardwise_method_hooks"
 
 
 @dataclass(frozen=True)
@@ -224,13 +254,15 @@ class OptimizerCallbacks:
 
     `welcome` gets each parameter group that is added to it. On one worker, `state_dict` makes its
     state_dict, `check` refuses another before anything is changed, and `take` lets the optimizer
-    go on from that; on several these are the engine's own calls.
+    go on from that; on several these are the engine's own calls. `whole` is a block for one of its
+    methods, in which it has what the method uses.
     """
 
     welcome: WeakMethod[Callable[[dict[str, Any]], None]]
     state_dict: WeakMethod[Callable[[optim.Optimizer], dict[str, Any]]]
     check: WeakMethod[Callable[[optim.Optimizer, dict[str, Any]], None]]
     take: WeakMethod[Callable[[optim.Optimizer, dict[str, Any]], None]]
+    whole: WeakMethod[Callable[[optim.Optimizer, str], AbstractContextManager[None]]]
     alone: bool
 
 
@@ -245,8 +277,26 @@ def forbid(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> None:
             greet(optimizer.param_groups[-1])
 
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    methods = [] if is_known(optimizer) else list(own_methods(optimizer))
+    for name in methods:
+        setattr(optimizer, name, _with_whole_state(optimizer, name, callbacks))
+    setattr(optimizer, _METHOD_HOOKS, methods)
     state = _lent(optimizer, callbacks) if callbacks.alone else _refused(optimizer)
     setattr(optimizer, _HOOKS, [optimizer.register_step_pre_hook(_refuse_step), *state])
+
+
+def _with_whole_state(
+    optimizer: optim.Optimizer, name: str, callbacks: OptimizerCallbacks
+) -> Callable[..., Any]:
+    method = getattr(optimizer, name)
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        block = callbacks.whole()
+        with nullcontext() if block is None else block(optimizer, name):
+            return method(*args, **kwargs)
+
+    return call
 
 
 def _refused(optimizer: optim.Optimizer) -> list[RemovableHandle]:
@@ -259,8 +309,18 @@ def _refused(optimizer: optim.Optimizer) -> list[RemovableHandle]:
 def _lent(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> list[RemovableHandle]:
     """Let `state_dict` and `load_state_dict` be what they are without an engine."""
     given: list[dict[str, Any]] = []
+    reaches: list[Any] = []
+
+    def silence(optimizer: optim.Optimizer) -> None:
+        # torch packs what is there without a copy of all state: `complete` adds that.
+        state: Any = optimizer.state
+        if isinstance(state, StateOfEngine):
+            reaches[:] = [state.reach]
+            state.reach = None
 
     def complete(optimizer: optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        while reaches:
+            optimizer.state.reach = reaches.pop()  # type: ignore[attr-defined]
         make = callbacks.state_dict()
         return None if make is None else state | make(optimizer)
 
@@ -274,6 +334,7 @@ def _lent(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> list[Rem
             taken(optimizer, given.pop())
 
     return [
+        optimizer.register_state_dict_pre_hook(silence),
         optimizer.register_state_dict_post_hook(complete),
         optimizer.register_load_state_dict_pre_hook(keep),
         optimizer.register_load_state_dict_post_hook(take),
@@ -285,17 +346,19 @@ def allow(optimizer: optim.Optimizer) -> None:
     for hook in optimizer.__dict__.pop(_HOOKS, []):
         hook.remove()
         optimizer.__dict__.pop("add_param_group", None)
+    for name in optimizer.__dict__.pop(_METHOD_HOOKS, []):
+        optimizer.__dict__.pop(name, None)
 
 
 def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call what the user registered with `register_step_pre_hook`, once a step.
+    """Call the step pre-hooks once a step: those of each optimizer, and torch's global ones.
 
     Raises UsageError for a hook that wants to change the arguments of `step`: there are none.
     """
     for optimizer in optimizers:
         ours = {handle.id for handle in optimizer.__dict__.get(_HOOKS, [])}
-        for number, hook in list(optimizer._optimizer_step_pre_hooks.items()):
-            if number not in ours and hook(optimizer, (), {}) is not None:
+        for number, hook in pre_hooks(optimizer):
+            if number not in ours and hook(optimizer, (optimizer,), {}) is not None:
                 raise UsageError(
                     f"A step pre-hook of {type(optimizer).__name__} returned new arguments for "
                     "step(), which engine.step() calls without any. Let it return None."
@@ -303,10 +366,10 @@ def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
 
 
 def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call what the user registered with `register_step_post_hook`, once a step."""
+    """Call the step post-hooks once a step: those of each optimizer, and torch's global ones."""
     for optimizer in optimizers:
-        for hook in list(optimizer._optimizer_step_post_hooks.values()):
-            hook(optimizer, (), {})
+        for hook in post_hooks(optimizer):
+            hook(optimizer, (optimizer,), {})
 
 
 def mark_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
@@ -327,6 +390,15 @@ def _refuse_state_dict(optimizer: optim.Optimizer) -> None:
     raise UsageError(
         f"The state of {type(optimizer).__name__} lies with the engine. Write "
         "engine.optimizer_state_dict(optimizer), on all ranks."
+    )
+
+
+def refuse_state(optimizer: optim.Optimizer) -> UsageError:
+    """The error for a use of `optimizer.state` on one of several workers."""
+    return UsageError(
+        f"The state of {type(optimizer).__name__} is with the engine, and optimizer.state has none "
+        "of it. To read it: engine.optimizer_state_dict(optimizer), on all ranks. To change it: "
+        "engine.load_optimizer_state_dict(state, optimizer)."
     )
 
 

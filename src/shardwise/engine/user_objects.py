@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakMethod, WeakSet
 
@@ -19,6 +20,7 @@ from shardwise.engine import (
     plain_state_dict,
     tensor_parallel,
     usage_checks,
+    whole_optimizer,
 )
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
@@ -30,6 +32,7 @@ from shardwise.model.buffers import Buffers
 from shardwise.model.forward_events import ForwardEvents
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.model.module_hooks import Hooked
+from shardwise.optimizer_access import StateOfEngine
 from shardwise.parallel.pipeline import install
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.anchor import Kept
@@ -64,6 +67,13 @@ class UserObjects:
         self._resting: dict[nn.Parameter, Tensor] = {}
         """Masters that a state_dict has brought of parameters that are frozen for now."""
         self._written: set[int] = set()
+        self._hidden: dict[optim.Optimizer, StateOfEngine] = {}
+        """By optimizer whose state is with the engine, what stands for it."""
+        self._shown: dict[optim.Optimizer, whole_optimizer.Marks] = {}
+        """By optimizer whose state user code reads, how it was."""
+        self._in_method: optim.Optimizer | None = None
+        self.in_ema = False
+        """Whether the parameters are averages now, or the anchor of islands."""
         usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
         # Before anything else is collective: ranks with different models would wait for each
         # other in different places.
@@ -108,6 +118,7 @@ class UserObjects:
             WeakMethod(self.plain_state),
             WeakMethod(self.check_state),
             WeakMethod(self.take_state),
+            WeakMethod(self.whole_for_method),
             alone=self._world.size == 1,
         )
         for optimizer in self.spec.optimizers:
@@ -127,6 +138,7 @@ class UserObjects:
         self.states = build.build(self.spec, known, averages, anchor)
         self._fresh, self._written = {}, set()
         self._shape = self.spec.shape()
+        self._hide_states()
         follow = WeakMethod(self.follow_changes)
         self.spec.unit_hooks.before = lambda: (call := follow()) and call()
 
@@ -278,7 +290,9 @@ class UserObjects:
         self.follow_changes()
 
     def take_in_writes(self) -> None:
-        """Copy what user code has written into parameters to the masters, before an update."""
+        """Take what user code has written, before an update: optimizer state into the engine's,
+        parameters into the masters."""
+        self._take_back_states()
         states = self.states
         alone = states.shown is not None or self._world.size == 1
         if alone and not states.optimizer.has_masters:
@@ -301,7 +315,10 @@ class UserObjects:
         consistency.check_written(self.spec, self.states.parameters.named, written)
 
     def follow_changes(self) -> None:
-        """Rebuild the states if parameter groups or requires_grad changed. Collective then."""
+        """Rebuild the states if parameter groups, requires_grad or optimizer state changed.
+        Collective then."""
+        # Before a forward too: what it gathers must not be laid out again before its backward.
+        self._take_back_states()
         if self._shape.fits(self.spec.shape()):
             return
         if self._accumulation.backwards:
@@ -329,6 +346,7 @@ class UserObjects:
         self, optimizer: optim.Optimizer, *, for_resume: bool = False
     ) -> dict[str, Any]:
         """The state_dict that `optimizer` would have in one process. Collective."""
+        self._take_back_states()
         unit = self._weighting.lasting_unit if for_resume else None
         return plain_state_dict.make(self.spec, self.states, optimizer, unit, self._resting)
 
@@ -355,6 +373,117 @@ class UserObjects:
             self.states.gradients.widen()
         if unit is not None:
             self._weighting.unit = unit
+
+    # -- the state of optimizers, for user code -----------------------------------------------
+
+    def _hide_states(self) -> None:
+        """Let a use of the state of each optimizer that the engine has it of come here."""
+        stays = {group.optimizer for group in self.states.optimizer.groups if group.stays}
+        for optimizer in self.spec.optimizers:
+            state: Any = optimizer.state
+            if optimizer not in stays and not isinstance(state, StateOfEngine):
+                optimizer.state = self._hidden[optimizer] = StateOfEngine(state)
+                self._hidden[optimizer].hide(self._shows_state(optimizer))
+
+    def _shows_state(self, optimizer: optim.Optimizer) -> Callable[[], None]:
+        show = WeakMethod(self._show_state)
+        return lambda: (call := show()) and call(optimizer)
+
+    def _show_state(self, optimizer: optim.Optimizer) -> None:
+        """User code uses `optimizer.state`: let it have a copy until the engine goes on."""
+        if self._world.size > 1:
+            raise usage_checks.refuse_state(optimizer)
+        state = self._hidden[optimizer]
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        gathered = self.states.gathering.optimizer_state()
+        state.show({**state.resting, **{p: kept for p, kept in gathered.items() if p in mine}})
+        self._shown[optimizer] = whole_optimizer.marks(state)
+
+    def _take_back_states(self) -> None:
+        """Take in what user code has changed in the state of its optimizers, or put in its
+        place."""
+        changed: dict[optim.Optimizer, dict[Any, Any]] = {}
+        for optimizer, state in self._hidden.items():
+            before = self._shown.pop(optimizer, None)
+            if optimizer.state is not state:
+                changed[optimizer] = dict(optimizer.state)
+            elif before is not None:
+                if not whole_optimizer.are_equal(before, whole_optimizer.marks(state)):
+                    changed[optimizer] = dict(state)
+            else:
+                continue
+            state.hide(self._shows_state(optimizer))
+        if not changed:
+            return
+        optimizer = next(iter(changed))
+        for each in changed:
+            each.state = self._hidden[each]
+        if self._world.size > 1:
+            raise usage_checks.refuse_state(optimizer)
+        if self._accumulation.backwards:
+            raise UsageError(
+                f"The state of {type(optimizer).__name__} changed between engine.backward and "
+                "engine.step. Change it right after engine.step()."
+            )
+        masters, averages, anchor = self._taken_apart()
+        for each, content in changed.items():
+            self._hidden[each].resting.clear()
+            self._hidden[each].resting.update(content)
+        self._rebuild_states(masters, averages, anchor)
+
+    def _give_states_back(self) -> None:
+        """Let the optimizers have plain mappings as their states."""
+        for optimizer, state in self._hidden.items():
+            if optimizer.state is state:
+                optimizer.state = state.resting  # type: ignore[assignment]
+        self._hidden.clear()
+        self._shown.clear()
+
+    @contextmanager
+    def whole_for_method(self, optimizer: optim.Optimizer, method: str) -> Iterator[None]:
+        """Inside the block, `optimizer` has parameters and state whole once its `method` uses
+        them. Collective then, unless the state stays with it."""
+        in_place = optimizer not in self._hidden and not self.states.optimizer.has_masters
+        if in_place or self._in_method is not None:
+            yield
+            return
+        self._take_back_states()
+        rebuilding = whole_optimizer.Rebuilding(
+            self._check_method, self._taken_apart, self._rebuild_states
+        )
+        self._in_method = optimizer
+        try:
+            reach = self._shows_state(optimizer)
+            with whole_optimizer.whole(optimizer, method, rebuilding, reach):
+                yield
+        finally:
+            self._in_method = None
+
+    def _check_method(self, call: str) -> None:
+        """Raise UsageError where the states cannot be taken apart for `call`."""
+        shown, settings = self.states.shown, self.spec.settings
+        for name, apart in (("tensor", self.spec.tensor), ("pipeline", self.spec.pipeline)):
+            if apart is not None:
+                raise UsageError(
+                    f"{call} uses parameters or their optimizer state, and with --{name} "
+                    f"{getattr(settings, name)} a worker has parts of these. Start without "
+                    f"--{name}."
+                )
+        where = None
+        if self._accumulation.backwards:
+            where = "between engine.backward and engine.step"
+        elif self.in_ema:
+            where = "inside engine.ema() or anchor()"
+        elif shown is not None and shown.residency.in_block:
+            where = "inside engine.full_parameters()"
+        elif shown is not None and shown.residency.is_awaited:
+            where = "between a forward and engine.backward"
+        if where is not None:
+            raise UsageError(
+                f"{call} {where}: it uses parameters or their optimizer state, which the engine "
+                "has to take apart for it. Call it right after engine.step()."
+            )
+        self.look_for_changes()
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Rebuild the states with averages for those of the parameters `names` that are frozen and
@@ -393,6 +522,7 @@ class UserObjects:
         fails = sys.exc_info()[0] is not None
         try:
             if not fails:
+                self._take_back_states()
                 self.check_passes()
                 island_states.drop(self.states.delayed)
         finally:
@@ -400,6 +530,7 @@ class UserObjects:
 
     def _give_back(self) -> None:
         island_states.rest_on_anchor(self.states.islands)
+        self._give_states_back()
         build.take_apart(self.spec, self.states)
         self._reassemble_models()
         precision.narrow_states(filter(is_torchs, self.spec.optimizers))

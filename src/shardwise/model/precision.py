@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.collectives import ordered_sums
 from shardwise.model.module_hooks import Hooked, attach
+from shardwise.optimizer_access import held
 
 NARROW = ordered_sums.NARROW
 """The dtypes of 16-bit floats."""
@@ -149,7 +150,7 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
 def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
     """Cast what optimizers keep for parameters of `dtype` by element, as Adagrad does from the
     start, where it has fewer bits; their counts stay as torch has them."""
-    for state in (state for optimizer in optimizers for state in optimizer.state.items()):
+    for state in (state for optimizer in optimizers for state in held(optimizer).items()):
         parameter, kept = state
         for key, value in kept.items():
             if (
@@ -165,7 +166,7 @@ def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype
 def widen_narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Cast to fp32 what plain optimizers keep in 16 bits for parameters of those."""
     for optimizer in optimizers:
-        for parameter, kept in optimizer.state.items():
+        for parameter, kept in held(optimizer).items():
             if isinstance(parameter, Tensor):
                 kept.update(widened_state(parameter, kept))
 
@@ -173,7 +174,7 @@ def widen_narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 def narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Cast what `optimizers` keep by element in fp32 for parameters of 16 bits to those."""
     for optimizer in optimizers:
-        for parameter, kept in optimizer.state.items():
+        for parameter, kept in held(optimizer).items():
             if not isinstance(parameter, Tensor) or parameter.dtype not in NARROW:
                 continue
             for key, value in kept.items():

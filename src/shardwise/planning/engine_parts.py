@@ -89,7 +89,8 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
         for index, options in enumerate(optimizer.param_groups):
             if not options["params"]:
                 continue
-            kind = kinds.of(optimizer, options, device)
+            # One that cannot be copied trains where nothing is cut: it counts as not separable.
+            kind = kinds.of(optimizer, options, device, is_copied=False)
             dtype = options["params"][0].dtype
             master = torch.float32 if dtype in precision.NARROW else dtype
             owners |= dict.fromkeys(options["params"], len(groups))

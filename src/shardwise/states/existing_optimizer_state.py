@@ -63,7 +63,7 @@ class ExistingState:
     def segments(self, interval: UpdateInterval, group: ParameterGroup) -> list[UpdateSegment]:
         """The segments of an interval: one for each run of parameters whose state is alike."""
         if group.whole:
-            return [self._whole_segment(interval, p) for p in interval.all_pieces]
+            return [self._whole_segment(interval, group, p) for p in interval.all_pieces]
         pieces = interval.all_pieces
         before = accumulate((piece.parameter in self._borders for piece in pieces), initial=0)
         count = dict(zip(pieces, list(before)[1:], strict=True))
@@ -73,10 +73,15 @@ class ExistingState:
             for run in runs(pieces, lambda p: (count[p], self._numbers(group, p.parameter)))
         ]
 
-    def _whole_segment(self, interval: UpdateInterval, piece: Piece) -> UpdateSegment:
+    def _whole_segment(
+        self, interval: UpdateInterval, group: ParameterGroup, piece: Piece
+    ) -> UpdateSegment:
         named = self._named[piece.parameter]
         tensor = named.view(interval.flat(*interval.own), piece.start - interval.own[0])
-        return UpdateSegment(piece.start, piece.end, [piece], tensor)
+        if not group.stays:
+            return UpdateSegment(piece.start, piece.end, [piece], tensor)
+        master = tensor if interval.has_master else None
+        return UpdateSegment(piece.start, piece.end, [piece], named.parameter, master)
 
     def _numbers(self, group: ParameterGroup, number: int) -> Any:
         """What makes two neighbours unlike: which state they have, and its single values."""
@@ -124,7 +129,7 @@ class ExistingState:
             elif flat:
                 made[key] = self._joined(segment, key, states)
             else:
-                made[key] = placed(key, value, segment.tensor.device, options)
+                made[key] = placed(key, value, _device_of(segment), options, copy=not group.stays)
         return made
 
     def _joined(self, segment: UpdateSegment, key: str, states: Sequence[State]) -> Tensor:
@@ -147,7 +152,12 @@ def _room(
     if key in interval.moments:
         return without_memory(numel, interval.moments[key].dtype)
     shape = (numel,) if flat else blank.shape
-    return torch.zeros(shape, dtype=blank.dtype, device=segment.tensor.device)
+    return torch.zeros(shape, dtype=blank.dtype, device=_device_of(segment))
+
+
+def _device_of(segment: UpdateSegment) -> torch.device:
+    """Where a segment is updated."""
+    return (segment.tensor if segment.master is None else segment.master).device
 
 
 def _comparable(value: Any) -> Any:

@@ -96,6 +96,7 @@ class Gradients:
         self._place_of = [place_of[index] for index in range(len(self._params))]
         self._expected = ExpectedGradients(len(self._params))
         self._overdue: list[int] = []
+        self._unforeseen: list[int] = []
         self._own_norms: list[Tensor] = []
         self._had_late = False
         self.late: dict[int, list[tuple[int, Tensor]]] = {}
@@ -253,6 +254,9 @@ class Gradients:
 
     def _set_late_aside(self) -> None:
         """Keep what arrived after its bucket had been collected."""
+        if self._overdue:
+            # A gradient that nobody counted on completes the count of a bucket that lacks others.
+            self._unforeseen += self._expected.unforeseen()
         for index in dict.fromkeys(self._overdue):
             param = self._params[index]
             grad, param.grad = param.grad, None
@@ -318,12 +322,10 @@ class Gradients:
         self.norm.forget(numbers)
         self.norm.follow(self.reducer.drain())
 
-    def names_of(self, numbers: Sequence[int]) -> list[str]:
-        """The parameters of the buckets `numbers`, those first that came late on this rank."""
+    def unforeseen_names(self) -> list[str]:
+        """The parameters whose gradients made others late on this rank, in order."""
         named = self._parameters.named
-        late = [index for number in numbers for index, _ in self.late.get(number, [])]
-        others = [s.parameter for n in numbers for s in self.reducer.buckets[n].layout.slots]
-        return [named[index].name for index in dict.fromkeys([*late, *others])]
+        return [named[index].name for index in sorted(set(self._unforeseen))]
 
     def suspect(self) -> bool | None:
         """Whether a gradient of this rank alone was not finite in this step; None where that is not
@@ -350,6 +352,7 @@ class Gradients:
         self.late.clear()
         self._own_norms.clear()
         self._had_late = False
+        self._unforeseen.clear()
         self._guarded = False
         self.used = [False] * len(self._params)
         self._reductions = [0] * len(self._fills)

@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 
 from shardwise.states import offload_read_ahead
 from shardwise.states.offload_read_ahead import SpanInUse
+from shardwise.states.optimizer_attributes import FollowedAttributes
 from shardwise.states.optimizer_kind import bare_copy
 from shardwise.states.optimizer_lr_and_options import FollowedOptions, ParameterGroup
+from shardwise.states.step_hooks import without_hooks
 from shardwise.states.storage import Storage
 from shardwise.states.unused_parameters import cut_by_use
 from shardwise.states.update_intervals import UpdateInterval
@@ -29,15 +31,26 @@ class InnerOptimizer:
     """
 
     def __init__(
-        self, intervals: list[UpdateInterval], groups: list[ParameterGroup], fused: bool
+        self,
+        intervals: list[UpdateInterval],
+        groups: list[ParameterGroup],
+        *,
+        fused: bool,
+        leads: bool,
     ) -> None:
+        """`fused`: torch's fused kernel updates; `leads`: this is the optimizer's first copy."""
         self.intervals = intervals
         self._groups = groups
-        self.inner = bare_copy(groups[0].optimizer)
-        master = intervals[0].master
-        self.options = FollowedOptions(groups, self.inner, master.device, fused=fused)
         self._divides = fused and all(i.master.dtype == torch.float32 for i in intervals)
+        self.inner = self._made()
+        device = intervals[0].master.device
+        self.options = FollowedOptions(groups, self.inner, device, fused=fused)
+        changing = frozenset[str]().union(*(group.kind.attributes for group in groups))
+        self.attributes = FollowedAttributes(groups[0].optimizer, self.inner, changing, leads=leads)
         self._regroup()
+
+    def _made(self) -> optim.Optimizer:
+        return bare_copy(self._groups[0].optimizer)
 
     def _regroup(self) -> None:
         """An inner parameter group for each of the user's, its segments in registration order."""
@@ -104,10 +117,15 @@ class InnerOptimizer:
         gradients each time; all of it is in memory for good."""
         spans = self._taken(0, sums)
         self._set_divisor(1.0)
-        self.options.follow()
-        self.inner.step(evaluate)
+        self._follow()
+        self._call(evaluate)
         self.options.record_changes()
         self._end(spans, changed=True)
+
+    def _follow(self) -> None:
+        """Take what user code has changed about its optimizer."""
+        self.options.follow()
+        self.attributes.follow()
 
     def offer_again(self, sums: Sequence[Storage], used: Sequence[bool], factor: float) -> None:
         """Hang the gradients of another evaluation on the tensors."""
@@ -124,9 +142,10 @@ class InnerOptimizer:
         tensors = [segment.tensor for span in spans for segment in span.segments]
         offered = [tensor for tensor in tensors if tensor.grad is not None]
         changed = bool(offered)
-        if changed or self.options.counts:
-            self.options.follow()
-            self._call(offered)
+        # Without a gradient too where steps are counted: every copy counts the same.
+        if changed or self.options.counts or self.attributes.changing:
+            self._follow()
+            self._call_for(offered)
             self.options.record_changes()
         self._end(spans, changed=changed)
 
@@ -137,7 +156,12 @@ class InnerOptimizer:
                 segment.tensor.grad = None
             span.end(changed=changed)
 
-    def _call(self, offered: Sequence[Tensor]) -> None:
+    def _call(self, *closure: Callable[[], float]) -> None:
+        """Make one call of `step`: of the class's own, not of what a scheduler put before it."""
+        with without_hooks(self.inner):
+            type(self.inner).step(self.inner, *closure)
+
+    def _call_for(self, offered: Sequence[Tensor]) -> None:
         """Let the inner optimizer update those that have a gradient.
 
         torch's fused SGD takes either a momentum of every tensor or of none, so what is updated
@@ -149,12 +173,12 @@ class InnerOptimizer:
             grads = [tensor.grad for tensor in fresh]
             for tensor in fresh:
                 tensor.grad = None
-            self.inner.step()
+            self._call()
             for tensor in offered:
                 tensor.grad = None
             for tensor, grad in zip(fresh, grads, strict=True):
                 tensor.grad = grad
-        self.inner.step()
+        self._call()
 
     def _has_begun(self, tensor: Tensor) -> bool:
         """Whether the optimizer has state of `tensor`."""

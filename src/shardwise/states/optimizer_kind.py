@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 _TOLERANCE = 1e-3
 
@@ -28,6 +29,12 @@ def is_torchs(optimizer: optim.Optimizer) -> bool:
     """Whether `optimizer` is one of torch's own, which keep what they have in the dtype of the
     parameter, and cannot step where it has another."""
     return isinstance(optimizer, (*ELEMENTWISE, *BY_TENSOR))
+
+
+def is_known(optimizer: optim.Optimizer) -> bool:
+    """Whether `optimizer` is of a class of torch's whose updates need no trial; of a class derived
+    from one, anything may be otherwise."""
+    return type(optimizer) in (*ELEMENTWISE, *BY_TENSOR)
 
 
 def state_shape(
@@ -51,7 +58,8 @@ class OptimizerKind:
     `tensor_keys` are the state entries that have the parameter's shape (exp_avg ...);
     `single_keys` are one value per parameter (step ...). An option that changes later may bring
     others: SGD's momentum. `group_keys` are the options of a parameter group that the optimizer
-    changes itself (ScheduleFree's k). `needs_closure`: it evaluates the loss itself (L-BFGS).
+    changes itself (ScheduleFree's k), and `attributes` those of its attributes that its steps
+    change. `needs_closure`: it evaluates the loss itself (L-BFGS).
     """
 
     elementwise: bool
@@ -59,6 +67,7 @@ class OptimizerKind:
     tensor_keys: frozenset[str]
     single_keys: frozenset[str] = frozenset()
     group_keys: frozenset[str] = frozenset()
+    attributes: frozenset[str] = frozenset()
     known: bool = False
     needs_closure: bool = False
 
@@ -82,22 +91,67 @@ def needs_closure(optimizer: optim.Optimizer) -> bool:
     return any(p.name == "closure" and p.default is p.empty for p in parameters)
 
 
-_LEFT_BEHIND = ("step", "zero_grad", "add_param_group", "_shardwise_hooks")
+_NOT_ITS_OWN = frozenset(
+    (
+        *("param_groups", "state", "defaults", "grad_scale", "found_inf"),
+        *("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+    )
+)
+"""Attributes that torch or the engine put on an optimizer."""
 
 
-def bare_copy(optimizer: optim.Optimizer) -> optim.Optimizer:
+def attributes_of(optimizer: optim.Optimizer) -> dict[str, Any]:
+    """The attributes that the class of `optimizer` keeps on it, in place of in its state.
+
+    What shadows a method is left out: a scheduler or an engine has put it there.
+    """
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _NOT_ITS_OWN
+        and not name.endswith("_hooks")
+        and not callable(getattr(type(optimizer), name, None))
+    }
+
+
+def wrapped_optimizer(optimizer: optim.Optimizer) -> tuple[str, optim.Optimizer] | None:
+    """The attribute of `optimizer` that holds another optimizer, with that one; None without."""
+    for name, value in vars(optimizer).items():
+        if isinstance(value, optim.Optimizer):
+            return name, value
+    return None
+
+
+def bare_copy(optimizer: optim.Optimizer, *, detached: bool = False) -> optim.Optimizer:
     """A copy of `optimizer`: its class, options and attributes, without its parameters.
 
     Made without `__init__`, whose signature is the class's own affair; hooks and what a scheduler
-    put on the instance stay behind.
+    put on the instance stay behind. With `detached` steps of the copy change no attribute of
+    `optimizer`; otherwise the copy has the same objects.
     """
     inner = type(optimizer).__new__(type(optimizer))
-    kept = {k: v for k, v in optimizer.__dict__.items() if k not in _LEFT_BEHIND}
-    inner.__dict__.update(kept)
-    inner.__dict__.update({k: type(v)() for k, v in kept.items() if k.endswith("_hooks")})
+    attributes = attributes_of(optimizer)
+    kept = {k: v for k, v in vars(optimizer).items() if k in _NOT_ITS_OWN}
+    hooks = {k: type(v)() for k, v in vars(optimizer).items() if k.endswith("_hooks")}
+    vars(inner).update(kept | hooks | attributes)
     inner.param_groups = []
     inner.state = defaultdict(dict)
+    if detached:
+        memo: dict[int, Any] = {id(optimizer): inner}
+        memo |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        vars(inner).update({k: copied_attribute(v, memo) for k, v in attributes.items()})
     return inner
+
+
+def copied_attribute(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of an attribute, or `value` itself where it cannot be copied (a lock, a file) or
+    is a module; `memo` has what copies share with the original."""
+    if isinstance(value, nn.Module):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -105,8 +159,11 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def placed(key: str, value: Any, device: torch.device, options: Mapping[str, Any]) -> Any:
-    """A state's entry, copied to where an optimizer with `options` wants it for `device`.
+def placed(
+    key: str, value: Any, device: torch.device, options: Mapping[str, Any], *, copy: bool = True
+) -> Any:
+    """A state's entry where an optimizer with `options` wants it for `device`: a `copy`, or itself
+    if it is there.
 
     A count of steps is on the CPU unless a kernel counts, as torch's own load_state_dict has it.
     """
@@ -114,18 +171,41 @@ def placed(key: str, value: Any, device: torch.device, options: Mapping[str, Any
         return value
     if key == "step" and not (options.get("fused") or options.get("capturable")):
         device = torch.device("cpu")
-    return value.to(device, copy=True)
+    return value.to(device, copy=copy)
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two options, or dicts of such, are one, numbers to fp32 noise."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
+    """Whether two options or attributes, or nests of such, are equal: numbers to fp32 noise, or
+    `exactly`; objects by their attributes."""
+    if a is b:
+        return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if exactly:
+            return a.dtype == b.dtype and torch.equal(a, b)
         return a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True)
     if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=_TOLERANCE) or (a != a and b != b)
-    return type(a) is type(b) and bool(a == b)
+        if a != a and b != b:
+            return True
+        return a == b if exactly else math.isclose(a, b, rel_tol=_TOLERANCE)
+    if isinstance(a, optim.Optimizer):  # an attribute that leads back to its own optimizer
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key], exactly=exactly) for key in a)
+    if isinstance(a, list | tuple | deque):
+        pairs = zip(a, b, strict=False)
+        return len(a) == len(b) and all(same(x, y, exactly=exactly) for x, y in pairs)
+    if compares_by_identity(a):
+        return same(vars(a), vars(b), exactly=exactly)
+    equal = a == b
+    return bool(equal.all() if hasattr(equal, "all") else equal)  # a numpy array compares by item
+
+
+def compares_by_identity(value: Any) -> bool:
+    """Whether `value` is an object with attributes, whose class does not say what is equal."""
+    plain: Any = object.__eq__
+    return hasattr(value, "__dict__") and type(value).__eq__ is plain
 
 
 def may_fuse(

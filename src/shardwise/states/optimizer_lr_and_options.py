@@ -28,7 +28,8 @@ class ParameterGroup:
     """The parameter group of the user's optimizer that a bucket belongs to.
 
     `whole`: each of its tensors is updated as such, and never cut. `together`: all of the
-    optimizer's are, in one call.
+    optimizer's are, in one call. `stays`: the user's optimizer itself makes that call, over its own
+    parameters, and keeps its own state.
     """
 
     optimizer: optim.Optimizer
@@ -36,6 +37,7 @@ class ParameterGroup:
     kind: OptimizerKind
     whole: bool
     together: bool
+    stays: bool = False
 
     @property
     def options(self) -> dict[str, Any]:

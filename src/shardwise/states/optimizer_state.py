@@ -23,6 +23,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from shardwise.model.precision import NARROW
+from shardwise.optimizer_access import held
+from shardwise.states import optimizer_attributes
 from shardwise.states.existing_optimizer_state import ExistingState
 from shardwise.states.host_storage import HostCopy
 from shardwise.states.inner_optimizer import InnerOptimizer
@@ -32,6 +34,7 @@ from shardwise.states.parameters import Parameters
 from shardwise.states.storage import MemoryStorage, Span, Storage, in_spans, spans_of
 from shardwise.states.storage_factory import StorageFactory, TensorKind
 from shardwise.states.update_intervals import UpdateInterval, UpdateSegment
+from shardwise.states.users_optimizer import UsersOptimizer
 
 _MASTER = "master"
 
@@ -67,7 +70,7 @@ class OptimizerState:
         self._inner_of: list[InnerOptimizer] = []
         optimizers = {group.optimizer for group in groups}
         states: dict[optim.Optimizer, Mapping[Any, Any]]
-        states = {optimizer: dict(optimizer.state) for optimizer in optimizers}
+        states = {optimizer: dict(held(optimizer)) for optimizer in optimizers}
         self._build(ExistingState(parameters.named, states))
 
     # -- building -------------------------------------------------------------------------
@@ -131,16 +134,23 @@ class OptimizerState:
         members: dict[Hashable, list[int]] = {}
         for index, key in enumerate(keys):
             members.setdefault(key, []).append(index)
-        made = {key: self._inner_over(indices) for key, indices in members.items()}
+        led = set[optim.Optimizer]()
+        made: dict[Hashable, InnerOptimizer] = {}
+        for key, indices in members.items():
+            optimizer = self.groups[indices[0]].optimizer
+            made[key] = self._inner_over(indices, leads=optimizer not in led)
+            led.add(optimizer)
         self.inners = list(made.values())
         self._inner_of = [made[key] for key in keys]
-        for inner, interval, group in zip(self._inner_of, self.intervals, self.groups, strict=True):
-            existing.give(inner, interval, group)
-        # It is here now; the user's optimizer would keep it in memory twice.
+        # It is here from now on; the user's optimizer would keep it in memory twice. One that
+        # updates by itself is given it again.
         taken = {named.parameter for named in self._parameters.named}
         for optimizer in {group.optimizer for group in self.groups}:
-            for parameter in [p for p in optimizer.state if p in taken]:
-                del optimizer.state[parameter]
+            resting = held(optimizer)
+            for parameter in [p for p in resting if p in taken]:
+                del resting[parameter]
+        for inner, interval, group in zip(self._inner_of, self.intervals, self.groups, strict=True):
+            existing.give(inner, interval, group)
 
     def _together(self, index: int) -> Hashable:
         """Buckets of equal keys are updated in one call: all of an optimizer that looks across;
@@ -157,10 +167,12 @@ class OptimizerState:
             return index
         return group.optimizer, interval.master.dtype, interval.master.device, fuses
 
-    def _inner_over(self, indices: Sequence[int]) -> InnerOptimizer:
+    def _inner_over(self, indices: Sequence[int], *, leads: bool) -> InnerOptimizer:
         intervals, groups = [self.intervals[i] for i in indices], [self.groups[i] for i in indices]
+        if groups[0].stays:
+            return UsersOptimizer(intervals, groups, fused=False, leads=leads)
         fused = not groups[0].together and _fuses(groups[0], intervals[0])
-        return InnerOptimizer(intervals, groups, fused)
+        return InnerOptimizer(intervals, groups, fused=fused, leads=leads)
 
     def restart(self, states: Mapping[nn.Parameter, Mapping[str, Any]], borders: Set[int]) -> None:
         """Forget all state, and have that of `states` by parameter: tensors of it are Blanks, for
@@ -182,9 +194,12 @@ class OptimizerState:
         inner.step(self._sums_of(inner, sums), used, factor, then)
 
     def write_back_options(self) -> None:
-        """Write what the updates changed in their parameter groups to the user's; after all of a
-        step. Raises ModelError where two updates left different values."""
-        write_back([inner.options for inner in self.inners])
+        """Write what the updates changed in their parameter groups and attributes to the user's
+        optimizers; after all of a step. Raises ModelError where two updates left different
+        values."""
+        copies = [inner for inner in self.inners if not isinstance(inner, UsersOptimizer)]
+        write_back([inner.options for inner in copies])
+        optimizer_attributes.write_back([inner.attributes for inner in copies])
 
     def _sums_of(self, inner: InnerOptimizer, sums: Sequence[Storage]) -> list[Storage]:
         return [self._sum_of(self.intervals[i], sums[i]) for i in self.buckets_of(inner)]

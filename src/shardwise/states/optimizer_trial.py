@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,28 +25,38 @@ import torch
 from torch import Tensor, optim
 
 from shardwise.errors import ModelError
+from shardwise.optimizer_access import held
 from shardwise.randomness import preserved
 from shardwise.states.optimizer_kind import (
-    BY_TENSOR,
     ELEMENTWISE,
     OptimizerKind,
+    attributes_of,
     bare_copy,
+    compares_by_identity,
+    is_known,
     needs_closure,
     same,
     settings_of,
+    wrapped_optimizer,
 )
+from shardwise.states.step_hooks import without_hooks
 
 _RATE = 0.1
 _TOLERANCE = 1e-3
 
 
 def examine(
-    optimizer: optim.Optimizer, group: dict[str, Any], device: torch.device
+    optimizer: optim.Optimizer,
+    group: dict[str, Any],
+    device: torch.device,
+    *,
+    is_copied: bool = True,
 ) -> OptimizerKind:
-    """What kind of optimizer `optimizer` is with the options of `group`.
+    """Return what kind of optimizer `optimizer` is with the options of `group`.
 
-    One that needs a closure is taken to look across tensors. Raises ModelError for one that needs
-    sparse gradients, or that no trial can run.
+    One that needs a closure is taken to look across tensors, and so is one that no trial can run,
+    unless it `is_copied`: copies of it are to update. Raises ModelError for one that needs sparse
+    gradients, and for one that cannot be copied where it must be.
     """
     if needs_closure(optimizer):
         return OptimizerKind(False, False, frozenset(), needs_closure=True)
@@ -54,16 +65,47 @@ def examine(
             f"{type(optimizer).__name__} takes sparse gradients only, which flat buckets cannot "
             "hold. Build its embeddings with sparse=False and train them with torch.optim.Adam."
         )
+    try:
+        return _tried(optimizer, group, device)
+    except ModelError:
+        if is_copied:
+            raise
+        return OptimizerKind(False, False, frozenset())
+
+
+_WHOLE = (
+    "That works only where every worker has all parameters and all optimizer state: --zero 0, "
+    "without --exact, --tensor, --pipeline and a disk"
+)
+
+
+def _tried(
+    optimizer: optim.Optimizer, group: dict[str, Any], device: torch.device
+) -> OptimizerKind:
+    name = type(optimizer).__name__
+    if (wrapped := wrapped_optimizer(optimizer)) is not None:
+        attribute, other = wrapped
+        raise ModelError(
+            f"{name} is a wrapper: it updates through another optimizer, the "
+            f"{type(other).__name__} in its attribute {attribute}, so no copy of it can update "
+            f"parts of the model. {_WHOLE}. Or give the engine the {type(other).__name__} itself."
+        )
     bench = _Bench(optimizer, group, device)
     short, *long = _trials(group)
     first = bench.attempt(short)
     if first is None:
         raise ModelError(
-            f"{type(optimizer).__name__} cannot update a float32 tensor of shape {short.shape} "
-            f"that is not one of its own parameters: {bench.why}. The engine lets a copy of it "
-            "update others. Choose another optimizer."
+            f"{name} cannot update a float32 tensor of shape {short.shape} that is not one of its "
+            f"own parameters: {bench.why}. The engine lets a copy of it update others. {_WHOLE}. "
+            "Or choose another optimizer."
         )
-    if type(optimizer) in (*ELEMENTWISE, *BY_TENSOR):
+    if held := sorted(k for k, v in first.attributes.items() if _holds_tensors(v)):
+        raise ModelError(
+            f"{name} keeps tensors in its attribute {held[0]} and changes them in its steps. "
+            f"{_WHOLE}. Or let it keep them in self.state[parameter], which the engine cuts, saves "
+            "and loads."
+        )
+    if is_known(optimizer):
         elementwise = type(optimizer) in ELEMENTWISE
         return OptimizerKind(elementwise, True, first.keys, first.singles, known=True)
     kind = bench.judge(short, first)
@@ -77,25 +119,54 @@ def examine(
             tensor_keys=kind.tensor_keys | found.tensor_keys,
             single_keys=kind.single_keys | found.single_keys,
             group_keys=kind.group_keys | found.group_keys,
+            attributes=kind.attributes | found.attributes,
         )
     return kind
 
 
+def _holds_tensors(value: Any) -> bool:
+    """Whether `value` is a nest with a tensor of several elements, or has parameters as keys."""
+    if isinstance(value, Tensor):
+        return value.numel() > 1
+    if isinstance(value, Mapping):
+        return any(isinstance(key, Tensor) or _holds_tensors(v) for key, v in value.items())
+    if isinstance(value, list | tuple | deque | set):
+        return any(map(_holds_tensors, value))
+    return compares_by_identity(value) and any(map(_holds_tensors, vars(value).values()))
+
+
 class OptimizerKinds:
-    """Finds the kinds of several groups, each once for all that differ in their rates alone."""
+    """Finds the kinds of several groups, each once for all that differ in their rates alone.
+
+    A group of an optimizer that is not torch's is tried once only: later, a method such as `eval()`
+    may have left the optimizer where it makes no steps.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, OptimizerKind] = {}
+        self._first: dict[Any, OptimizerKind] = {}
 
     def of(
-        self, optimizer: optim.Optimizer, group: dict[str, Any], device: torch.device
+        self,
+        optimizer: optim.Optimizer,
+        group: dict[str, Any],
+        device: torch.device,
+        *,
+        is_copied: bool = True,
     ) -> OptimizerKind:
         """As `examine`."""
+        shapes = tuple(_shapes(group))
+        numbers = [n for n, each in enumerate(optimizer.param_groups) if each is group]
+        place = optimizer, *numbers, device, shapes
+        if place in self._first:
+            return self._first[place]
         options = {key: value for key, value in settings_of(group).items() if key != "lr"}
-        key = optimizer, device, repr(options), tuple(_shapes(group))
+        key = optimizer, device, repr(options), shapes
         if key not in self._known:
             with preserved():  # an optimizer may draw, and trials are not the user's
-                self._known[key] = examine(optimizer, group, device)
+                self._known[key] = examine(optimizer, group, device, is_copied=is_copied)
+        if not is_known(optimizer):
+            self._first[place] = self._known[key]
         return self._known[key]
 
 
@@ -137,11 +208,12 @@ _AHEAD = 100_000
 @dataclass(frozen=True)
 class _Run:
     """What came of some steps: by tensor the update up to the middle and the one from there on,
-    the first tensor's state, and the group's options."""
+    the first tensor's state, the group's options, and the attributes that the steps changed."""
 
     updates: list[tuple[Tensor, Tensor]]
     state: dict[str, Any]
     options: dict[str, Any]
+    attributes: dict[str, Any]
     shape: torch.Size
 
     @property
@@ -162,7 +234,11 @@ class _Run:
     def is_close(self, other: _Run) -> bool:
         """Whether the first tensor went the same way in both, and the options with it."""
         pairs = zip(self.updates[0], other.updates[0], strict=True)
-        return same(self.options, other.options) and all(_close(a, b) for a, b in pairs)
+        return self.is_alike_beside(other) and all(_close(a, b) for a, b in pairs)
+
+    def is_alike_beside(self, other: _Run) -> bool:
+        """Whether both left the same options and attributes."""
+        return same(self.options, other.options) and same(self.attributes, other.attributes)
 
 
 class _Bench:
@@ -205,7 +281,8 @@ class _Bench:
         before = settings_of(self._group) | _visible_rate(self._group)
         now = whole.options.items()
         changed = frozenset(k for k, v in now if k not in before or not same(v, before[k]))
-        return OptimizerKind(elementwise, separable, whole.keys, whole.singles, changed)
+        attributes = frozenset(whole.attributes)
+        return OptimizerKind(elementwise, separable, whole.keys, whole.singles, changed, attributes)
 
     def _is_elementwise(
         self, trial: _OptimizerTrial, tensor: Tensor, grads: list[Tensor], whole: _Run
@@ -220,14 +297,14 @@ class _Bench:
             return False
         joined = [torch.cat(halves) for halves in zip(*(p.updates[0] for p in parts), strict=True)]
         flat = [update.flatten() for update in whole.updates[0]]
-        alike = all(same(whole.options, part.options) for part in parts)
+        alike = all(whole.is_alike_beside(part) for part in parts)
         return alike and all(_close(a, b) for a, b in zip(joined, flat, strict=True))
 
     def _run(
         self, trial: _OptimizerTrial, tensors: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
     ) -> _Run:
         """The steps of a fresh copy."""
-        inner = bare_copy(self._optimizer)
+        inner = bare_copy(self._optimizer, detached=True)
         options = copy.deepcopy(settings_of(self._group)) | _visible_rate(self._group)
         params = [torch.nn.Parameter(tensor.to(self._device, copy=True)) for tensor in tensors]
         inner.param_groups = [options | {"params": params}]
@@ -237,25 +314,31 @@ class _Bench:
         for step in range(trial.steps):
             for param, own in zip(params, grads, strict=True):
                 param.grad = own[step].to(self._device, copy=True)
-            before = _numbers(inner) if trial.leaps and step == middle else None
+            counts = _numbers(inner) if trial.leaps and step == middle else None
             _step(inner)
-            if before is not None:
-                _leap(inner, before)
+            if counts is not None:
+                _leap(inner, counts)
             if step in (middle, trial.steps - 1):
                 marks.append([param.detach().to("cpu", copy=True) for param in params])
         updates = [(b - a, c - b) for a, b, c in zip(*marks, strict=True)]
         options = settings_of(inner.param_groups[0])
-        return _Run(updates, dict(inner.state[params[0]]), options, params[0].shape)
+        before = attributes_of(self._optimizer)
+        changed = {
+            name: value
+            for name, value in attributes_of(inner).items()
+            if name not in before or not same(before[name], value, exactly=True)
+        }
+        return _Run(updates, dict(inner.state[params[0]]), options, changed, params[0].shape)
 
     def _existing_state(self) -> Mapping[str, Any]:
         """The state of a parameter of the group."""
-        states = (self._optimizer.state.get(p) for p in self._group["params"] if p.ndim)
+        states = (held(self._optimizer).get(p) for p in self._group["params"] if p.ndim)
         return next((state for state in states if state), {})
 
     def _initial_state(self, like: Tensor) -> dict[str, Any]:
         """What the constructor may have made of `like`: one that exists, its values all alike."""
         state = self._existing_state()
-        owner = next(p for p in self._group["params"] if self._optimizer.state.get(p) is state)
+        owner = next(p for p in self._group["params"] if held(self._optimizer).get(p) is state)
         return {
             key: _filled(like, value)
             if isinstance(value, Tensor) and value.shape == owner.shape and value.numel()
@@ -296,7 +379,8 @@ def _visible_rate(group: dict[str, Any]) -> dict[str, Any]:
 
 def _step(inner: optim.Optimizer) -> None:
     try:
-        inner.step()
+        with without_hooks(inner):
+            inner.step()
     except TypeError as error:
         if "closure" in str(error):
             raise ModelError(

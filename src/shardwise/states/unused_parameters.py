@@ -50,6 +50,11 @@ class ExpectedGradients:
         """Whether the last backward brought any gradient."""
         return any(self._arrivals)
 
+    def unforeseen(self) -> list[int]:
+        """The parameters that had more gradients in this backward than in earlier ones."""
+        pairs = zip(self._arrivals, self._learned, strict=True)
+        return [index for index, (now, before) in enumerate(pairs) if now > before]
+
     def learn(self, indices: Iterable[int]) -> bool:
         """Remember how often the gradients of the parameters `indices` came, and forget those that
         stay away; whether anything may be expected otherwise now."""

@@ -26,6 +26,9 @@ class UpdateSegment:
     end: int
     pieces: list[Piece]
     tensor: Tensor
+    master: Tensor | None = None
+    """What `tensor`, the user's parameter, holds during an update in place of its 16 bits, or of
+    what it has on the device: where the user's own optimizer updates."""
 
 
 @dataclass(eq=False)

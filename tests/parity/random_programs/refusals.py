@@ -6,7 +6,7 @@ Everything else that is refused is a finding: a program that plain PyTorch runs 
 import re
 
 RIGHT: dict[str, str] = {
-    r"needs whole tensors, and (on nvme:|--tensor)": "each worker, or span of a file, has a part",
+    r"needs whole tensors, and (with --off|--tensor)": "each worker, or span of a file, has a part",
     r"found nothing to split": "without a layer to split, --tensor would train copies",
     r"zero-bubble runs backward in two": "the other half would gather, or recompute, all anew",
     r"several stages on each worker .* write loss = engine.forward_backward": "in a plain loop "
