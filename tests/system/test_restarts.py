@@ -167,6 +167,27 @@ class TestAskedToEnd:
         killed = shardwise.run(*words, "--die", "11")
         assert (hash_of(killed), started_at(killed)) == (hash_of(undisturbed), [6, 8])
 
+    @WARM
+    def test_killed_before_it_has_saved_is_no_success(self, shardwise: Launcher) -> None:
+        words = ["run", "-n", "2", script("resumes"), "checkpoints", "--pause", "60"]
+        process = shardwise.start(*words)
+        reach(process, "step 1")
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        while "ranks save after this step first" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGTERM)
+        assert shardwise.finish(process).code == 128 + signal.SIGTERM
+        assert complete(shardwise.folder / "checkpoints") == []
+
+    @WARM
+    def test_the_code_of_a_saved_run_is_not_taken_from_a_script(self, shardwise: Launcher) -> None:
+        (shardwise.folder / "own.py").write_text("import sys\nsys.exit(75)\n")
+        ran = shardwise.run("run", "-n", "2", "own.py")
+        assert ran.code == 1
+        assert "failed (exit code 75)" in ran.err
+        assert "exit code 75 is the script's own. This run ends with 1" in ran.err
+
     @pytest.mark.full
     def test_alone_and_once_more(self, shardwise: Launcher) -> None:
         """A process of nobody's launching; asked again, it ends at once."""

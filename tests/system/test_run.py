@@ -26,6 +26,18 @@ WARM = pytest.mark.usefixtures("warm_programs")
 """For tests of what is said of programs; those of how they start and are stopped do without."""
 
 
+_OURS = """
+import torch, shardwise as sw
+world = sw.init(seed=0)
+model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(16, 4))
+for (x,) in sw.Loader(data, batch_size=4):
+    engine.backward(model(x).square().mean())
+    engine.step()
+"""
+
+
 class TestStarting:
     def identities(self, ran: Ran) -> list[tuple[int, int, int, list[str]]]:
         assert ran.code == 0, ran.err
@@ -61,6 +73,44 @@ class TestStarting:
         ran = shardwise.run("run", "-H", "else:2", "--ssh", str(way), script("identity"), "-v")
         assert self.identities(ran) == [(rank, 2, rank, ["-v"]) for rank in (0, 1)]
         assert ran.err == "else: Welcome!\n" + unjoined_copies(2)
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["doctor"],
+            ["run", "-n", "1", "--adopt", "accelerate", "scripts/theirs.py"],
+            *(
+                pytest.param(words, marks=pytest.mark.full)
+                for words in (
+                    ["plan", "--on", "2xH100", "scripts/ours.py"],
+                    ["verify", "-n", "2", "--steps", "2", "scripts/ours.py"],
+                    ["scale", "-n", "1", "--steps", "2", "scripts/ours.py"],
+                    ["pipeline-plan", "-n", "2", "scripts/ours.py"],
+                )
+            ),
+        ],
+        ids=lambda words: words[0],
+    )
+    def test_modules_planted_in_the_working_directory_do_not_run(
+        self, shardwise: Launcher, words: list[str]
+    ) -> None:
+        """Somebody else may write to a shared directory. The script's own directory is searched."""
+        for name in ("shardwise", "torch", "numpy"):
+            planted = f"open({str(shardwise.folder / 'ran')!r}, 'a').write({name!r})\n"
+            (shardwise.folder / f"{name}.py").write_text(planted)
+        scripts = shardwise.folder / "scripts"
+        scripts.mkdir()
+        (scripts / "helper.py").write_text("HERE = 1\n")
+        (scripts / "theirs.py").write_text("import helper, accelerate\nprint('up', helper.HERE)\n")
+        (scripts / "ours.py").write_text(f"import helper\n{_OURS}")
+        start = [str(Path(sys.executable).with_name("shardwise")), *words]
+        ran = subprocess.run(
+            start, cwd=shardwise.folder, env=shardwise.environ(), capture_output=True, text=True
+        )
+        assert not (shardwise.folder / "ran").exists(), ran.stderr
+        assert "No module named" not in ran.stdout + ran.stderr
+        if words[0] == "run":
+            assert (ran.returncode, ran.stdout) == (0, "up 1\n")
 
     def test_any_program(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "echo", "-n", "hi")

@@ -69,3 +69,14 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {each.name for each in node.names}
     return found
+
+
+def test_python_is_started_in_one_place():
+    """Words such as `python -m shardwise` by hand would leave out `-P` (see python_words)."""
+    source = ROOT / "src" / "shardwise"
+    found = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if re.search(r'(executable|python), "-m"', path.read_text())
+    }
+    assert found == {"launch/program.py"}

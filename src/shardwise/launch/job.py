@@ -142,5 +142,5 @@ def dry_run_words(job: Job, options: SshOptions, here: Sequence[Share]) -> str:
 
 def _program_words(job: Job, options: SshOptions) -> list[str]:
     if job.module:
-        return [options.python, "-m", *job.words]
+        return [*program.python_words(job.words[0], options.python), *job.words[1:]]
     return [options.python, *job.words] if job.is_python else list(job.words)

@@ -23,13 +23,28 @@ def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str
     """The words to execute. Raises LaunchError, naming what is near, when there is no `name`."""
     if module:
         _check_module(name)
-        return (sys.executable, "-m", name, *arguments)
+        return (*python_words(name), *arguments)
     if Path(name).is_dir():
         raise LaunchError(f"{name} is a directory; give the script in it{_example(Path(name))}.")
     if is_script(name):
         _check_file(name)
         return (sys.executable, name, *arguments)
     return (_executable(name), *arguments)
+
+
+def python_words(module: str, python: str = sys.executable) -> tuple[str, ...]:
+    """Return the words that run `module` as `python -m` does.
+
+    For a module of Shardwise, or of torch, `-P` keeps the working directory off the path of
+    modules: somebody else may have put a `shardwise.py` or `torch.py` into a shared directory, and
+    it would run as the user. A module of the user's own is found there.
+    """
+    return (python, "-P", "-m", module) if is_own(module) else (python, "-m", module)
+
+
+def is_own(module: str) -> bool:
+    """Whether the launcher starts this module itself: one of Shardwise or of torch."""
+    return module.partition(".")[0] in ("shardwise", "torch")
 
 
 def is_script(name: str) -> bool:
@@ -63,8 +78,21 @@ def set_up_python(words: Sequence[str]) -> bool:
     returns whether it is a module, whose name is sys.argv[0] then."""
     module = words[0] == "-m"
     sys.argv = list(words[1:] if module else words)
-    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(words[0]))
+    if not module:
+        put_first_on_path(os.path.dirname(os.path.abspath(words[0])))
+    elif not is_own(words[1]):
+        put_first_on_path(os.getcwd())
     return module
+
+
+def put_first_on_path(folder: str) -> None:
+    """Let Python look for modules in `folder` first, as it does for a script in that folder."""
+    if os.environ.get("PYTHONSAFEPATH"):
+        return  # the user wants no such folder
+    if sys.flags.safe_path:
+        sys.path.insert(0, folder)  # started with -P, so nothing stands there yet
+    else:
+        sys.path[0] = folder
 
 
 def imports(text: str, *packages: str) -> bool:

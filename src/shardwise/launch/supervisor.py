@@ -228,7 +228,9 @@ class Supervisor:
         self._show_refusals(reports, alike=bool(refused))
         judged = failure_report.judge(self._ends(), reports)
         saved = any(rank_exit.saved for rank_exit in self._exits.values())
-        if judged is None and not lost and (saved or self._saving):
+        # Ranks that would have saved may be killed before, by a second signal: that is no good end.
+        ended_well = all(end.code == 0 for end in self._ends())
+        if judged is None and not lost and (saved or (self._saving and ended_well)):
             return Ending(code=SAVED if saved else 0)
         if self._asked is not None:
             unsaved = failure_report.unsaved_line(self._asked, self._progress())
@@ -281,9 +283,16 @@ class Supervisor:
         )
         if refused:
             words = failure_report.refusal_words(refused, list(reports), len(self._outputs))
+        code = judged.exit_code
+        if code == SAVED:
+            code = 1
+            words += (
+                f"shardwise: exit code {SAVED} is the script's own. This run ends with 1, because "
+                f"{SAVED} says that a run was asked to end and has saved.\n"
+            )
         what, why = failure_report.in_few_words(judged, how, len(self._outputs), found)
         return Ending(
-            code=judged.exit_code,
+            code=code,
             words=failure_report.lost_hosts(self._losses) + words,
             failure=Failure(what=what, why=why, progress=self._progress()),
         )

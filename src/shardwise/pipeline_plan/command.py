@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from shardwise.config import SCHEDULES
 from shardwise.errors import LaunchError, ModelError
+from shardwise.launch import program
 from shardwise.parallel.pipeline import partition, schedule
 from shardwise.printable import printable
 
@@ -73,7 +73,7 @@ def _time_layers(request: PlanRequest) -> list[TimedLayer]:
     with tempfile.TemporaryDirectory(prefix="shardwise-pipeline-plan-") as folder:
         path, log = Path(folder) / "layers.json", Path(folder) / "log.txt"
         command = [
-            *(sys.executable, "-m", "shardwise", "run", "-n", "1", *request.flags),
+            *(*program.python_words("shardwise"), "run", "-n", "1", *request.flags),
             *("--time-layers", str(path), "--stop-after", str(request.steps), "--trial"),
             *request.words,
         ]

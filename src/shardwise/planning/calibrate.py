@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -61,7 +60,7 @@ def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "measured.jsonl", Path(folder) / "log"
         file.touch()
-        words = [sys.executable, "-m", "shardwise", "run", "-n", str(ranks)]
+        words = [*program.python_words("shardwise"), "run", "-n", str(ranks)]
         words += ["-m", "shardwise.planning.calibration_worker", str(file)]
         with log.open("wb") as output:
             process = subprocess.Popen(

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from shardwise.errors import LaunchError
+from shardwise.launch import program
 from shardwise.launch.flags import ADOPTED
 from shardwise.planning.record import Operation, StepRecord, TensorLife
 
@@ -120,7 +120,7 @@ def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> S
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
         path = Path(folder) / "record.json"
         command = [
-            *(sys.executable, "-m", "shardwise", "run", "-n", "1", "--trial", "--quiet"),
+            *(*program.python_words("shardwise"), "run", "-n", "1", "--trial", "--quiet"),
             *("--device", "cpu", *script.flags, "-m", "shardwise.planning.observer"),
             *(str(path), str(samples or 0), str(tensor), *script.run_words),
         ]

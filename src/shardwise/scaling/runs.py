@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -104,7 +103,7 @@ def _command(plan: ScalingPlan, kind: str, workers: int, folder: Path) -> list[s
     flags += ["--trial"]  # else a size would begin where the one before it has saved
     if plan.limit is not None:
         flags += ["--stop-after", str(plan.limit)]
-    return [sys.executable, "-m", "shardwise", "run", *flags, *plan.words]
+    return [*program.python_words("shardwise"), "run", *flags, *plan.words]
 
 
 def _environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:

@@ -22,7 +22,7 @@ by one have: rank 0 is forked from another one than rank 1 is, and than the refe
 FREE = 64
 """File numbers below it are kept free in warm processes, for those that a rank inherits."""
 
-COLD = ("-m", "shardwise.verify.script")
+COLD = ("-P", "-m", "shardwise.verify.script")
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -136,10 +136,10 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     ):
         shim = warm.words(run.seat, arguments)
     if run.placement is None:
-        return [sys.executable, *shim]
+        return [sys.executable, *(["-P"] if shim[0] == "-m" else []), *shim]
     flags = [*run.placement.words, "--trial", "--stop-after", str(run.steps)]
     flags += ["--record-tensors", where]
-    return [sys.executable, "-m", "shardwise", "run", *flags, *shim]
+    return [*program.python_words("shardwise"), "run", *flags, *shim]
 
 
 def _environment(run: Run) -> dict[str, str]:
@@ -172,7 +172,7 @@ class WarmRanks:
             listener.bind(socket_path(str(self._folder), seat))
             listener.listen(64)
             return subprocess.Popen(
-                [sys.executable, "-m", SERVER, str(listener.fileno()), modules],
+                [*program.python_words(SERVER), str(listener.fileno()), modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

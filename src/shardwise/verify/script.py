@@ -128,10 +128,11 @@ def _run(name: str, facts: watching.Facts, *, module: bool) -> None:
         # python -m shardwise.adopt NAMES [-m MODULE | SCRIPT] runs another one in its place.
         own = name if name != "shardwise.adopt" else sys.argv[3] if sys.argv[2] == "-m" else ""
         watching.USERS.add(own.split(".")[0])
+        if not program.is_own(name):
+            program.put_first_on_path(os.getcwd())
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
-    # As the interpreter does, which has put the current folder there for -m.
-    sys.path[0] = str(Path(name).resolve().parent)
+    program.put_first_on_path(str(Path(name).resolve().parent))
     runpy.run_path(name, run_name="__main__")
 
 

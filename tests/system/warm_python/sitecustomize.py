@@ -29,6 +29,8 @@ def _program(words: list[str]) -> list[str]:
         case ["-u", *rest]:
             os.environ["PYTHONUNBUFFERED"] = "1"
             return _program(rest)
+        case ["-P", *rest]:
+            return _program(rest)
         case ["-m", module, *_] if module in _MODULES:
             return words
         case ["-m", "shardwise", command, *_] if command in _COMMANDS:
