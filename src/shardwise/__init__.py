@@ -57,7 +57,7 @@ _HOMES = {
 }
 
 if "SHARDWISE_LAUNCH_REPORTS" in os.environ:  # in a rank: a refusal may come before `sw.init`
-    import_module("shardwise.launch.error_file").watch_exceptions()
+    import_module("shardwise.launch.error_file").watch_before_joining()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """Runs the `shardwise` command, also as `python -m shardwise`."""
 
 import signal
+import threading
 
 
 def main() -> int:
@@ -8,12 +9,17 @@ def main() -> int:
 
     Ctrl-C during the imports ends the process as it ends other commands, without a traceback.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not where it is ignored, as under nohup
+    # Not if it is ignored, as under nohup, nor if another program runs this function in a thread.
+    is_ours = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        and threading.current_thread() is threading.main_thread()
+    )
+    if is_ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from shardwise.cli import main as run
 
-    signal.signal(signal.SIGINT, before)
+    if is_ours:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return run()
 
 

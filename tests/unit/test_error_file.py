@@ -1,5 +1,7 @@
 """Which errors are told as a sentence, and where."""
 
+import os
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -257,3 +259,28 @@ class TestShowing:
         assert bool(shown) == alone
         assert told.refusal.startswith("" if alone else self.REFUSED)
         assert bool(told.refusal) != alone
+
+
+def test_errors_of_forked_children_and_helpers_are_not_the_rank_s(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "import shardwise\n"
+        "helper = 'import shardwise; raise KeyError(1)'\n"
+        "subprocess.run([sys.executable, '-c', helper])\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    raise shardwise.errors.UsageError('of a child')\n"
+        "os.waitpid(child, 0)\n"
+        "assert not os.listdir(os.environ['SHARDWISE_LAUNCH_REPORTS'])\n"
+        "raise ValueError('of the rank')\n"
+    )
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    environ = {environment.REPORTS_VARIABLE: str(reports), environment.RANK_VARIABLE: "0"}
+    done = subprocess.run(
+        [sys.executable, script], env=os.environ | environ, capture_output=True, text=True
+    )
+    assert "of a child" in done.stderr  # nobody else shows it
+    assert [path.name for path in reports.iterdir()] == ["0.json"]
+    assert "of the rank" in (reports / "0.json").read_text()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -265,6 +266,26 @@ class TestTable:
             store.set("here", "")
             with pytest.raises(dist.DistStoreError, match=r"after 0\.1 s, for gone"):
                 store.wait(["here", "gone"], timedelta(seconds=0.1))
+
+    def test_a_late_answer_is_not_taken_for_the_next(
+        self, stores: tuple[HostStore, ClientStore], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hosted, reaching = stores
+        hosted.set("here", "")
+        answer = HostStore._answer
+        busy = threading.Event()
+
+        def late(*given: Any) -> Any:
+            busy.wait(5)
+            return answer(*given)
+
+        monkeypatch.setattr(HostStore, "_answer", late)
+        monkeypatch.setattr("shardwise.collectives.store.DRAWN_OUT", 0.05)
+        with pytest.raises(dist.DistStoreError, match="rank 0 has not answered"):
+            reaching.check(["nowhere"])
+        busy.set()
+        with pytest.raises(dist.DistStoreError, match="rank 0 has not answered"):
+            reaching.check(["here"])
 
     def test_rank_0_goes(self, stores: tuple[HostStore, ClientStore]) -> None:
         hosted, reaching = stores

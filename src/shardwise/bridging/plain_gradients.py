@@ -43,7 +43,9 @@ def _average(models: Sequence[nn.Module], world: sw.World) -> None:
         if count:
             parts.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for same in parts.values():
-        mean = world.sum(torch.cat([_gradient(p).reshape(-1) for p in same])) / world.size
+        # Divided first: a sum of 16-bit gradients may overflow if their mean does not.
+        own = torch.cat([_gradient(p).reshape(-1) for p in same]) / world.size
+        mean = world.sum(own)
         values = torch.split(mean, [p.numel() for p in same])
         for parameter, value in zip(same, values, strict=True):
             parameter.grad = value.view(parameter.shape).clone()

@@ -230,6 +230,8 @@ class ClientStore(_TableStore):
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._lock = threading.Lock()
+        self._broken = ""
+        """Why no question is asked any more."""
         _opened.add(connection.socket)
 
     def _do(self, verb: str, *given: Any) -> Any:
@@ -245,18 +247,25 @@ class ClientStore(_TableStore):
 
     def _ask(self, seconds: float, verb: str, *given: Any) -> Any:
         with self._lock:  # NCCL asks in a thread of its own
+            if self._broken:
+                _fail(self._broken)
+            # Answers have no number: after a question without its whole answer, a late one would
+            # be taken for the answer to the next question.
+            self._broken = "an earlier question to rank 0 was interrupted"
             try:
                 self._connection.socket.settimeout(seconds + DRAWN_OUT)
                 self._connection.send(_encoded([verb, *given]))
                 answer = self._connection.receive()
             except TimeoutError:
-                _fail(f"rank 0 has not answered for {seconds + DRAWN_OUT:g} s")
+                self._broken = f"rank 0 has not answered for {seconds + DRAWN_OUT:g} s"
             except OSError as error:
-                _fail(f"rank 0 is gone: {error.strerror or error}")
+                self._broken = f"rank 0 is gone: {error.strerror or error}"
             except authentication.Forged as error:
-                _fail(f"someone else has answered in the place of rank 0: {error}")
-        if answer is None:
-            _fail("rank 0 is gone")
+                self._broken = f"someone else has answered in the place of rank 0: {error}"
+            else:
+                self._broken = "rank 0 is gone" if answer is None else ""
+            if self._broken:
+                _fail(self._broken)
         return json.loads(answer, object_hook=_from_json)
 
     def close(self) -> None:

@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from shardwise.data import order
 from shardwise.data.position import PartOrder
-from shardwise.data.source import SavedGenerators
+from shardwise.data.source import SavedGenerators, WrappedStream
 from shardwise.errors import DataError
 from shardwise.randomness import seed_from
 
 
-class JoinedParts(IterableDataset[Any]):
+class JoinedParts(WrappedStream):
     """One stream of the samples in all parts, in the order that `found.parts` ranks trained on.
 
     A total batch is rank 0's share from part 0, then rank 1's share from part 1, and so on:
@@ -36,7 +34,8 @@ class JoinedParts(IterableDataset[Any]):
                 "all parts, and the dataset has no method shard(num_shards, index) that gives "
                 "them. Resume with the same numbers, or save at the end of an epoch."
             )
-        self._dataset, self._found, self._seed = dataset, found, seed
+        self.dataset = dataset
+        self._found, self._seed = found, seed
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -55,7 +54,7 @@ class JoinedParts(IterableDataset[Any]):
         first, end = order.share(self._found.batch, count, rank)
         draws = SavedGenerators(seed_from(self._seed, "stream", rank, self._epoch))
         with draws.going_on():
-            part = part_of(self._dataset, count, rank)
+            part = part_of(self.dataset, count, rank)
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._epoch)
             samples = iter(part)

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import ConcatDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from shardwise.data.batch_cuts import BatchCut
@@ -251,11 +251,20 @@ def may_draw(dataset: Any) -> bool:
     return not (isinstance(form, dict) and form.get("type", "custom") != "custom")
 
 
+class WrappedStream(IterableDataset[Any]):
+    """A stream of ours that reads the user's `dataset`."""
+
+    dataset: Any
+
+
 def show_own_dataset(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
     """Start a worker: `get_worker_info().dataset` is the user's dataset, as the user expects."""
     info = get_worker_info()
     assert info is not None
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
+    dataset = info.dataset.dataset  # type: ignore[attr-defined]
+    if isinstance(dataset, WrappedStream):
+        dataset = dataset.dataset
+    object.__setattr__(info, "dataset", dataset)
     if worker_init_fn is not None:
         worker_init_fn(worker)
 

@@ -61,6 +61,19 @@ def watch_exceptions() -> None:
         sys.excepthook = _Hook(sys.excepthook)
 
 
+def watch_before_joining() -> None:
+    """Watch exceptions of a process that may be a rank, from its import of shardwise on.
+
+    Only the first process of a rank reports for it: an error of a helper that the script starts is
+    not the rank's.
+    """
+    if os.environ.setdefault(_REPORTER, str(os.getpid())) == str(os.getpid()):
+        watch_exceptions()
+
+
+_REPORTER = "SHARDWISE_LAUNCH_REPORTER"
+
+
 class _Hook:
     """Shows an uncaught exception; `before` does where no launcher of ours waits for a report.
 
@@ -69,13 +82,15 @@ class _Hook:
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before = before
+        self._process = os.getpid()
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         refused = refusal_sentence(error)
         shown = f"shardwise: {_speaker()}{refused}\n" if refused else ""
-        if REPORTS_VARIABLE not in os.environ:
+        # An error of a forked child is not the rank's, and nobody else shows it.
+        if REPORTS_VARIABLE not in os.environ or os.getpid() != self._process:
             if not shown or self._before is not sys.__excepthook__:  # one that others have set
                 self._before(kind, error, trace)
             if shown:

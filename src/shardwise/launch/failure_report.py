@@ -259,8 +259,8 @@ def saving_line(asked: signal.Signals) -> str:
 
 
 def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
-    """The closing words of a run that someone ended without a save; "" if it made no step."""
-    if progress is None or not progress.step:
+    """The closing words of a run that someone ended without a save; "" if it has lost no step."""
+    if progress is None or not progress.step or progress.kept >= progress.step:
         return ""
     by = "Ctrl-C" if asked == signal.SIGINT else asked.name
     hint = " To save before the end, send SIGTERM instead." if asked == signal.SIGINT else ""

@@ -272,6 +272,8 @@ def _send_file(peer: authentication.Connection, fd: int) -> None:
     while place < size:
         # Descriptors of one file share their offset, and several hosts may fetch it at once.
         count = os.preadv(fd, [buffer], place)
+        if not count:
+            raise ConnectionError(f"the file has ended at byte {place} of {size}")
         place += count
         # The kernel sends the chunk while it is added to the MAC.
         peer.socket.sendall(buffer[:count])
