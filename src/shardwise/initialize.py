@@ -5,6 +5,7 @@ settings ─▶ identity (launch/) ─▶ device ─▶ transport (collectives/)
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,13 @@ def init(seed: int | None = None, **settings: Any) -> World:
 
     Raises ConfigError for a setting that is wrong, LaunchError when the others cannot be reached.
     """
+    # As Python's own check of a process that is spawned: it is importing the script again.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "sw.init ran in a process that the script itself has spawned, such as a DataLoader "
+            "worker with multiprocessing_context='spawn': a spawned process imports the script "
+            'first. Put the training below `if __name__ == "__main__":`.'
+        )
     error_file.watch_exceptions()
     found = config.sources(os.environ, settings)
     idle = config.idle(found, config.resolve(found)[0], config.OF_A_RUN)

@@ -1,5 +1,6 @@
 """Which errors are told as a sentence, and where."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,7 +13,13 @@ import torch
 
 import shardwise as sw
 import shardwise.horovod as hvd
-from shardwise.errors import ConfigError, ModelError, PlacementError, ShardwiseError
+from shardwise.errors import (
+    ConfigError,
+    ModelError,
+    PlacementError,
+    ShardwiseError,
+    UsageError,
+)
 from shardwise.launch import environment, error_file
 from shardwise.launch.error_file import refusal_sentence
 from shardwise.world import World
@@ -284,3 +291,11 @@ def test_errors_of_forked_children_and_helpers_are_not_the_rank_s(tmp_path: Path
     assert "of a child" in done.stderr  # nobody else shows it
     assert [path.name for path in reports.iterdir()] == ["0.json"]
     assert "of the rank" in (reports / "0.json").read_text()
+
+
+def test_a_spawned_process_that_imports_the_script_is_told_of_the_guard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(UsageError, match='Put the training below `if __name__ == "__main__":`'):
+        sw.init()
