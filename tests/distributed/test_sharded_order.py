@@ -158,7 +158,8 @@ def asked(world):
     first = len(asks)
     for accumulated in (False, True, False):
         if accumulated:
-            engine.backward(squares(model, batch(0), 0, 0), last=False)
+            x = batch(0)
+            engine.backward(squares(model, x, 0, 0), weight=len(x), same_items=False, last=False)
         train(world, engine, model, squares, range(2))
     assert len(asks) == first or world.size == 1
     assert bool(first) == gathered(engine)

@@ -298,9 +298,9 @@ def settled_case(world, row, tier):
     usual = {kind: vars(kind)["allocate"] for kind in kinds if "allocate" in vars(kind)}
 
     def counted(allocate):
-        def count(group, numel, dtype, device):
+        def count(group, numel, dtype, device, **options):
             asked.append(numel)
-            return allocate(group, numel, dtype, device)
+            return allocate(group, numel, dtype, device, **options)
 
         return count
 

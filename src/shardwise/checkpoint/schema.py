@@ -159,7 +159,18 @@ _ISLAND = _record(
 )
 
 REPORTED = (
-    *("step", "weight", "loss", "backwards", "divisor", "several", "asked", "unsaved", "finite"),
+    *(
+        "step",
+        "weight",
+        "shown",
+        "loss",
+        "backwards",
+        "divisor",
+        "several",
+        "asked",
+        "unsaved",
+        "finite",
+    ),
     *("options", "weights", "scale", "updates"),
 )
 """What an island has reported beside its gradients, by name."""
