@@ -403,7 +403,7 @@ def refused_case(world):
         def step(self, closure=None):
             raise KeyError("weight")
 
-    with pytest.raises(ModelError, match=r"ByName.*cannot be sharded.*--zero 0"):
+    with pytest.raises(ModelError, match=r"ByName cannot update.*KeyError: 'weight'"):
         sw.Engine(table, ByName(table.parameters(), None), zero=1)
     world.engines = 0
 

@@ -25,6 +25,7 @@ CUDA_ALONE = {
     "lightning/adoption.py": "Lightning's name for the device that ranks are put on",
     "lightning/training.py": "the same, the other way round",
     "model/meta/deferred_init.py": "torch's attribute, for what users ask",
+    "other_libraries.py": "quotes a setting of ours",
     "parallel/tensor/torch_functions.py": "a list of torch's attributes",
     "planning/calibration_worker.py": "the memory of a GPU that ranks are put on",
     "states/optimizer_kind.py": "fused kernels whose arithmetic is known to be the same",

@@ -274,7 +274,9 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
                 continue
             stays = spec.optimizers_stay and not is_known(optimizer)
             device = _device_of(spec, options["params"][0])
-            kind = kinds.of(optimizer, options, device, is_copied=not stays)
+            # A sharded state is refused for what stays: the trial of a copy says why.
+            is_copied = not stays or spec.placement.is_sharded("optimizer")
+            kind = kinds.of(optimizer, options, device, is_copied=is_copied)
             parts = [p for p in options["params"] if spec.shard_of(p) is not None]
             _check_kind(spec, type(optimizer).__name__, kind, len(parts), index)
             as_given = not kind.known and not parts and spec.cuts_nothing
