@@ -245,6 +245,40 @@ def test_subprocesses_leave_the_run_alone(group, transport):
     group(2, transport=transport)(subprocesses)
 
 
+def _files_of_arenas():
+    """The inodes of the files of segments that this process has open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if "memfd:shardwise" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.append(os.stat(f"/proc/self/fd/{fd}").st_ino)
+        except OSError:
+            continue  # the descriptor that listed them
+    return found
+
+
+def test_no_descriptor_keeps_the_file_of_before_a_fork():
+    before = _files_of_arenas()
+    own = arena.Arena()
+    tensor = own.allocate(1000, torch.float32, forkable=True).fill_(2)
+    (first,) = set(_files_of_arenas()) - set(before)
+    assert _files_of_arenas().count(first) == 1, "a second descriptor holds the file"
+    assert Child(lambda: first in _files_of_arenas()).answer() is False
+    arena.share_again()
+    assert first not in _files_of_arenas()
+    assert tensor.sum().item() == 2000.0
+
+
+def test_segment_of_another_rank_is_mapped_without_a_descriptor():
+    before = _files_of_arenas()
+    own, others = arena.Arena(), arena.MappedSegments()
+    tensor = own.allocate(1000, torch.float32).fill_(2)
+    segment, offset = own.locate(tensor)
+    others.learn(1, segment.number, os.dup(segment.fd))
+    assert len(_files_of_arenas()) == len(before) + 1
+    assert others.view(1, segment.number, offset, 1000, torch.float32).sum().item() == 2000.0
+
+
 def test_fork_makes_forkable_memory_private_until_it_is_shared_again():
     own = arena.Arena()
     tensor = own.allocate(1000, torch.float32, forkable=True).fill_(2)

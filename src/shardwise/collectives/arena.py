@@ -238,7 +238,7 @@ class Arena:
         number, size = next(self._numbers), _pages(size)
         fd = _open_file(number, size)
         try:
-            memory = mmap.mmap(fd, size)
+            memory = _map_file(fd, size)
         except OSError as error:
             os.close(fd)
             raise _refused(size, error) from error
@@ -256,7 +256,7 @@ class MappedSegments:
     def learn(self, rank: int, number: int, fd: int) -> None:
         """Map the segment `number` of `rank`, whose descriptor is `fd`, and close that."""
         try:
-            memory = self._open[rank, number] = mmap.mmap(fd, os.fstat(fd).st_size)
+            memory = self._open[rank, number] = _map_file(fd, os.fstat(fd).st_size)
             _mapped.add(memory)
         finally:
             os.close(fd)
@@ -333,6 +333,16 @@ def _open_file(number: int, size: int) -> int:
         os.close(fd)
         raise _refused(size, error) from error
     return fd
+
+
+def _map_file(fd: int, size: int) -> mmap.mmap:
+    """Map `size` bytes of a file, shared. Raises OSError."""
+    # Python's mmap would keep a duplicate of `fd` until the mapping ends, and with it a file that a
+    # fork has replaced by another one. So it gets no descriptor, and the file is mapped over it.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, size, flags=flags)
+    _map_over(_address(memory), size, mmap.MAP_SHARED, fd)
+    return memory
 
 
 def _address(memory: mmap.mmap) -> int:
