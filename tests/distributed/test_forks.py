@@ -1,8 +1,11 @@
 """A forked child has the model as it was at the fork, as in plain PyTorch, and its parent keeps
 its own."""
 
+import errno
+import mmap
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -294,3 +297,28 @@ def test_fork_makes_forkable_memory_private_until_it_is_shared_again():
     assert own.locate(tensor)[0].number > number
     assert not own.holds(number)
     assert tensor.sum().item() == 7000.0
+
+
+def test_child_without_its_parameters_ends_when_it_uses_them(monkeypatch, capfd):
+    """The host refuses private memory to one of two segments."""
+    own, other = arena.Arena(), arena.Arena()
+    tensor = own.allocate(1000, torch.float32, forkable=True).fill_(2)
+    kept = other.allocate(1000, torch.float32, forkable=True).fill_(3)
+    refused, map_over = own.locate(tensor)[0].start, arena._map_over
+
+    def refuse(start, size, flags, fd=-1, access=arena.READ_WRITE):
+        if start == refused and flags & mmap.MAP_PRIVATE and fd >= 0:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        map_over(start, size, flags, fd, access)
+
+    monkeypatch.setattr(arena, "_map_over", refuse)
+    assert Child(lambda: kept.sum().item()).answer() == 3000.0
+    assert "was forked without the model's parameters" in capfd.readouterr().err
+    process = multiprocessing.get_context("fork").Process(target=tensor.sum)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGSEGV
+    assert own.locate(tensor) is not None, "the parent's memory is shared as before"
+    assert tensor.sum().item() == 2000.0
+    own.close()
+    assert tensor.sum().item() == 2000.0

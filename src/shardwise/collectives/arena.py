@@ -46,6 +46,11 @@ MAP_FIXED = 0x10
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """mmap(2): the system sets no memory aside for pages that are never written. Python 3.13 has it."""
 
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+PROT_NONE = 0
+"""mmap(2): no access at all. Python's mmap module does not have it."""
+
 _living: WeakSet[Arena] = WeakSet()
 
 _mapped: WeakSet[mmap.mmap] = WeakSet()
@@ -107,15 +112,23 @@ class Segment:
         while self._returned:
             self._extents.give(*self._returned.popleft())
 
-    def make_private(self) -> None:
+    def make_private(self) -> bool:
         """Hide all later writes of this process from forked children and from other ranks.
 
-        The kernel replaces the mapping in one step, so a write of another thread is never lost.
+        Returns False if the host refuses that: the segment is shared then. The kernel replaces the
+        mapping in one step, so a write of another thread is never lost.
         """
-        if self.is_forkable and not self.is_private and self._memory() is not None:
-            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-            _map_over(self.start, self.size, flags, self.fd)
-            self.is_private = True
+        memory = self._memory()  # held, so that no other thread ends the mapping meanwhile
+        if memory is None or not self.is_forkable or self.is_private:
+            return True
+        try:
+            _map_over(self.start, self.size, mmap.MAP_PRIVATE | MAP_NORESERVE, self.fd)
+        except OSError:  # with vm.overcommit_memory=2 a private mapping counts in full
+            # Kernels before 6.12 end the old mapping before they refuse the new one.
+            _map_over(self.start, self.size, mmap.MAP_SHARED, self.fd)
+            return False
+        self.is_private = True
+        return True
 
     def share(self, number: int) -> bool:
         """Move a private segment to a new file, which other ranks can map as segment `number`.
@@ -141,10 +154,19 @@ class Segment:
         self.number, self.fd, self.is_private = number, fd, False
         return True
 
-    def wipe_in_child(self) -> None:
-        """Replace the memory by zeros of this process's own, unless it is a copy already."""
-        if not self.is_private and self._memory() is not None:
-            _wipe(self.start, self.size)
+    def leave_in_child(self) -> bool:
+        """In a forked child: let go of the file.
+
+        A private segment stays, one that is not forkable becomes zeros. Returns False for one that
+        could not be made private: its memory cannot be accessed any more.
+        """
+        memory, lost = self._memory(), self.is_forkable and not self.is_private
+        if memory is not None and not self.is_private:
+            _wipe(self.start, self.size, PROT_NONE if lost else READ_WRITE)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        return memory is None or not lost
 
     @property
     def in_use(self) -> int:
@@ -152,9 +174,11 @@ class Segment:
         return self._extents.in_use
 
     def close(self) -> None:
-        """Close the descriptor; tensors in the segment stay, those that users see as private."""
-        if self.fd >= 0:
-            self.make_private()
+        """Close the descriptor; tensors in the segment stay, those that users see as private.
+
+        Where the host refuses that, the descriptor stays open for the next fork to try again.
+        """
+        if self.fd >= 0 and self.make_private():
             os.close(self.fd)
             self.fd = -1
 
@@ -227,11 +251,10 @@ class Arena:
             if segment.is_private and segment.share(next(self._numbers)):
                 self._segments[segment.number] = self._segments.pop(before)
 
-    def leave_in_child(self) -> None:
-        """In a forked child: let go of all that other processes see."""
-        for segment in list(self._segments.values()):
-            segment.wipe_in_child()
-            segment.close()
+    def leave_in_child(self) -> bool:
+        """In a forked child: let go of all that other processes see. See `Segment`."""
+        kept = [segment.leave_in_child() for segment in list(self._segments.values())]
+        return all(kept)
 
     def _open(self, size: int, *, forkable: bool = False) -> tuple[Segment, mmap.mmap]:
         """A new segment, and its memory, which must be held until a tensor in it holds it."""
@@ -359,16 +382,16 @@ def _mmap() -> Any:
     return function
 
 
-def _map_over(start: int, size: int, flags: int, fd: int = -1) -> None:
+def _map_over(start: int, size: int, flags: int, fd: int = -1, access: int = READ_WRITE) -> None:
     """Replace the mapping of the `size` bytes at `start`. Raises OSError."""
-    access = mmap.PROT_READ | mmap.PROT_WRITE
     if _mmap()(start, size, access, flags | MAP_FIXED, fd, 0) != start:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
-def _wipe(start: int, size: int) -> None:
-    _map_over(start, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+def _wipe(start: int, size: int, access: int = READ_WRITE) -> None:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    _map_over(start, size, flags, access=access)
 
 
 def _before_fork() -> None:
@@ -378,11 +401,23 @@ def _before_fork() -> None:
 
 
 def _in_forked_child() -> None:
-    for arena in list(_living):
-        arena.leave_in_child()
-    for memory in list(_mapped):
-        _wipe(_address(memory), len(memory))
-    _forking.release()
+    try:
+        kept = [arena.leave_in_child() for arena in list(_living)]
+        if not all(kept):
+            os.write(2, _no_parameters().encode())  # sys.stderr's lock may be another thread's
+        for memory in list(_mapped):
+            _wipe(_address(memory), len(memory))
+    finally:
+        _forking.release()
+
+
+def _no_parameters() -> str:
+    return (
+        f"shardwise: process {os.getpid()} was forked without the model's parameters, because the "
+        "host refuses private memory for them (vm.overcommit_memory=2, or a limit on memory): it "
+        "ends with a segmentation fault if it uses them. Give the host more memory or swap, or run "
+        "with --transport gloo.\n"
+    )
 
 
 os.register_at_fork(
