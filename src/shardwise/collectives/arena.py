@@ -79,14 +79,15 @@ class Segment:
         """Whether other ranks may go on reading what this one lets go."""
         self._extents = Extents()
         # Tensors are collected at any time, also while ranges are being taken.
-        self._returned: deque[tuple[int, int]] = deque()
+        self._returned: deque[tuple[int, int, bool]] = deque()
+        """Ranges (start, length) to take back, and whether the file may still have values there."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """`numel` zeros; None when there is no room for them, or the segment has ended."""
         memory = self._memory()
         if memory is None or self.is_full or self.is_private:
             return None
-        self._collect_returned()
+        self._collect_returned(memory)
         length = _pages(numel * dtype.itemsize)
         start = self._extents.take(length)
         if start + length > self.size:
@@ -102,15 +103,25 @@ class Segment:
         A forked process lets go of its copy only.
         """
         memory = self._memory()
-        if memory is not None and not self.is_read and os.getpid() == self._owner:
-            # The file of a private segment is also that of forked children.
-            gone = mmap.MADV_DONTNEED if self.is_private else mmap.MADV_REMOVE
-            memory.madvise(gone, start, length)
-            self._returned.append((start, length))
+        if memory is None or self.is_read or os.getpid() != self._owner:
+            return
+        in_file = self.is_private
+        if not in_file:
+            try:
+                memory.madvise(mmap.MADV_REMOVE, start, length)
+            except PermissionError:  # another thread has just forked
+                in_file = True
+        if in_file:
+            # The file is also that of forked children, or `share` is copying values to a new one.
+            memory.madvise(mmap.MADV_DONTNEED, start, length)
+        self._returned.append((start, length, in_file))
 
-    def _collect_returned(self) -> None:
+    def _collect_returned(self, memory: mmap.mmap) -> None:
         while self._returned:
-            self._extents.give(*self._returned.popleft())
+            start, length, in_file = self._returned.popleft()
+            if in_file and not self.is_private:
+                memory.madvise(mmap.MADV_REMOVE, start, length)
+            self._extents.give(start, length)
 
     def make_private(self) -> bool:
         """Hide all later writes of this process from forked children and from other ranks.
@@ -130,16 +141,16 @@ class Segment:
         self.is_private = True
         return True
 
-    def share(self, number: int) -> bool:
+    def share(self, number: int) -> None:
         """Move a private segment to a new file, which other ranks can map as segment `number`.
 
-        Returns False if the segment is shared, or its descriptor was closed. No thread may write
-        meanwhile. Raises LaunchError when the host refuses the memory.
+        No-op if the segment is shared, or its descriptor was closed. No thread may write meanwhile.
+        Raises LaunchError when the host refuses the memory.
         """
         memory = self._memory()
         if memory is None or not self.is_private or self.fd < 0:
-            return False
-        self._collect_returned()
+            return
+        self._collect_returned(memory)
         fd = _open_file(number, self.size)
         try:
             with memoryview(memory) as whole:
@@ -152,7 +163,6 @@ class Segment:
             raise _refused(self.size, error) from error
         os.close(self.fd)
         self.number, self.fd, self.is_private = number, fd, False
-        return True
 
     def leave_in_child(self) -> bool:
         """In a forked child: let go of the file.
@@ -199,14 +209,15 @@ class Arena:
         `forkable`: forked children find a copy of it, and not zeros. Raises LaunchError when the
         host refuses the memory.
         """
-        segments = [s for s in self._segments.values() if s.is_forkable == forkable]
-        for segment in segments:
-            if (taken := segment.take(numel, dtype)) is not None:
-                return taken
-        total = sum(segment.in_use for segment in segments)
-        size = max(numel * dtype.itemsize, SMALLEST, min(total, LARGEST))
-        segment, _held = self._open(size, forkable=forkable)
-        taken = segment.take(numel, dtype)
+        with _forking:  # a fork of another thread would make a new segment private at once
+            segments = [s for s in list(self._segments.values()) if s.is_forkable == forkable]
+            for segment in segments:
+                if (taken := segment.take(numel, dtype)) is not None:
+                    return taken
+            total = sum(segment.in_use for segment in segments)
+            size = max(numel * dtype.itemsize, SMALLEST, min(total, LARGEST))
+            segment, _held = self._open(size, forkable=forkable)
+            taken = segment.take(numel, dtype)
         assert taken is not None
         return taken
 
@@ -216,12 +227,17 @@ class Arena:
         segment.is_full = True
         return tensor_at(memory, 0, numel, dtype)
 
-    def locate(self, tensor: Tensor) -> tuple[Segment, int] | None:
-        """The segment that `tensor` lies in, and the bytes before it; None for private memory."""
+    def locate(self, tensor: Tensor, *, written: bool = False) -> tuple[Segment, int] | None:
+        """The segment that `tensor` lies in, and the bytes before it; None for private memory.
+
+        `written`: other ranks shall see writes to come as well, which a fork in another thread
+        would hide; None for forkable memory then.
+        """
         address = tensor.data_ptr()
         for segment in list(self._segments.values()):
             if segment.start <= address < segment.start + segment.size:
-                return None if segment.is_private else (segment, address - segment.start)
+                is_hidden = segment.is_private or (written and segment.is_forkable)
+                return None if is_hidden else (segment, address - segment.start)
         return None
 
     def holds(self, number: int) -> bool:
@@ -248,8 +264,15 @@ class Arena:
     def share_again(self) -> None:
         """See `Segment.share`."""
         for before, segment in list(self._segments.items()):
-            if segment.is_private and segment.share(next(self._numbers)):
-                self._segments[segment.number] = self._segments.pop(before)
+            if segment.is_private:
+                # The segment may end in another thread at any time, which removes the number that
+                # it has then. So the new number is here before the segment has it.
+                number = next(self._numbers)
+                self._segments[number] = segment
+                try:
+                    segment.share(number)
+                finally:
+                    self._segments.pop(before if segment.number == number else number, None)
 
     def leave_in_child(self) -> bool:
         """In a forked child: let go of all that other processes see. See `Segment`."""
