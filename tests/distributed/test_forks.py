@@ -1,11 +1,16 @@
 """A forked child has the model as it was at the fork, as in plain PyTorch, and its parent keeps
 its own."""
 
+import errno
+import faulthandler
+import mmap
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -13,6 +18,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.collectives import arena
+from shardwise.collectives.shared_buffers import SharedBuffers
+from shardwise.collectives.shared_work import READY
+from shardwise.collectives.socket_mesh import MeshMessage
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 transports = pytest.mark.parametrize("transport", ["shared", "gloo"])
@@ -245,6 +253,40 @@ def test_subprocesses_leave_the_run_alone(group, transport):
     group(2, transport=transport)(subprocesses)
 
 
+def _files_of_arenas():
+    """The inodes of the files of segments that this process has open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if "memfd:shardwise" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.append(os.stat(f"/proc/self/fd/{fd}").st_ino)
+        except OSError:
+            continue  # the descriptor that listed them
+    return found
+
+
+def test_no_descriptor_keeps_the_file_of_before_a_fork():
+    before = _files_of_arenas()
+    own = arena.Arena()
+    tensor = own.allocate(1000, torch.float32, forkable=True).fill_(2)
+    (first,) = set(_files_of_arenas()) - set(before)
+    assert _files_of_arenas().count(first) == 1, "a second descriptor holds the file"
+    assert Child(lambda: first in _files_of_arenas()).answer() is False
+    arena.share_again()
+    assert first not in _files_of_arenas()
+    assert tensor.sum().item() == 2000.0
+
+
+def test_segment_of_another_rank_is_mapped_without_a_descriptor():
+    before = _files_of_arenas()
+    own, others = arena.Arena(), arena.MappedSegments()
+    tensor = own.allocate(1000, torch.float32).fill_(2)
+    segment, offset = own.locate(tensor)
+    others.learn(1, segment.number, os.dup(segment.fd))
+    assert len(_files_of_arenas()) == len(before) + 1
+    assert others.view(1, segment.number, offset, 1000, torch.float32).sum().item() == 2000.0
+
+
 def test_fork_makes_forkable_memory_private_until_it_is_shared_again():
     own = arena.Arena()
     tensor = own.allocate(1000, torch.float32, forkable=True).fill_(2)
@@ -260,3 +302,113 @@ def test_fork_makes_forkable_memory_private_until_it_is_shared_again():
     assert own.locate(tensor)[0].number > number
     assert not own.holds(number)
     assert tensor.sum().item() == 7000.0
+
+
+def test_child_without_its_parameters_ends_when_it_uses_them(monkeypatch, capfd):
+    """The host refuses private memory to one of two segments."""
+    own, other = arena.Arena(), arena.Arena()
+    tensor = own.allocate(1000, torch.float32, forkable=True).fill_(2)
+    kept = other.allocate(1000, torch.float32, forkable=True).fill_(3)
+    refused, map_over = own.locate(tensor)[0].start, arena._map_over
+
+    def refuse(start, size, flags, fd=-1, access=arena.READ_WRITE):
+        if start == refused and flags & mmap.MAP_PRIVATE and fd >= 0:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        map_over(start, size, flags, fd, access)
+
+    monkeypatch.setattr(arena, "_map_over", refuse)
+    assert Child(lambda: kept.sum().item()).answer() == 3000.0
+    assert "was forked without the model's parameters" in capfd.readouterr().err
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: (faulthandler.disable(), tensor.sum())
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGSEGV
+    assert own.locate(tensor) is not None, "the parent's memory is shared as before"
+    assert tensor.sum().item() == 2000.0
+    own.close()
+    assert tensor.sum().item() == 2000.0
+
+
+@pytest.mark.parametrize("forked_before_collection", [True, False])
+def test_tensor_collected_during_share_leaves_zeros(monkeypatch, forked_before_collection):
+    own = arena.Arena()
+    kept = own.allocate(3, torch.float32, forkable=True).fill_(2)
+    collected = [own.allocate(3, torch.float32, forkable=True).fill_(5)]
+    Child(lambda: 1).answer()
+    write = os.pwrite
+
+    def write_then_collect(fd, values, offset):
+        written = write(fd, values, offset)
+        collected.clear()  # by another thread: os.pwrite does not hold the interpreter's lock
+        return written
+
+    monkeypatch.setattr(os, "pwrite", write_then_collect)
+    arena.share_again()
+    if forked_before_collection:
+        Child(lambda: 1).answer()
+        arena.share_again()
+    assert own.allocate(3, torch.float32, forkable=True).tolist() == [0.0, 0.0, 0.0]
+    assert kept.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_tensor_collected_while_another_thread_forks_is_taken_back():
+    own = arena.Arena()
+    kept = own.allocate(3, torch.float32, forkable=True)
+    tensor = own.allocate(3, torch.float32, forkable=True).fill_(5)
+    segment = own.locate(kept)[0]
+    segment.make_private()
+    segment.is_private = False  # as the collecting thread has read it just before
+    at = tensor.data_ptr()
+    del tensor
+    segment.is_private = True
+    arena.share_again()
+    taken = own.allocate(3, torch.float32, forkable=True)
+    assert (taken.data_ptr(), taken.tolist()) == (at, [0.0, 0.0, 0.0])
+
+
+def test_fork_during_publish_makes_it_copy(monkeypatch):
+    own = arena.Arena()
+    tensor = own.allocate(3, torch.float32, forkable=True).fill_(2)
+    posts = []
+    work = types.SimpleNamespace(post=posts.append)
+    buffers = SharedBuffers(own, work, 0, 2)
+    locate = own.locate
+
+    def locate_then_fork(*arguments, **more):
+        place = locate(*arguments, **more)
+        own.make_private()
+        return place
+
+    monkeypatch.setattr(own, "locate", locate_then_fork)
+    for _ in range(2):
+        public = buffers.publish(MeshMessage(1, READY), tensor)
+        assert public.tolist() == [2.0, 2.0, 2.0]
+    assert posts[0].segment != posts[1].segment
+
+
+def test_memory_that_ranks_write_in_a_call_cannot_become_private():
+    own = arena.Arena()
+    tensor = own.allocate(3, torch.float32, forkable=True).fill_(2)
+    buffers = SharedBuffers(own, types.SimpleNamespace(post=lambda message: None), 0, 2)
+    public = buffers.publish(MeshMessage(1, READY), tensor, written=True)
+    own.make_private()
+    assert own.locate(public) is not None
+
+
+def test_segment_that_ends_while_it_is_shared_again_is_forgotten(monkeypatch):
+    own = arena.Arena()
+    collected = [own.allocate(3, torch.float32, forkable=True)]
+    number = own.locate(collected[0])[0].number
+    own.make_private()
+    share = arena.Segment.share
+
+    def share_then_collect(segment, new):
+        done = share(segment, new)
+        collected.clear()
+        return done
+
+    monkeypatch.setattr(arena.Segment, "share", share_then_collect)
+    arena.share_again()
+    assert not any(own.holds(each) for each in range(number, number + 3))

@@ -1,10 +1,15 @@
 """Errors where Horovod has errors: each names what ranks asked for, and all ranks go on."""
 
+import os
+import select
+import signal
+
 import numpy as np
 import pytest
 import torch
 
 import shardwise.horovod as hvd
+from shardwise.horovod.context import current
 from tests.distributed.horovod import initialized
 
 
@@ -131,3 +136,52 @@ def _numpy(world):
 
 def test_numbers_of_numpy_and_a_process_set_kept_too_long(group):
     group(2)(_numpy)
+
+
+def _answer_of_child(call):
+    """What `call` raises in a forked child, or returns there."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        try:
+            said = str(call())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    try:
+        assert select.select([read], [], [], 20)[0], "the child hangs"
+        return os.read(read, 1 << 16).decode()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+
+
+def _forks(world):
+    with initialized():
+        held = current().background._lock
+        handle = hvd.allreduce_async(torch.ones(2), name="late") if world.rank == 1 else None
+        refusal = f"was forked from rank {world.rank} and is not a rank itself"
+        with held:  # as by the communication thread at the fork
+            for call in (
+                lambda: hvd.allreduce(torch.ones(2)),
+                hvd.barrier,
+                lambda: hvd.broadcast_object(1),
+                hvd.join,
+            ):
+                said = _answer_of_child(call)
+                assert said.startswith("HorovodInternalError"), said
+                assert refusal in said
+            if handle is not None:
+                assert refusal in _answer_of_child(lambda: hvd.synchronize(handle))
+            assert _answer_of_child(hvd.shutdown) == "None"
+        if handle is None:
+            handle = hvd.allreduce_async(torch.ones(2), name="late")
+        assert hvd.synchronize(handle).tolist() == [1.0, 1.0]
+        assert hvd.allreduce(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_operations_in_a_forked_child_are_refused(group):
+    group(2)(_forks)

@@ -46,6 +46,11 @@ MAP_FIXED = 0x10
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """mmap(2): the system sets no memory aside for pages that are never written. Python 3.13 has it."""
 
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+PROT_NONE = 0
+"""mmap(2): no access at all. Python's mmap module does not have it."""
+
 _living: WeakSet[Arena] = WeakSet()
 
 _mapped: WeakSet[mmap.mmap] = WeakSet()
@@ -74,14 +79,15 @@ class Segment:
         """Whether other ranks may go on reading what this one lets go."""
         self._extents = Extents()
         # Tensors are collected at any time, also while ranges are being taken.
-        self._returned: deque[tuple[int, int]] = deque()
+        self._returned: deque[tuple[int, int, bool]] = deque()
+        """Ranges (start, length) to take back, and whether the file may still have values there."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """`numel` zeros; None when there is no room for them, or the segment has ended."""
         memory = self._memory()
         if memory is None or self.is_full or self.is_private:
             return None
-        self._collect_returned()
+        self._collect_returned(memory)
         length = _pages(numel * dtype.itemsize)
         start = self._extents.take(length)
         if start + length > self.size:
@@ -97,36 +103,54 @@ class Segment:
         A forked process lets go of its copy only.
         """
         memory = self._memory()
-        if memory is not None and not self.is_read and os.getpid() == self._owner:
-            # The file of a private segment is also that of forked children.
-            gone = mmap.MADV_DONTNEED if self.is_private else mmap.MADV_REMOVE
-            memory.madvise(gone, start, length)
-            self._returned.append((start, length))
+        if memory is None or self.is_read or os.getpid() != self._owner:
+            return
+        in_file = self.is_private
+        if not in_file:
+            try:
+                memory.madvise(mmap.MADV_REMOVE, start, length)
+            except PermissionError:  # another thread has just forked
+                in_file = True
+        if in_file:
+            # The file is also that of forked children, or `share` is copying values to a new one.
+            memory.madvise(mmap.MADV_DONTNEED, start, length)
+        self._returned.append((start, length, in_file))
 
-    def _collect_returned(self) -> None:
+    def _collect_returned(self, memory: mmap.mmap) -> None:
         while self._returned:
-            self._extents.give(*self._returned.popleft())
+            start, length, in_file = self._returned.popleft()
+            if in_file and not self.is_private:
+                memory.madvise(mmap.MADV_REMOVE, start, length)
+            self._extents.give(start, length)
 
-    def make_private(self) -> None:
+    def make_private(self) -> bool:
         """Hide all later writes of this process from forked children and from other ranks.
 
-        The kernel replaces the mapping in one step, so a write of another thread is never lost.
+        Returns False if the host refuses that: the segment is shared then. The kernel replaces the
+        mapping in one step, so a write of another thread is never lost.
         """
-        if self.is_forkable and not self.is_private and self._memory() is not None:
-            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-            _map_over(self.start, self.size, flags, self.fd)
-            self.is_private = True
+        memory = self._memory()  # held, so that no other thread ends the mapping meanwhile
+        if memory is None or not self.is_forkable or self.is_private:
+            return True
+        try:
+            _map_over(self.start, self.size, mmap.MAP_PRIVATE | MAP_NORESERVE, self.fd)
+        except OSError:  # with vm.overcommit_memory=2 a private mapping counts in full
+            # Kernels before 6.12 end the old mapping before they refuse the new one.
+            _map_over(self.start, self.size, mmap.MAP_SHARED, self.fd)
+            return False
+        self.is_private = True
+        return True
 
-    def share(self, number: int) -> bool:
+    def share(self, number: int) -> None:
         """Move a private segment to a new file, which other ranks can map as segment `number`.
 
-        Returns False if the segment is shared, or its descriptor was closed. No thread may write
-        meanwhile. Raises LaunchError when the host refuses the memory.
+        No-op if the segment is shared, or its descriptor was closed. No thread may write meanwhile.
+        Raises LaunchError when the host refuses the memory.
         """
         memory = self._memory()
         if memory is None or not self.is_private or self.fd < 0:
-            return False
-        self._collect_returned()
+            return
+        self._collect_returned(memory)
         fd = _open_file(number, self.size)
         try:
             with memoryview(memory) as whole:
@@ -139,12 +163,20 @@ class Segment:
             raise _refused(self.size, error) from error
         os.close(self.fd)
         self.number, self.fd, self.is_private = number, fd, False
-        return True
 
-    def wipe_in_child(self) -> None:
-        """Replace the memory by zeros of this process's own, unless it is a copy already."""
-        if not self.is_private and self._memory() is not None:
-            _wipe(self.start, self.size)
+    def leave_in_child(self) -> bool:
+        """In a forked child: let go of the file.
+
+        A private segment stays, one that is not forkable becomes zeros. Returns False for one that
+        could not be made private: its memory cannot be accessed any more.
+        """
+        memory, lost = self._memory(), self.is_forkable and not self.is_private
+        if memory is not None and not self.is_private:
+            _wipe(self.start, self.size, PROT_NONE if lost else READ_WRITE)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        return memory is None or not lost
 
     @property
     def in_use(self) -> int:
@@ -152,9 +184,11 @@ class Segment:
         return self._extents.in_use
 
     def close(self) -> None:
-        """Close the descriptor; tensors in the segment stay, those that users see as private."""
-        if self.fd >= 0:
-            self.make_private()
+        """Close the descriptor; tensors in the segment stay, those that users see as private.
+
+        Where the host refuses that, the descriptor stays open for the next fork to try again.
+        """
+        if self.fd >= 0 and self.make_private():
             os.close(self.fd)
             self.fd = -1
 
@@ -175,14 +209,15 @@ class Arena:
         `forkable`: forked children find a copy of it, and not zeros. Raises LaunchError when the
         host refuses the memory.
         """
-        segments = [s for s in self._segments.values() if s.is_forkable == forkable]
-        for segment in segments:
-            if (taken := segment.take(numel, dtype)) is not None:
-                return taken
-        total = sum(segment.in_use for segment in segments)
-        size = max(numel * dtype.itemsize, SMALLEST, min(total, LARGEST))
-        segment, _held = self._open(size, forkable=forkable)
-        taken = segment.take(numel, dtype)
+        with _forking:  # a fork of another thread would make a new segment private at once
+            segments = [s for s in list(self._segments.values()) if s.is_forkable == forkable]
+            for segment in segments:
+                if (taken := segment.take(numel, dtype)) is not None:
+                    return taken
+            total = sum(segment.in_use for segment in segments)
+            size = max(numel * dtype.itemsize, SMALLEST, min(total, LARGEST))
+            segment, _held = self._open(size, forkable=forkable)
+            taken = segment.take(numel, dtype)
         assert taken is not None
         return taken
 
@@ -192,12 +227,17 @@ class Arena:
         segment.is_full = True
         return tensor_at(memory, 0, numel, dtype)
 
-    def locate(self, tensor: Tensor) -> tuple[Segment, int] | None:
-        """The segment that `tensor` lies in, and the bytes before it; None for private memory."""
+    def locate(self, tensor: Tensor, *, written: bool = False) -> tuple[Segment, int] | None:
+        """The segment that `tensor` lies in, and the bytes before it; None for private memory.
+
+        `written`: other ranks shall see writes to come as well, which a fork in another thread
+        would hide; None for forkable memory then.
+        """
         address = tensor.data_ptr()
         for segment in list(self._segments.values()):
             if segment.start <= address < segment.start + segment.size:
-                return None if segment.is_private else (segment, address - segment.start)
+                is_hidden = segment.is_private or (written and segment.is_forkable)
+                return None if is_hidden else (segment, address - segment.start)
         return None
 
     def holds(self, number: int) -> bool:
@@ -224,21 +264,27 @@ class Arena:
     def share_again(self) -> None:
         """See `Segment.share`."""
         for before, segment in list(self._segments.items()):
-            if segment.is_private and segment.share(next(self._numbers)):
-                self._segments[segment.number] = self._segments.pop(before)
+            if segment.is_private:
+                # The segment may end in another thread at any time, which removes the number that
+                # it has then. So the new number is here before the segment has it.
+                number = next(self._numbers)
+                self._segments[number] = segment
+                try:
+                    segment.share(number)
+                finally:
+                    self._segments.pop(before if segment.number == number else number, None)
 
-    def leave_in_child(self) -> None:
-        """In a forked child: let go of all that other processes see."""
-        for segment in list(self._segments.values()):
-            segment.wipe_in_child()
-            segment.close()
+    def leave_in_child(self) -> bool:
+        """In a forked child: let go of all that other processes see. See `Segment`."""
+        kept = [segment.leave_in_child() for segment in list(self._segments.values())]
+        return all(kept)
 
     def _open(self, size: int, *, forkable: bool = False) -> tuple[Segment, mmap.mmap]:
         """A new segment, and its memory, which must be held until a tensor in it holds it."""
         number, size = next(self._numbers), _pages(size)
         fd = _open_file(number, size)
         try:
-            memory = mmap.mmap(fd, size)
+            memory = _map_file(fd, size)
         except OSError as error:
             os.close(fd)
             raise _refused(size, error) from error
@@ -256,7 +302,7 @@ class MappedSegments:
     def learn(self, rank: int, number: int, fd: int) -> None:
         """Map the segment `number` of `rank`, whose descriptor is `fd`, and close that."""
         try:
-            memory = self._open[rank, number] = mmap.mmap(fd, os.fstat(fd).st_size)
+            memory = self._open[rank, number] = _map_file(fd, os.fstat(fd).st_size)
             _mapped.add(memory)
         finally:
             os.close(fd)
@@ -335,6 +381,16 @@ def _open_file(number: int, size: int) -> int:
     return fd
 
 
+def _map_file(fd: int, size: int) -> mmap.mmap:
+    """Map `size` bytes of a file, shared. Raises OSError."""
+    # Python's mmap would keep a duplicate of `fd` until the mapping ends, and with it a file that a
+    # fork has replaced by another one. So it gets no descriptor, and the file is mapped over it.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, size, flags=flags)
+    _map_over(_address(memory), size, mmap.MAP_SHARED, fd)
+    return memory
+
+
 def _address(memory: mmap.mmap) -> int:
     return tensor_at(memory, 0, 1, torch.uint8).data_ptr()
 
@@ -349,16 +405,16 @@ def _mmap() -> Any:
     return function
 
 
-def _map_over(start: int, size: int, flags: int, fd: int = -1) -> None:
+def _map_over(start: int, size: int, flags: int, fd: int = -1, access: int = READ_WRITE) -> None:
     """Replace the mapping of the `size` bytes at `start`. Raises OSError."""
-    access = mmap.PROT_READ | mmap.PROT_WRITE
     if _mmap()(start, size, access, flags | MAP_FIXED, fd, 0) != start:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
-def _wipe(start: int, size: int) -> None:
-    _map_over(start, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+def _wipe(start: int, size: int, access: int = READ_WRITE) -> None:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    _map_over(start, size, flags, access=access)
 
 
 def _before_fork() -> None:
@@ -368,11 +424,23 @@ def _before_fork() -> None:
 
 
 def _in_forked_child() -> None:
-    for arena in list(_living):
-        arena.leave_in_child()
-    for memory in list(_mapped):
-        _wipe(_address(memory), len(memory))
-    _forking.release()
+    try:
+        kept = [arena.leave_in_child() for arena in list(_living)]
+        if not all(kept):
+            os.write(2, _no_parameters().encode())  # sys.stderr's lock may be another thread's
+        for memory in list(_mapped):
+            _wipe(_address(memory), len(memory))
+    finally:
+        _forking.release()
+
+
+def _no_parameters() -> str:
+    return (
+        f"shardwise: process {os.getpid()} was forked without the model's parameters, because the "
+        "host refuses private memory for them (vm.overcommit_memory=2, or a limit on memory): it "
+        "ends with a segmentation fault if it uses them. Give the host more memory or swap, or run "
+        "with --transport gloo.\n"
+    )
 
 
 os.register_at_fork(

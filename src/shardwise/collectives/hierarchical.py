@@ -148,7 +148,7 @@ class Hierarchical(MappedMemory):
         cuts: Cuts,
         how: Sum,
     ) -> Steps:
-        public = self._inside.buffers.publish(begin, buffer)
+        public = self._inside.buffers.publish(begin, buffer, written=True)
         own = interval(buffer, cuts, self.rank)
         came = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
         # Of this buffer nobody else reads the intervals of this rank's peers before HALFWAY.
@@ -208,7 +208,7 @@ class Hierarchical(MappedMemory):
             return
         public = self._inside.buffers.place_for(buffer)
         self._copy_peers(buffer, public, cuts)
-        self._inside.buffers.publish(begin, public)
+        public = self._inside.buffers.publish(begin, public)
         came = yield READY
         for place, message in came.items():
             for rank in self._columns[place]:

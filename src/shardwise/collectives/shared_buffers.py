@@ -36,19 +36,23 @@ class SharedBuffers:
             return tensor
         return self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
 
-    def publish(self, begin: MeshMessage, tensor: Tensor, *, small: bool = False) -> Tensor:
+    def publish(
+        self, begin: MeshMessage, tensor: Tensor, *, small: bool = False, written: bool = False
+    ) -> Tensor:
         """Tell all that they may read `tensor`, or the copy of it that is returned.
 
-        It must stay as it is until all are done with the call that `begin` opens.
+        It must stay as it is until all are done with the call that `begin` opens, except for what
+        others read later in the call: then `written` is true.
         """
         if small or not tensor.numel():
             self._work.post(begin._replace(payload=as_bytes(tensor)))
             return tensor
-        public = self.place_for(tensor)
-        if public is not tensor:
+        public, place = tensor, self.arena.locate(tensor, written=written)
+        if place is None:
+            public = self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
             public.copy_(tensor)
-        place = self.arena.locate(public)
-        assert place is not None
+            place = self.arena.locate(public)
+            assert place is not None  # no fork makes it private
         segment, offset = place
         # The descriptor travels with the first message about its segment: the others map it then.
         fd = -1 if segment.number in self._announced else segment.fd

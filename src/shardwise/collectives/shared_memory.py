@@ -194,7 +194,7 @@ class SharedMemory(MappedMemory):
 
     def _all_reduce(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
         cuts = even_cuts(buffer.numel(), self.size)
-        public = self.buffers.publish(begin, buffer)
+        public = self.buffers.publish(begin, buffer, written=True)
         came = yield READY
         own = interval(public, cuts, self.rank)
         rows = self.buffers.rows(came, own, cuts[self.rank])

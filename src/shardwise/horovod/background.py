@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -40,11 +41,14 @@ from shardwise.horovod.operation_handle import OperationHandle
 from shardwise.horovod.script_checks import ScriptComparison, warn_stalled, write_warning
 from shardwise.horovod.streams import CommunicationStream, StreamEvent, enter
 from shardwise.timeline import Row, span
+from shardwise.watch.status_server import forked_from
 
 T = TypeVar("T")
 
 DueResponse = tuple["Response | str", dict[int, int]]
 """A response to execute, or why no more will come; and the bytes to send before, by rank."""
+
+_living: WeakSet[BackgroundThread] = WeakSet()
 
 SHUTDOWN_SECONDS = 10.0
 """Seconds that `close` waits for the thread to end."""
@@ -76,6 +80,7 @@ class BackgroundThread:
         self._script_comparison = ScriptComparison()
         self._lock = threading.Lock()
         self._handles: dict[OperationKey, OperationHandle] = {}
+        self._executing: OperationHandle | None = None
         self._calls: set[Future[Any]] = set()
         self._failure: str | None = None
         self._responses: deque[DueResponse] = deque()
@@ -92,6 +97,7 @@ class BackgroundThread:
             self._inbox.put(partial(self._receive, rank, link))  # requests read with the hello
         self._post(lambda: None)
         self._thread.start()
+        _living.add(self)
 
     # -- for other threads ----------------------------------------------------------------
 
@@ -274,7 +280,7 @@ class BackgroundThread:
             self._fail_all(response)
             return
         with self._lock:
-            handle = self._handles.pop(response.request.key, None)
+            handle = self._executing = self._handles.pop(response.request.key, None)
             has_joined = JOIN_KEY in self._handles
         if response.error:
             assert handle is not None
@@ -381,8 +387,30 @@ class BackgroundThread:
             request = handle.request
             handle.fail(f"{request.kind} {request.name!r} cannot be done: {why}")
 
+    def _leave_in_child(self) -> None:
+        """In a forked child, which has no such thread: fail all operations, and refuse more."""
+        # Another thread may have held any of these locks at the fork. The eventfd is the parent's
+        # too: nothing is written to it from now on.
+        self._lock = threading.Lock()
+        self._inbox = SimpleQueue()
+        self._calls.clear()
+        self._ended = True
+        self._failure = forked_from(self._groups[0].rank)
+        for handle in [*self._handles.values(), self._executing]:
+            if handle is not None and not handle.is_done:
+                handle.fail_in_child(self._failure)
+        self._handles.clear()
+
 
 def _span_details(tensors: Sequence[torch.Tensor]) -> dict[str, int | str]:
     """What the timeline shows beside an operation."""
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
     return {"bytes": sum(tensor.nbytes for tensor in tensors), "dtype": ", ".join(dtypes)}
+
+
+def _in_forked_child() -> None:
+    for background in list(_living):
+        background._leave_in_child()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -63,6 +63,11 @@ class OperationHandle:
         self._error, self.tensors = partial(kind, text), ()
         self._done.set()
 
+    def fail_in_child(self, text: str) -> None:
+        """Set an error in a forked child, where a thread that is gone may hold the event's lock."""
+        self._done = threading.Event()
+        self.fail(text)
+
     def wait(self, timeout: float) -> Any:
         """Wait for the result and return it. Raises HorovodInternalError where none comes, BadCall
         where the request cannot be."""

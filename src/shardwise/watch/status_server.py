@@ -383,10 +383,11 @@ def _in_forked_child() -> None:
     its collectives must not reach the other ranks."""
     for server in list(_living):
         server._let_go()
-        server.abort = Abort(rank=server.rank, text=_no_rank(server.rank), lost=False)
+        server.abort = Abort(rank=server.rank, text=forked_from(server.rank), lost=False)
 
 
-def _no_rank(rank: int) -> str:
+def forked_from(rank: int) -> str:
+    """Return why a forked child of `rank` cannot take part in collectives."""
     return (
         f"Process {os.getpid()} was forked from rank {rank} and is not a rank itself, so it cannot "
         "call what all ranks do together: engines, barriers, reductions, checkpoints. Use the "
