@@ -112,7 +112,7 @@ class Segment:
             except PermissionError:  # another thread has just forked
                 in_file = True
         if in_file:
-            # The file is also that of forked children, or `share` is copying values to a new one.
+            # Forked children still use the file, or `share` is copying values to a new one.
             memory.madvise(mmap.MADV_DONTNEED, start, length)
         self._returned.append((start, length, in_file))
 
@@ -186,7 +186,7 @@ class Segment:
     def close(self) -> None:
         """Close the descriptor; tensors in the segment stay, those that users see as private.
 
-        Where the host refuses that, the descriptor stays open for the next fork to try again.
+        If the host refuses that, the descriptor stays open, and the next fork tries again.
         """
         if self.fd >= 0 and self.make_private():
             os.close(self.fd)
@@ -230,8 +230,8 @@ class Arena:
     def locate(self, tensor: Tensor, *, written: bool = False) -> tuple[Segment, int] | None:
         """The segment that `tensor` lies in, and the bytes before it; None for private memory.
 
-        `written`: other ranks shall see writes to come as well, which a fork in another thread
-        would hide; None for forkable memory then.
+        `written`: other ranks must also see later writes. Returns None for forkable memory then,
+        because a fork in another thread would hide them.
         """
         address = tensor.data_ptr()
         for segment in list(self._segments.values()):
@@ -265,8 +265,8 @@ class Arena:
         """See `Segment.share`."""
         for before, segment in list(self._segments.items()):
             if segment.is_private:
-                # The segment may end in another thread at any time, which removes the number that
-                # it has then. So the new number is here before the segment has it.
+                # Another thread may end the segment at any time. That removes the segment's current
+                # number, so the new number must be listed before the segment has it.
                 number = next(self._numbers)
                 self._segments[number] = segment
                 try:

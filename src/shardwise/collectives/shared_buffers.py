@@ -41,8 +41,8 @@ class SharedBuffers:
     ) -> Tensor:
         """Tell all that they may read `tensor`, or the copy of it that is returned.
 
-        It must stay as it is until all are done with the call that `begin` opens, except for what
-        others read later in the call: then `written` is true.
+        It must stay as it is until all are done with the call that `begin` opens. `written`: this
+        rank writes to it during the call, for the others to read.
         """
         if small or not tensor.numel():
             self._work.post(begin._replace(payload=as_bytes(tensor)))
