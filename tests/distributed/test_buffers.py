@@ -198,3 +198,64 @@ def test_buffers_of_other_shapes_are_named_unless_they_are_caches(group):
             "the buffer table is of shape (2,) and torch.float32 on worker 0 and of shape (3,)"
         )
     assert group(2)(sized_case, False) == [[], []]
+
+
+class Cached(nn.Module):
+    """Buffers that forward sets or forgets: `how` says on which worker and with which values."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(4, 1).double()
+        self.register_buffer("first", torch.ones(3) if how == "forgotten" else None)
+        self.register_buffer("last", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x, rank):
+        with torch.no_grad():
+            self.last.data.mul_(0.9).add_(0.1 * x.mean(0))
+            if self.how == "forgotten" and rank == 1:
+                self.first = None
+            elif self.how == "set on one" and rank == 1 and self.first is None:
+                self.first = torch.ones(3)
+            elif self.how in ("mean", "cache") and self.first is None:
+                self.first = x.mean(0) if self.how == "mean" else torch.arange(4).double()
+            elif self.how == "mean":
+                self.first = 0.9 * self.first + 0.1 * x.mean(0)
+        return self.linear(x - self.last)
+
+
+def cached_case(world, how):
+    model = Cached(how)
+    reference = copy.deepcopy(model)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    buffers, said, counts = engine._state.objects.buffers, [], []
+    buffers._say = said.append
+    for _ in range(3):
+        x = drawn(8)
+        engine.backward(model(world.share(x), world.rank).square().mean())
+        engine.step()
+        reference(x, 0)
+        counts.append(len(buffers.form()))
+        assert torch.allclose(model.last, reference.last, rtol=1e-12)
+        if how in ("mean", "cache"):
+            assert torch.allclose(model.first, reference.first, rtol=1e-12)
+    engine.close()
+    return said, counts
+
+
+@pytest.mark.parametrize(("how", "places"), [("forgotten", 0), ("set on one", 1)])
+def test_buffers_that_one_worker_sets_or_forgets_are_named(group, how, places):
+    for said, counts in group(2)(cached_case, how):
+        (line,) = said
+        words = ("of shape (3,) and torch.float32 on worker 0", "missing on worker 1")
+        if places:
+            words = ("missing on worker 0", "of shape (3,) and torch.float32 on worker 1")
+        assert line.startswith(f"the buffer first is {' and '.join(words)}")
+        assert counts == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("how", "followed"), [("mean", 2), ("cache", 1)])
+def test_buffers_that_forward_makes_are_averaged_unless_they_are_alike(group, how, followed):
+    for said, counts in group(2)(cached_case, how):
+        assert not said
+        assert counts == [followed] * 3

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.errors import UsageError
 from tests.distributed.group import RankFailed
 from tests.distributed.sharded import WIDTH, Block, Stack, batch
 
@@ -178,6 +179,30 @@ def test_any_hook_on_a_parameter_is_right_where_it_sees_the_whole_gradient(group
         ((apart, calls),) = group(1)(with_hook, hook)
         assert apart < 1e-12
         assert calls == 6
+
+
+def extreme(world, hook, scales):
+    """Whether a backward of a loss of each of `scales` is refused, with `hook` on a parameter."""
+    model = nn.Linear(WIDTH, 1, bias=False)
+    model.weight.register_hook(HOOKS[hook])
+    engine = sw.Engine(model, sgd(model))
+    refused = []
+    for scale in scales:
+        try:
+            engine.backward((model(torch.ones(2, WIDTH)) * scale).mean())
+        except UsageError as error:
+            refused.append("is not linear" in str(error))
+        else:
+            refused.append(False)
+        engine.zero_grad()
+    return refused
+
+
+@pytest.mark.parametrize("hook", ["mask", "clamp", "normalise"])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0])
+def test_hooks_are_tried_once_a_gradient_is_finite_and_not_zero(group, hook, scale):
+    for refused in group(2)(extreme, hook, [scale, 1.0]):
+        assert refused == [False, hook != "mask"]
 
 
 def seen_after_accumulation(world, zero):

@@ -385,6 +385,50 @@ def test_method_that_uses_state_inside_a_step_is_refused(group):
     group(2)(too_early_case)
 
 
+class Helped(optim.Optimizer):
+    """Its step calls a public method of its own, which uses the groups."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.25})
+        self.fails = False
+
+    def step(self, closure=None):
+        for _ in self.param_groups:
+            self.apply_all()
+
+    @torch.no_grad()
+    def apply_all(self):
+        if self.fails:
+            raise ValueError("no update")
+        for p in (p for group in self.param_groups for p in group["params"]):
+            assert p.dtype == torch.float32
+            self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+            p.sub_(p.grad, alpha=0.25)
+
+
+def helped_case(world):
+    """Steps in 16 bits, whose masters a step shows; the second one fails and is made again."""
+    _, model, optimizer = made(Helped)
+    engine = sw.Engine(model, optimizer, zero=0, precision="bf16")
+    for fails in (False, True, False):
+        optimizer.fails = fails
+        x = torch.ones(4, 6, dtype=torch.bfloat16)
+        engine.backward(model(x).float().square().mean())
+        if fails:
+            with pytest.raises(ValueError, match="no update"):
+                engine.step()
+        else:
+            engine.step()
+    counts = [state["steps"] for state in engine.optimizer_state_dict()["state"].values()]
+    assert counts == [2] * len(list(model.parameters()))
+    engine.close()
+    world.engines = 0
+
+
+def test_step_of_the_optimizer_may_call_its_own_methods(group):
+    group(2)(helped_case)
+
+
 def reading_case(world, zero):
     """User code reads momentum, clears it, and puts another state in its place."""
     ends = []

@@ -7,6 +7,7 @@ The engine adds up what the hooks return. That is the result of one process if t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -35,25 +36,32 @@ def watch(named: Iterable[NamedParameter]) -> None:
 
 
 class _Trial:
-    """Stands in for a hook during one call, and tries it then."""
+    """Stands in for a hook until it is given a gradient that is finite and not 0, and tries it
+    then."""
 
     def __init__(self, name: str, hook: Hook, hooks: MutableMapping[int, Hook], key: int) -> None:
         self._name, self._hook = name, hook
         self._hooks, self._key = hooks, key
 
     def __call__(self, grad: Tensor) -> Tensor | None:
-        self._hooks[self._key] = self._hook
         given = self._hook(grad)
         # One that only reads is not called a second time: it may write a log.
-        if given is None or given is grad:
+        if given is None or given is grad or not grad.numel():
+            self._hooks[self._key] = self._hook
             return given
-        # Negative, so that abs() is found out, and large, so that clamping is.
-        factor = -(2.0**10 if grad.dtype == torch.float16 else 2.0**20)
+        largest, made = torch.stack([grad.abs().max(), given.abs().max()]).double().tolist()
+        if not (largest > 0 and math.isfinite(largest + made)):
+            return given  # nothing to compare by: the next backward tries it
+        self._hooks[self._key] = self._hook
+        factor = _factor(max(largest, made), grad.dtype)
         with preserved():
             again: Any = self._hook(grad * factor)
         right = given.double() * factor
+        limits = torch.finfo(given.dtype)
+        # Numbers that are too small for all bits of a mantissa are rounded to multiples of this.
+        rounding = 2 * limits.smallest_normal * limits.eps * max(abs(factor), 1.0)
         if isinstance(again, Tensor) and torch.allclose(
-            again.double(), right, rtol=1e-2, atol=1e-3 * float(right.abs().max())
+            again.double(), right, rtol=1e-2, atol=1e-3 * made * abs(factor) + rounding
         ):
             return given
         raise UsageError(
@@ -63,6 +71,18 @@ class _Trial:
             "engine.backward and engine.step: with engine.full_gradients(): p.grad.clamp_(...). "
             "To clip by the norm: engine.step(max_norm=...)."
         )
+
+
+def _factor(largest: float, dtype: torch.dtype) -> float:
+    """The factor of the trial of a gradient, where neither that nor what the hook makes of it has a
+    number above `largest`.
+
+    It is negative, so that abs() is found out, and large, so that clamping is, but within the range
+    of `dtype`. Where that leaves no room for a large one it is small, which finds out clamping that
+    has had an effect.
+    """
+    room = math.log2(torch.finfo(dtype).max / 8) - math.log2(largest)
+    return -(2.0 ** (min(math.floor(room), 20) if room >= 2 else -4))
 
 
 def _place(hook: Any) -> str:

@@ -296,7 +296,8 @@ class StepRunner:
         states = self._objects.states
         gathers: list[Handle] = []
         sums = states.gradients.sums
-        with span("update"), torch.no_grad():
+        # An optimizer of the user's may raise in its step.
+        with self._backward.abandoning(), span("update"), torch.no_grad():
             states.parameters.begin_update()
             for inner in states.optimizer.inners:
                 states.optimizer.step(inner, sums, totals.used, factor)

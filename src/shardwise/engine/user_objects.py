@@ -444,6 +444,7 @@ class UserObjects:
         """Inside the block, `optimizer` has parameters and state whole once its `method` uses
         them. Collective then, unless the state stays with it."""
         in_place = optimizer not in self._hidden and not self.states.optimizer.has_masters
+        in_place |= any(inner.is_users_stepping for inner in self.states.optimizer.inners)
         if in_place or self._in_method is not None:
             yield
             return

@@ -63,6 +63,9 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+_ABSENT = (0, 0)
+"""The mark of a buffer that is None."""
+
 _Form = tuple[tuple[int, ...], str] | None
 """Shape and dtype of a tensor, as ranks tell each other; None if there is none."""
 
@@ -162,14 +165,17 @@ class Buffers:
         if len(kept) < len(self._places):
             self._renumber({old: new for new, old in enumerate(kept)})
         places = set(self._places)
-        known = {id(self._tensor(index)) for index in range(len(self._places))}
+        tensors = (self._tensor(index) for index in range(len(self._places)))
+        known = {id(tensor) for tensor in tensors if tensor is not None}
         for module in modules:
             frozen = [key for key in module._parameters if self._is_frozen(module, key)]
             held = [] if module in left_out else list(module._buffers)
             for key in [*held, *frozen]:
                 tensor = _held(module, key)
-                if tensor is not None and id(tensor) not in known and (module, key) not in places:
-                    known.add(id(tensor))
+                # A buffer that is None has a number too: a forward may set it, on one rank alone.
+                if (module, key) not in places and (tensor is None or id(tensor) not in known):
+                    if tensor is not None:
+                        known.add(id(tensor))
                     self._places.append((module, key))
                     self._greet(len(self._places) - 1)
                     self._steps = 0  # look again from the first step on
@@ -203,24 +209,23 @@ class Buffers:
 
     def news(self) -> list[int]:
         """Buffers, by index, on which the ranks have yet to agree: those not followed yet, in
-        modules of which one has changed, and those followed that have another form by now.
+        modules of which one has changed, those that were None, and those followed that have another
+        form by now.
 
         Of the module as a whole, since torch's batch_norm writes its running statistics without
         raising their version, as it does that of the count next to them.
         """
-        changed = {
-            self._places[index][0]
-            for index, mark in self._seen.items()
-            if self._mark(index) != mark
-        }
+        changed = {index for index, mark in self._seen.items() if self._mark(index) != mark}
         reshaped = [f.index for f in self._followed if not f.fits(self._tensor(f.index))]
         if not changed:
             return reshaped
+        appeared = {index for index in changed if self._seen[index] == _ABSENT}
+        modules = {self._places[index][0] for index in changed - appeared}
         known = {each.index for each in self._followed} | self._apart
         return reshaped + [
             index
             for index in self._seen
-            if index not in known and self._places[index][0] in changed
+            if index not in known and (index in appeared or self._places[index][0] in modules)
             if self._tensor(index) is not None
         ]
 
@@ -244,10 +249,18 @@ class Buffers:
 
     def agree(self, *, differ: bool) -> None:
         """Follow the tensors of which any rank has news. If checksums `differ`, follow those too
-        whose values are not the same on all ranks. Collective."""
-        found = self._group.gather_objects(self.news())
-        changed = {index for each in found for index in each}
-        wanted = changed | ({index for index, _ in self._unfollowed()} if differ else set())
+        whose values are not the same on all ranks. Collective.
+
+        Of buffers that were None, only those are followed whose values are not the same: most are
+        caches that each rank computes alike.
+        """
+        news = self.news()
+        appeared = [index for index in news if self._seen.get(index) == _ABSENT]
+        compared = appeared + [index for index, _ in self._unfollowed() if differ]
+        found = self._group.gather_objects((news, appeared, compared))
+        changed = {i for told, new, _ in found for i in told if i not in new}
+        # All that any rank compares: a forward may have set a buffer to None on one rank alone.
+        wanted = changed.union(*(indices for _, _, indices in found))
         # In one order: each rank lists the same tensors in what follows.
         mine = {index: self._told(index, summed=index not in changed) for index in sorted(wanted)}
         told = self._group.gather_objects(mine)
@@ -456,7 +469,7 @@ class Buffers:
 
     def _mark(self, index: int) -> tuple[int, int]:
         tensor = self._tensor(index)
-        return (0, 0) if tensor is None else (id(tensor), version_of(tensor))
+        return _ABSENT if tensor is None else (id(tensor), version_of(tensor))
 
 
 def _held(module: nn.Module, key: str) -> Tensor | None:

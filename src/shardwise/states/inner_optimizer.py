@@ -30,6 +30,9 @@ class InnerOptimizer:
     Several intervals have one span each.
     """
 
+    is_users_stepping = False
+    """Whether a step of the user's optimizer itself is under way, with all that it needs."""
+
     def __init__(
         self,
         intervals: list[UpdateInterval],

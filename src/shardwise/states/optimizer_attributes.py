@@ -69,7 +69,10 @@ def write_back(followed: Sequence[FollowedAttributes]) -> None:
     Raises ModelError if two updates left different values.
     """
     changing = [each for each in followed if each.changing]
-    first = {each.user: each.changes() for each in changing if each.leads}
+    first: dict[optim.Optimizer, dict[str, Any]] = {each.user: {} for each in changing}
+    # The copy that leads may have no group that changes an attribute which another's changes.
+    for each in sorted(changing, key=lambda each: not each.leads):
+        first[each.user] = each.changes() | first[each.user]
     for each in changing:
         for name, value in each.changes().items():
             if not same(first[each.user][name], value):

@@ -66,6 +66,14 @@ class UsersOptimizer(InnerOptimizer):
         self._call(evaluate)
         self._end(spans, changed=True)
 
+    def _call(self, *closure: Callable[[], float]) -> None:
+        """The same with the user's optimizer, whose step may call its own public methods."""
+        self.is_users_stepping = True
+        try:
+            super()._call(*closure)
+        finally:
+            self.is_users_stepping = False
+
     @contextmanager
     def _masters_shown(self) -> Iterator[None]:
         """Inside the block, parameters that have a master hold it."""

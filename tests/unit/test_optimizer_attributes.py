@@ -1,0 +1,39 @@
+"""Attributes that updates change are assigned back to the user's optimizer."""
+
+import pytest
+import torch
+from torch import optim
+
+from shardwise.errors import ModelError
+from shardwise.states.optimizer_attributes import FollowedAttributes, write_back
+from shardwise.states.optimizer_kind import bare_copy
+
+
+class Counting(optim.SGD):
+    count = 0
+
+
+def followed(*changing):
+    """An optimizer and what follows its copies; the first leads."""
+    user = Counting([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    user.count = 0
+    return user, [
+        FollowedAttributes(user, bare_copy(user), frozenset(names), leads=number == 0)
+        for number, names in enumerate(changing)
+    ]
+
+
+@pytest.mark.parametrize("leading", [[], ["other"]])
+def test_attributes_that_the_first_copy_does_not_change_are_assigned_back(leading):
+    user, copies = followed(leading, ["count"], ["count"])
+    for each in copies[1:]:
+        each._inner.count = 3
+    write_back(copies)
+    assert user.count == 3
+
+
+def test_copies_that_change_an_attribute_differently_are_refused():
+    _, copies = followed([], ["count"], ["count"])
+    copies[1]._inner.count, copies[2]._inner.count = 3, 4
+    with pytest.raises(ModelError, match="keeps count in an attribute"):
+        write_back(copies)
