@@ -252,6 +252,7 @@ class ClientStore(_TableStore):
             # Answers have no number: after a question without its whole answer, a late one would
             # be taken for the answer to the next question.
             self._broken = "an earlier question to rank 0 was interrupted"
+            answer = None
             try:
                 self._connection.socket.settimeout(seconds + DRAWN_OUT)
                 self._connection.send(_encoded([verb, *given]))
@@ -264,7 +265,7 @@ class ClientStore(_TableStore):
                 self._broken = f"someone else has answered in the place of rank 0: {error}"
             else:
                 self._broken = "rank 0 is gone" if answer is None else ""
-            if self._broken:
+            if answer is None or self._broken:
                 _fail(self._broken)
         return json.loads(answer, object_hook=_from_json)
 
