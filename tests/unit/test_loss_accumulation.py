@@ -6,6 +6,7 @@ import torch
 from shardwise.current_batch import Batch
 from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
 from shardwise.engine.loss_accumulation import LossAccumulation
+from shardwise.engine.loss_terms import LossTerms, Term
 from shardwise.errors import UsageError
 
 LOSS = torch.tensor(2.0)
@@ -92,3 +93,21 @@ def test_words_for_a_reduction():
     for word in ("sum", "ddp"):
         with pytest.raises(UsageError, match=f'reduction="{word}".*leave one of them out'):
             divisor_of(word, weighted=True, replicas=4)
+
+
+def mixes_of(batches, losses):
+    """The range of what ranks compare after `losses` means over other items of each batch."""
+    accumulation = LossAccumulation()
+    for batch in batches:
+        for items in losses:
+            terms = LossTerms([Term("mean", items, "a"), Term("mean", 3 * items, "b")])
+            weight = weigh(batch, None, summed=False, terms=terms)
+            term = accumulation.term(batch, weight, given=False, divisor=0.0, terms=terms)
+            accumulation.add(LOSS, term, 0.0)
+    return accumulation.mix_range()
+
+
+def test_losses_of_each_of_several_batches_mix_alike():
+    low, high = mixes_of([ONE, OTHER], [8.0, 4.0, 2.0])
+    assert low == high
+    assert mixes_of([ONE], [8.0, 4.0, 2.0]) == (low, high)

@@ -149,8 +149,10 @@ class LossAccumulation:
                 self._mixes[number * _PLACES + place] = terms.mix(weight)
             elif terms.terms:
                 first = self._terms[term.of]
+                # Its place among the losses of its batch: ranks may have other numbers of batches.
+                ordinal = sum(each.of == term.of for each in self._terms)
                 key = term.of * _PLACES + min(place, max(len(first.parts) - 1, 0))
-                self._mixes[key] = self._mixes.get(key, 0.0) + (number + 2) * terms.mix(weight)
+                self._mixes[key] = self._mixes.get(key, 0.0) + (ordinal + 1) * terms.mix(weight)
 
     def mix_range(self) -> tuple[Number, Number]:
         """The lowest and the highest of the numbers that are the same on all ranks where weights
