@@ -410,7 +410,8 @@ class _Walk:
                 first = node.next_functions[0][0] is not None
                 mask = node._saved_other if first else node._saved_self
                 if isinstance(mask, Tensor) and mask.numel() > 1:
-                    return _number(mask.double().sum() * (_numel(node, 0) // mask.numel()))
+                    # Without signs: only a mask of zeros counts nothing. Advantages may sum to 0.
+                    return _number(mask.double().abs().sum() * (_numel(node, 0) // mask.numel()))
             passes = name in ("Mul", "Neg", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
             node = edges[0][0] if passes and len(edges) == 1 else None
         return None
@@ -439,6 +440,8 @@ def _short(name: str) -> str:
 
 def _inverse(factor: float) -> int | None:
     """Return 1 / `factor` if it is a whole number, else None."""
+    if not math.isfinite(factor) or not math.isfinite(1 / factor):
+        return None
     inverse = round(1 / factor)
     return inverse if math.isclose(inverse * factor, 1, rel_tol=1e-6) else None
 
@@ -460,7 +463,8 @@ def _numel(node: Any, output: int) -> int:
 
 def _number(value: Tensor) -> Any:
     """Return a Python number if `value` is on the CPU, else the tensor: reading it would wait."""
-    return value.item() if value.device.type == "cpu" else value.detach()
+    # In fp64: the total weight of 16-bit logits has 16 bits too, and overflows in a sum.
+    return value.item() if value.device.type == "cpu" else value.detach().double()
 
 
 def _signed(index: int) -> int:
