@@ -174,3 +174,24 @@ def test_numbers_of_a_16_bit_loss_are_in_fp64():
     assert read(loss, ROWS).main.items.dtype == torch.float64
     weight = torch.ones((), dtype=torch.float16, device="meta")
     assert weigh(None, weight, summed=False).items.dtype == torch.float64
+
+
+ZEROS = {
+    "of parameters": lambda m, out, y: 0 * sum(p.sum() for p in m.parameters()),
+    "of parameters, on the right": lambda m, out, y: sum(p.sum() * 0.0 for p in m.parameters()),
+    "under the sum": lambda m, out, y: (out * 0).sum(),
+    "under a view": lambda m, out, y: -(0.0 * out).view(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zero_losses_are_neither_sums_nor_penalties(name):
+    found = read(made(ZEROS[name]), ROWS)
+    assert found.is_zero
+    assert not found.is_sum
+    assert not found.has_penalty
+    beside = read(
+        made(lambda m, out, y: F.cross_entropy(out, y, reduction="sum") + ZEROS[name](m, out, y)),
+        ROWS,
+    )
+    assert not beside.mixes_sums(summed=True)

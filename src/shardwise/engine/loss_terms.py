@@ -257,8 +257,12 @@ class _Walk:
             name = _kind(node)
             if name in _LINEAR:
                 opened.extend((child, number, scale) for child, number in _edges(node))
+            elif _is_times_zero(node):
+                opened.extend(self._scaled(node, name, scale))
             elif _of_parameters(node):
-                self.has_penalty = True
+                # Parameters times 0 are what a worker without items gives, and no penalty.
+                self.is_zero |= scale.factor == 0
+                self.has_penalty |= scale.factor != 0
             elif name in ("Mul", "Div"):
                 opened.extend(self._scaled(node, name, scale))
             elif name == "Mean" or name in _SUMS or name in _PRODUCTS:
@@ -337,6 +341,8 @@ class _Walk:
             return
         if name == "Mean":
             self._mean(float(numel), "mean", scale, has_rows=has_rows)
+        elif scale.count is None and _is_zeros(child):
+            self.is_zero = True
         else:
             counted = self._counted(child) if scale.count is not None else numel
             self._sum(numel if counted is None else counted, numel, name, scale, has_rows=has_rows)
@@ -455,6 +461,26 @@ def _sizes(node: Any, output: int) -> tuple[int, ...]:
     if hasattr(node, "variable"):
         return tuple(node.variable.shape)
     return tuple(node._input_metadata[output].shape)
+
+
+def _is_times_zero(node: Any) -> bool:
+    """Whether `node` multiplies by the number 0, which is not on a GPU."""
+    if _kind(node) != "Mul" or len(_edges(node)) != 1:
+        return False
+    side = "other" if node.next_functions[0][0] is not None else "self"
+    saved = getattr(node, f"_raw_saved_{side}").data
+    if not isinstance(saved, Tensor) or saved.numel() != 1 or saved.device.type != "cpu":
+        return False
+    return saved.item() == 0
+
+
+def _is_zeros(node: Any) -> bool:
+    """Whether the tensor that `node` gives was multiplied by the number 0."""
+    while node is not None and not _is_times_zero(node):
+        edges = _edges(node)
+        passes = _kind(node) in ("Mul", "Neg", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
+        node = edges[0][0] if passes and len(edges) == 1 else None
+    return node is not None
 
 
 def _numel(node: Any, output: int) -> int:
