@@ -468,7 +468,10 @@ def _is_times_zero(node: Any) -> bool:
     if _kind(node) != "Mul" or len(_edges(node)) != 1:
         return False
     side = "other" if node.next_functions[0][0] is not None else "self"
-    saved = getattr(node, f"_raw_saved_{side}").data
+    raw = getattr(node, f"_raw_saved_{side}", None)
+    if raw is None:  # a number of Python's
+        return bool(getattr(node, f"_saved_{side}") == 0)
+    saved = raw.data  # what a hook keeps is not unpacked
     if not isinstance(saved, Tensor) or saved.numel() != 1 or saved.device.type != "cpu":
         return False
     return saved.item() == 0
