@@ -288,3 +288,32 @@ def test_an_embedding_that_renormalises_in_forward(group):
         for name, message in group(size).errors(renormalising, zero, True):
             assert name == ModelError.__name__
             assert message.startswith("0 (max_norm=0.5) rewrites in forward")
+
+
+def idle_beside_sums(world):
+    model = net()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+    x = data()[:ROWS]
+    want = summed(model, x).item() * (world.size - 1)
+    if world.rank == 0:
+        engine.backward(torch.zeros(()), weight=0)
+    else:
+        engine.backward(summed(model, x))
+    assert engine.step().loss == pytest.approx(want)
+
+
+def test_an_idle_worker_fits_beside_sums(group):
+    group(2)(idle_beside_sums)
+
+
+def sum_in_micro_batches(world):
+    model = net()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=1e-2), microbatches=2)
+    engine.forward_backward(lambda x: summed(model, x), data()[:4])
+    engine.step()
+
+
+def test_a_sum_cut_into_micro_batches_is_refused(group):
+    for kind, message in group(2, pipeline=2).errors(sum_in_micro_batches):
+        assert kind == UsageError.__name__
+        assert 'A loss that is a sum: reduction="sum".' in message

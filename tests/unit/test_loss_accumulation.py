@@ -1,11 +1,14 @@
 """How the losses of a step go together: what counts once, what is averaged, what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from shardwise.current_batch import Batch
 from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
 from shardwise.engine.loss_accumulation import LossAccumulation
+from shardwise.engine.loss_terms import LossTerms, Term
 from shardwise.errors import UsageError
 
 LOSS = torch.tensor(2.0)
@@ -92,3 +95,42 @@ def test_words_for_a_reduction():
     for word in ("sum", "ddp"):
         with pytest.raises(UsageError, match=f'reduction="{word}".*leave one of them out'):
             divisor_of(word, weighted=True, replicas=4)
+
+
+def mixes_of(batches, losses):
+    """The range of what ranks compare after `losses` means over other items of each batch."""
+    accumulation = LossAccumulation()
+    for batch in batches:
+        for items in losses:
+            terms = LossTerms([Term("mean", items, "a"), Term("mean", 3 * items, "b")])
+            weight = weigh(batch, None, summed=False, terms=terms)
+            term = accumulation.term(batch, weight, given=False, divisor=0.0, terms=terms)
+            accumulation.add(LOSS, term, 0.0)
+    return accumulation.mix_range()
+
+
+def test_losses_of_each_of_several_batches_mix_alike():
+    low, high = mixes_of([ONE, OTHER], [8.0, 4.0, 2.0])
+    assert low == high
+    assert mixes_of([ONE], [8.0, 4.0, 2.0]) == (low, high)
+
+
+def test_a_loss_of_weight_0_fits_beside_sums():
+    accumulation = LossAccumulation()
+    assert not count(accumulation, ONE, 0)
+    assert not accumulation.is_said
+    assert not count(accumulation, OTHER, summed=True)
+    assert not count(accumulation, None, 0)
+    assert (accumulation.divisor, accumulation.losses) == (1.0, [0.0, 2.0, 0.0])
+
+
+def test_a_sum_in_several_micro_batches_is_not_averaged():
+    summed = LossTerms([Term("sum", 1.0, "sum")])
+    for weights, is_mixed in (([2.0, 2.0], True), ([4.0, 0.0], False)):
+        accumulation = LossAccumulation()
+        weight = weigh(ONE, None, summed=False)
+        term = accumulation.term(ONE, weight, given=False, divisor=0.0)
+        parts = [(summed, each) for each in weights]
+        accumulation.add(LOSS, replace(term, parts=parts), 0.0)
+        low, high = accumulation.mix_range()
+        assert (low < high) == is_mixed

@@ -1,11 +1,14 @@
 """What a loss is read to be from its autograd graph."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.engine.gradient_weighting import weigh
 from shardwise.engine.loss_terms import read
 
 ROWS = 6
@@ -148,3 +151,47 @@ def test_long_sums_do_not_recurse():
         made(lambda m, out, y: sum(o.mean() for _ in range(300) for o in out) / 1800), ROWS
     )
     assert [term.kind for term in found.terms] == ["mean"]
+
+
+SIGNED = torch.tensor([1.0, -1.0, 2.0, -2.0, 0.5, -0.5])
+
+
+def test_factors_that_sum_to_0_mask_nothing():
+    for by in (ROWS, torch.tensor(float(ROWS))):
+        found = read(made(lambda m, out, y, by=by: -(out[:, 0] * SIGNED).sum() / by), ROWS)
+        assert found.main.items == ROWS
+
+
+def test_a_factor_that_is_not_finite_is_read():
+    for factor in (math.nan, math.inf, 1e-320):
+        read(made(lambda m, out, y, factor=factor: out.sum() * factor), ROWS)
+
+
+def test_numbers_of_a_16_bit_loss_are_in_fp64():
+    # The meta device stands for an accelerator, whose numbers stay there.
+    logits = torch.randn(ROWS, 3, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    loss = F.cross_entropy(logits, torch.zeros(ROWS, dtype=torch.int64, device="meta"))
+    assert read(loss, ROWS).main.items.dtype == torch.float64
+    weight = torch.ones((), dtype=torch.float16, device="meta")
+    assert weigh(None, weight, summed=False).items.dtype == torch.float64
+
+
+ZEROS = {
+    "of parameters": lambda m, out, y: 0 * sum(p.sum() for p in m.parameters()),
+    "of parameters, on the right": lambda m, out, y: sum(p.sum() * 0.0 for p in m.parameters()),
+    "under the sum": lambda m, out, y: (out * 0).sum(),
+    "under a view": lambda m, out, y: -(0.0 * out).view(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zero_losses_are_neither_sums_nor_penalties(name):
+    found = read(made(ZEROS[name]), ROWS)
+    assert found.is_zero
+    assert not found.is_sum
+    assert not found.has_penalty
+    beside = read(
+        made(lambda m, out, y: F.cross_entropy(out, y, reduction="sum") + ZEROS[name](m, out, y)),
+        ROWS,
+    )
+    assert not beside.mixes_sums(summed=True)

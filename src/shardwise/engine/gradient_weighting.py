@@ -119,7 +119,7 @@ def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
             shape = tuple(given.shape)
             raise UsageError(f"weight takes one number, not a tensor of shape {shape}.")
         if given.device.type != "cpu":
-            return given.detach().reshape(())
+            return given.detach().double().reshape(())
         given = given.item()
     if not 0 <= given < math.inf:
         raise UsageError(f"weight takes a number of 0 or more, not {given}.")

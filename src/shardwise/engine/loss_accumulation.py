@@ -90,7 +90,12 @@ class LossAccumulation:
 
     def divisor_read(self, terms: LossTerms) -> float:
         """What losses of the step are divided by, where only the `terms` of one say so."""
-        return self.divisor if self.backwards else float(terms.is_sum)
+        return float(terms.is_sum) if self._is_open else self.divisor
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the losses so far fit beside means as well as sums: they weigh nothing."""
+        return not self.is_said and not self.weighted_backwards
 
     def term(
         self,
@@ -110,7 +115,8 @@ class LossAccumulation:
 
         Raises UsageError where that is ambiguous, and for losses with another `divisor`.
         """
-        self._check_reduction(divisor)
+        if not given or _is_counted(weight.items):
+            self._check_reduction(divisor)
         of = self._counted_by(batch, weight, given, same_items)
         if of is not None and not given and not divisor:
             # The items were counted with this weight, and are not counted again.
@@ -130,15 +136,24 @@ class LossAccumulation:
         are to fit its weight, where it `compares`."""
         number = self.backwards
         self.shares += 0.0 if term.repeated else share
-        self.divisor = divisor
+        is_said = (
+            _is_counted(term.weight.items) if term.given else bool(term.terms.terms or term.parts)
+        )
+        if self._is_open or is_said or not compares:
+            self.divisor = divisor
         self.indices.append(() if term.batch is None else term.batch.indices)
         self.weights.append(0.0 if term.repeated else term.weight.items)
         self.shown.append(0.0 if term.repeated else term.weight.shown)
         self.losses.append(_weighted(loss, term.weight.factor))
         self._terms.append(term)
-        self.is_said |= not compares or term.given or bool(term.terms.terms or term.parts)
+        self.is_said |= not compares or is_said
         if not compares or (term.given and not self.checks_given):
             return
+        cut = sum(_is_counted(weight) for _, weight in term.parts) > 1
+        if cut and not term.given and not divisor and any(t.has_sum for t, _ in term.parts):
+            # The weights of micro-batches make a mean of them. Numbers that differ let all ranks
+            # refuse the step, of which one rank alone may have the loss.
+            self._mixes.update({-1: 0.0, -2: 1.0})
         for place, (terms, weight) in enumerate(term.parts or [(term.terms, term.weight.factor)]):
             if not isinstance(weight, Tensor) and weight == 0:
                 continue
@@ -149,8 +164,10 @@ class LossAccumulation:
                 self._mixes[number * _PLACES + place] = terms.mix(weight)
             elif terms.terms:
                 first = self._terms[term.of]
+                # Its place among the losses of its batch: ranks may have other numbers of batches.
+                ordinal = sum(each.of == term.of for each in self._terms)
                 key = term.of * _PLACES + min(place, max(len(first.parts) - 1, 0))
-                self._mixes[key] = self._mixes.get(key, 0.0) + (number + 2) * terms.mix(weight)
+                self._mixes[key] = self._mixes.get(key, 0.0) + (ordinal + 1) * terms.mix(weight)
 
     def mix_range(self) -> tuple[Number, Number]:
         """The lowest and the highest of the numbers that are the same on all ranks where weights
@@ -191,7 +208,7 @@ class LossAccumulation:
 
     def _check_reduction(self, divisor: float) -> None:
         """Raise UsageError where earlier losses of the step were reduced in another way."""
-        if self.backwards and divisor != self.divisor:
+        if not self._is_open and divisor != self.divisor:
             raise UsageError(
                 'One step has losses that are sums (reduction="sum" or "ddp") and losses that are '
                 "means, or both kinds of sums, which are divided by different numbers: add them to "
@@ -235,6 +252,11 @@ class LossAccumulation:
                 'and write engine.backward(loss, reduction="sum").'
             )
         return before
+
+
+def _is_counted(items: Number) -> bool:
+    """Whether `items` are not known to be 0: a number on a GPU is not looked at."""
+    return isinstance(items, Tensor) or items != 0
 
 
 def _weighted(loss: Tensor, weight: Number) -> Number:

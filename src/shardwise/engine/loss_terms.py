@@ -257,8 +257,12 @@ class _Walk:
             name = _kind(node)
             if name in _LINEAR:
                 opened.extend((child, number, scale) for child, number in _edges(node))
+            elif _is_times_zero(node):
+                opened.extend(self._scaled(node, name, scale))
             elif _of_parameters(node):
-                self.has_penalty = True
+                # Parameters times 0 are what a worker without items gives, and no penalty.
+                self.is_zero |= scale.factor == 0
+                self.has_penalty |= scale.factor != 0
             elif name in ("Mul", "Div"):
                 opened.extend(self._scaled(node, name, scale))
             elif name == "Mean" or name in _SUMS or name in _PRODUCTS:
@@ -337,6 +341,8 @@ class _Walk:
             return
         if name == "Mean":
             self._mean(float(numel), "mean", scale, has_rows=has_rows)
+        elif scale.count is None and _is_zeros(child):
+            self.is_zero = True
         else:
             counted = self._counted(child) if scale.count is not None else numel
             self._sum(numel if counted is None else counted, numel, name, scale, has_rows=has_rows)
@@ -410,7 +416,8 @@ class _Walk:
                 first = node.next_functions[0][0] is not None
                 mask = node._saved_other if first else node._saved_self
                 if isinstance(mask, Tensor) and mask.numel() > 1:
-                    return _number(mask.double().sum() * (_numel(node, 0) // mask.numel()))
+                    # Without signs: only a mask of zeros counts nothing. Advantages may sum to 0.
+                    return _number(mask.double().abs().sum() * (_numel(node, 0) // mask.numel()))
             passes = name in ("Mul", "Neg", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
             node = edges[0][0] if passes and len(edges) == 1 else None
         return None
@@ -439,6 +446,8 @@ def _short(name: str) -> str:
 
 def _inverse(factor: float) -> int | None:
     """Return 1 / `factor` if it is a whole number, else None."""
+    if not math.isfinite(factor) or not math.isfinite(1 / factor):
+        return None
     inverse = round(1 / factor)
     return inverse if math.isclose(inverse * factor, 1, rel_tol=1e-6) else None
 
@@ -454,13 +463,37 @@ def _sizes(node: Any, output: int) -> tuple[int, ...]:
     return tuple(node._input_metadata[output].shape)
 
 
+def _is_times_zero(node: Any) -> bool:
+    """Whether `node` multiplies by the number 0, which is not on a GPU."""
+    if _kind(node) != "Mul" or len(_edges(node)) != 1:
+        return False
+    side = "other" if node.next_functions[0][0] is not None else "self"
+    raw = getattr(node, f"_raw_saved_{side}", None)
+    if raw is None:  # a number of Python's
+        return bool(getattr(node, f"_saved_{side}") == 0)
+    saved = raw.data  # what a hook keeps is not unpacked
+    if not isinstance(saved, Tensor) or saved.numel() != 1 or saved.device.type != "cpu":
+        return False
+    return saved.item() == 0
+
+
+def _is_zeros(node: Any) -> bool:
+    """Whether the tensor that `node` gives was multiplied by the number 0."""
+    while node is not None and not _is_times_zero(node):
+        edges = _edges(node)
+        passes = _kind(node) in ("Mul", "Neg", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
+        node = edges[0][0] if passes and len(edges) == 1 else None
+    return node is not None
+
+
 def _numel(node: Any, output: int) -> int:
     return math.prod(_sizes(node, output))
 
 
 def _number(value: Tensor) -> Any:
     """Return a Python number if `value` is on the CPU, else the tensor: reading it would wait."""
-    return value.item() if value.device.type == "cpu" else value.detach()
+    # In fp64: the total weight of 16-bit logits has 16 bits too, and overflows in a sum.
+    return value.item() if value.device.type == "cpu" else value.detach().double()
 
 
 def _signed(index: int) -> int:

@@ -130,6 +130,7 @@ def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
         "weight=n), in engine.forward_backward weight=lambda *batch: n. Terms that are means over "
         "different items: divide each by its items of all workers and micro-batches, and write "
         'engine.backward(a * n_a / world.sum(n_a) + b * n_b / world.sum(n_b), reduction="sum"). '
+        'A loss that is a sum: reduction="sum". '
         "Sums beside means or penalties: make them means, or sums."
     )
 
