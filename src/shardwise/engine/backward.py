@@ -69,6 +69,8 @@ class BackwardRunner:
         terms = self._terms_of(loss.value if isinstance(loss, StageTensor) else loss, batch)
         if not is_said and not in_parts:
             divisor = self._accumulation.divisor_read(terms)
+        if in_parts and batch is None:
+            terms = UNKNOWN  # each loss counts 1, since only the last stage knows more
         compares = given or reduction == "mean"
         weighed = weigh(batch, weight, summed=divisor > 0, terms=UNKNOWN if in_parts else terms)
         term = self._accumulation.term(

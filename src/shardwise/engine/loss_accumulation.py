@@ -160,6 +160,8 @@ class LossAccumulation:
             self.needs_to_be_alone |= not term.given and terms.mixes_sums(summed=divisor > 0)
             if divisor > 0:
                 continue
+            if terms == UNKNOWN:
+                continue  # such as on the stages of a pipeline that have no loss
             if term.of is None:
                 self._mixes[number * _PLACES + place] = terms.mix(weight)
             elif terms.terms:

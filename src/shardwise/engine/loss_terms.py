@@ -105,6 +105,14 @@ UNKNOWN = LossTerms()
 """Of a loss that is not looked at."""
 
 
+def _known(number: Any) -> float:
+    """Return a number that autograd has saved on the CPU.
+
+    A Python number is saved as a tensor that `item` passes to a TorchDispatchMode as a number.
+    """
+    return float(number.tolist() if isinstance(number, Tensor) else number)
+
+
 def _words(term: Term) -> str:
     if term.kind == "sum":
         return f"a sum ({term.source})"
@@ -302,12 +310,12 @@ class _Walk:
             elif isinstance(number, Tensor) and number.device.type != "cpu":
                 yield (*edge, scale)
             else:
-                factor = scale.factor * float(number)
+                factor = scale.factor * _known(number)
                 yield (*edge, replace(scale, factor=factor, is_multiplied=True))
 
     def _divided(self, scale: _Scale, number: Any, child: Any) -> _Scale:
         if isinstance(number, Tensor) and number.device.type == "cpu":
-            number = number.item()
+            number = _known(number)
         count = number if scale.count is None else scale.count * number
         added = _added(child) if _kind(child) in ("Add", "Sum") else []
         return replace(scale, count=count, siblings=len(added))
@@ -474,7 +482,7 @@ def _is_times_zero(node: Any) -> bool:
     saved = raw.data  # what a hook keeps is not unpacked
     if not isinstance(saved, Tensor) or saved.numel() != 1 or saved.device.type != "cpu":
         return False
-    return saved.item() == 0
+    return _known(saved) == 0
 
 
 def _is_zeros(node: Any) -> bool:
