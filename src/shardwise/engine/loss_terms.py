@@ -110,7 +110,8 @@ def _known(number: Any) -> float:
 
     A Python number is saved as a tensor that `item` passes to a TorchDispatchMode as a number.
     """
-    return float(number.tolist() if isinstance(number, Tensor) else number)
+    found: Any = number.tolist() if isinstance(number, Tensor) else number
+    return float(found)
 
 
 def _words(term: Term) -> str:
