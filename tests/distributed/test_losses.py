@@ -317,3 +317,29 @@ def test_a_sum_cut_into_micro_batches_is_refused(group):
     for kind, message in group(2, pipeline=2).errors(sum_in_micro_batches):
         assert kind == UsageError.__name__
         assert 'A loss that is a sum: reduction="sum".' in message
+
+
+def two_means(world, backwards):
+    """A mean over rows x 4 elements and one over rows, of the same batch."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 4).double()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+    data = torch.utils.data.TensorDataset(torch.randn(12, 3).double())
+    told = []
+    for (x,) in sw.Loader(data, batch_size=6):
+        y = model(x)
+        losses = [y.square().mean(), y.sum(1).abs().mean()]
+        if backwards == 1:
+            losses = [losses[0] + losses[1]]
+        for number, loss in enumerate(losses, 1):
+            engine.backward(loss, retain_graph=number < len(losses))
+        told.append(engine.step(max_norm=100.0).grad_norm)
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_loss_of_a_batch_counts_as_the_first(group, ranks):
+    """The items of the batch were counted once, with the weight of the first loss."""
+    ((one, *_), (two, *_)) = (group(ranks)(two_means, backwards) for backwards in (1, 2))
+    assert two == pytest.approx(one, rel=1e-10)

@@ -1,6 +1,7 @@
 """What a loss is read to be from its autograd graph."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -195,3 +196,15 @@ def test_zero_losses_are_neither_sums_nor_penalties(name):
         ROWS,
     )
     assert not beside.mixes_sums(summed=True)
+
+
+def test_a_recurrence_of_scalars_is_read_in_time():
+    state = torch.ones((), dtype=torch.float64, requires_grad=True) * 1.0
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    rows = torch.ones(4, 3, dtype=torch.float64)
+    state = (rows * weight).mean() + state
+    for _ in range(40):  # 2 ** 40 paths
+        state = state + 0.1 * torch.sin(state)
+    begun = time.monotonic()
+    read((state - 1) ** 2, 4)
+    assert time.monotonic() - begun < 5

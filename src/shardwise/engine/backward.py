@@ -81,7 +81,7 @@ class BackwardRunner:
         self._announce_loss(terms, is_said=is_said)
         if last is None:
             last = batch.last if batch is not None else True
-        factor = weighed.factor
+        factor = term.weight.factor
         if isinstance(loss, StageTensor):
             part = float(factor), (), share
             loss = self._stage_by_stage(loss, part, last=last, keep_graph=retain_graph)

@@ -156,6 +156,12 @@ class _Scale:
     is_bent: bool = False
     """Whether an operation between it and the loss is not linear."""
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for equal scales; a count on a GPU is told apart by identity, without a wait."""
+        count = id(self.count) if isinstance(self.count, Tensor) else self.count
+        return self.factor, count, self.siblings, self.is_multiplied, self.is_bent
+
 
 _BENT = _Scale(is_bent=True)
 
@@ -259,10 +265,15 @@ class _Walk:
 
     def visit(self, node: Any, output: int, scale: _Scale) -> None:
         """Find the terms under `output` of `node`, a scalar that was scaled by `scale`."""
-        # A stack and no recursion: a loss may be a Python sum of thousands of terms.
-        opened = [(node, output, scale)]
+        # A stack and no recursion: a loss may be a Python sum of thousands of terms. The same place
+        # in the same scale gives the same terms: without `seen`, a recurrence such as
+        # s = s + f(s) would be walked once for each of its exponentially many paths.
+        opened, seen = [(node, output, scale)], set[Any]()
         while opened:
             node, output, scale = opened.pop()
+            if (place := (node, output, scale.key)) in seen:
+                continue
+            seen.add(place)
             name = _kind(node)
             if name in _LINEAR:
                 opened.extend((child, number, scale) for child, number in _edges(node))
