@@ -110,7 +110,7 @@ def test_local_rank_stands_after_the_script(tmp_path):
         "--x",
     )
     assert with_local_rank(("shardwise.adopt", "deepspeed", name, "--x"), module=True) == (
-        *(module, "5", sys.executable, "-m", "shardwise.adopt", "deepspeed", name, "--x"),
+        *(module, "6", sys.executable, "-P", "-m", "shardwise.adopt", "deepspeed", name, "--x"),
     )
     assert with_local_rank(("json.tool", "--x"), module=True)[:2] == (module, "3")
 

@@ -56,7 +56,7 @@ class TestMeeting:
 
 
 class TestWords:
-    HEAD = (sys.executable, "-m", "torch.distributed.run")
+    HEAD = (sys.executable, "-P", "-m", "torch.distributed.run")
 
     @pytest.mark.parametrize(
         ("meeting", "more", "middle"),

@@ -558,8 +558,8 @@ class TestVerdicts:
         assert judged(tmp_path, make, against=original).verdict is Verdict.BITS
         assert (runs[0].script, runs[0].placement) == (original, None)
         words = command(runs[0], tmp_path)
-        assert words[1:3] == ["-m", "shardwise.verify.script"]
-        assert words[4:] == ["plain.py", "--epochs", "1"]
+        assert words[1:4] == ["-P", "-m", "shardwise.verify.script"]
+        assert words[5:] == ["plain.py", "--epochs", "1"]
         assert "run" in command(runs[1], tmp_path)
 
 

@@ -96,7 +96,9 @@ def test_a_printed_command_is_taken_as_it_is_typed(seed, tmp_path, monkeypatch, 
         assert cli.main([run, "--dry-run", *given]) == 0, capsys.readouterr().err
         told = capsys.readouterr().out
         ranks.append("run " + told.split("each rank: ")[1].split("\nin folder: ")[0])
-    assert typed(ranks) == [["run", sys.executable, *words] for words in asked]
+    python = {True: [sys.executable, "-P"], False: [sys.executable]}
+    expected = [["run", *python[words[0] == "-m"], *words] for words in asked]
+    assert typed(ranks) == expected
 
 
 @pytest.mark.parametrize(
