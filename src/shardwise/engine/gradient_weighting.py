@@ -15,7 +15,8 @@ it. A loss that is a sum (reduction="sum" or "ddp") always has a seed of 1.
 The unit is the last step's total weight over its total of shares. So the rest is 1, and costs
 nothing, as long as weights are proportional to rows and batches have one size. It is not 1 for
 weights such as tokens, around a short batch, and if a 16-bit loss rounds its seed. On several ranks
-the seed then has the whole factor, since gradients may cross between ranks inside the graph.
+the seed has the whole factor for weights that are no rows: their rest differs between ranks, and
+gradients may cross between ranks inside the graph.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ class GradientWeighting:
         self._group = group
         self._parts = parts
         self._unit: float | None = None
+        self.by_rows = True
+        """Whether weights are proportional to rows, so that the rest is the same on all ranks."""
         self._varies = False
         """Whether weights are others than 1, so that units differ by no powers of two alone."""
 
@@ -163,7 +166,7 @@ class GradientWeighting:
         rest = weight / self._divisor / seed if seed else 1.0
         if not isinstance(rest, Tensor) and math.isclose(rest, 1.0, rel_tol=1e-12):
             rest = 1.0  # no multiplication for the rounding of the quotients
-        elif self._group.size > 1 and seed and loss.dtype not in NARROW:
+        elif not self.by_rows and self._group.size > 1 and seed and loss.dtype not in NARROW:
             # Gradients may cross between ranks in the graph (BatchNorm over all workers, gathered
             # rows). A factor applied afterwards would multiply those of other ranks' losses too.
             whole = torch.as_tensor(seed * rest, dtype=loss.dtype, device=loss.device)
