@@ -116,7 +116,7 @@ def trained(world, way, kind, settings):
         (2, "accumulated", "hook", {"zero": 2}),
         (3, "mean", "module", {"zero": 3}),
         (3, "sum", "hook", {"zero": 1}),
-        (3, "mean", "function", {}),
+        (3, "tokens", "function", {}),
     ],
 )
 def test_code_in_the_graph_sees_the_gradient_of_one_process(group, size, kind, way, settings):

@@ -83,6 +83,30 @@ def reached(world, kind):
     assert type(model[0]) is kind
 
 
+def weighted(world):
+    """Rows count unequally, so that each rank's loss is a mean over another number of items."""
+    model, plain = net(nn.BatchNorm2d), net(nn.BatchNorm2d)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    engine = sw.Engine(model, optimizers[0], sync_batch_norm=True)
+    x = images()
+    for step in range(3):
+        items = torch.arange(1.0, ROWS + 1, dtype=torch.float64) * (step + 1)
+        mine, counts = world.share((x, items))
+        losses = model(mine).square().flatten(1).mean(1)
+        engine.backward((losses * counts).sum() / counts.sum(), weight=counts.sum())
+        engine.step()
+        optimizers[1].zero_grad()
+        losses = plain(x).square().flatten(1).mean(1)
+        ((losses * items).sum() / items.sum()).backward()
+        optimizers[1].step()
+    for mine, theirs in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert torch.allclose(mine.double(), theirs.double(), rtol=1e-9)
+
+
+def test_weights_that_are_no_rows(group):
+    group(3)(weighted)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_subclasses_are_reached(group, kind):
     group(3)(reached, kind)

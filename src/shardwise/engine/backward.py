@@ -82,8 +82,6 @@ class BackwardRunner:
         if last is None:
             last = batch.last if batch is not None else True
         factor = term.weight.factor
-        has_rows = terms.main is None or terms.main.has_rows
-        self._weighting.by_rows = divisor > 0 or (not given and has_rows)
         if isinstance(loss, StageTensor):
             part = float(factor), (), share
             loss = self._stage_by_stage(loss, part, last=last, keep_graph=retain_graph)
@@ -125,7 +123,6 @@ class BackwardRunner:
             found.append((self._read(loss, rows), factors[number]))
 
         share = self._share(of, summed=summed)
-        self._weighting.by_rows = summed or not given
         # Of a mean a micro-batch is as large a part as it has rows; sums count whole.
         whole = 1 if summed else max(sum(rows for rows, _ in micro), 1)
         parts = [

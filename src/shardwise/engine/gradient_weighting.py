@@ -14,9 +14,9 @@ it. A loss that is a sum (reduction="sum" or "ddp") always has a seed of 1.
 
 The unit is the last step's total weight over its total of shares. So the rest is 1, and costs
 nothing, as long as weights are proportional to rows and batches have one size. It is not 1 for
-weights such as tokens, around a short batch, and if a 16-bit loss rounds its seed. On several ranks
-the seed has the whole factor for weights that are no rows: their rest differs between ranks, and
-gradients may cross between ranks inside the graph.
+weights such as tokens, around a short batch, and if a 16-bit loss rounds its seed. With
+--sync-batch-norm the seed has the whole factor: gradients cross between ranks inside the graph
+there, and a rest that is applied afterwards would multiply those of other ranks' losses too.
 """
 
 from __future__ import annotations
@@ -131,13 +131,15 @@ def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
 class GradientWeighting:
     """Computes the seeds of backward and the divisor of the gradients, alike on all ranks."""
 
-    def __init__(self, scale: LossScale, group: Collectives, parts: Aggregation) -> None:
+    def __init__(
+        self, scale: LossScale, group: Collectives, parts: Aggregation, *, crosses: bool = False
+    ) -> None:
         self._scale = scale
         self._group = group
         self._parts = parts
+        self._crosses = crosses
+        """Whether gradients cross between ranks inside the graph."""
         self._unit: float | None = None
-        self.by_rows = True
-        """Whether weights are proportional to rows, so that the rest is the same on all ranks."""
         self._varies = False
         """Whether weights are others than 1, so that units differ by no powers of two alone."""
 
@@ -160,17 +162,18 @@ class GradientWeighting:
         `share` is the part of the one-process loss that `loss` is.
         """
         self.begin(weight, share)
-        seed = share * self._scale.value
+        whole = weight / self._divisor
+        if self._crosses and isinstance(whole, Tensor):
+            # In fp64 on its device. Reading it would wait for the device.
+            narrow = whole.to(loss.dtype)
+            rest = torch.where(narrow == 0, 1.0, whole / narrow) if loss.dtype in NARROW else 1.0
+            return narrow.view_as(loss), rest
+        seed = float(whole) if self._crosses else share * self._scale.value
         if loss.dtype in NARROW:
             seed = _rounded(seed, loss.dtype)
-        rest = weight / self._divisor / seed if seed else 1.0
+        rest = whole / seed if seed else 1.0
         if not isinstance(rest, Tensor) and math.isclose(rest, 1.0, rel_tol=1e-12):
             rest = 1.0  # no multiplication for the rounding of the quotients
-        elif not self.by_rows and self._group.size > 1 and seed and loss.dtype not in NARROW:
-            # Gradients may cross between ranks in the graph (BatchNorm over all workers, gathered
-            # rows). A factor applied afterwards would multiply those of other ranks' losses too.
-            whole = torch.as_tensor(seed * rest, dtype=loss.dtype, device=loss.device)
-            return whole.view_as(loss), 1.0
         # Filled in there: a copy to a GPU would wait for it.
         filled = torch.full((), seed, dtype=loss.dtype, device=loss.device)
         return filled.view_as(loss), rest
