@@ -19,6 +19,7 @@ from shardwise.checkpoint.commands import checkpoint
 from shardwise.checkpoint.deepspeed.commands import zero_to_fp32
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import (
+    allocations,
     command_line,
     console,
     deepspeed_flags,
@@ -203,14 +204,18 @@ def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
 
 def _doctor(explain: bool, **given: Any) -> int:
     """The command `doctor`: this process where a launcher started it, else a run of its own."""
-    identity = launcher_detection.detect(os.environ)
+    identity = launcher_detection.identify()
     if explain:
         click.echo(described(identity, os.environ))
+        if allocation := allocations.find(os.environ):
+            names = ", ".join(str(host) for host in allocation.hosts)
+            click.echo(f"hosts of {allocation}: {names}")
         return 0
     if identity.launcher != "python":
         return import_module("shardwise.doctor.__main__").main()  # type: ignore[no-any-return]
     asked = (given[name] for name in ("size", "per_host", "hosts", "hostfile", "nnodes"))
-    if all(value is None for value in asked) and not slurm.needs_srun(os.environ):
+    has_hosts = slurm.needs_srun(os.environ) or allocations.find(os.environ) is not None
+    if all(value is None for value in asked) and not has_hosts:
         given["size"] = resources.gpu_count(os.environ) or 2
     return _run(("shardwise.doctor",), module=True, **given)
 

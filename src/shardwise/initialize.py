@@ -18,6 +18,7 @@ from shardwise import collectives, config, randomness
 from shardwise.errors import ConfigError, LaunchError, UsageError
 from shardwise.launch import error_file, island_place, launcher_detection
 from shardwise.launch.identity import Identity
+from shardwise.launch.launchers import signs
 from shardwise.launch.progress import ProgressWriter
 from shardwise.loop_checks import StepsWithoutEngine
 from shardwise.mesh import Mesh
@@ -67,7 +68,9 @@ def enter(
     given = dict(settings) | ({"seed": seed} if seed is not None else {})
     error_file.watch_exceptions()
     chosen, _ = config.resolve(config.sources(os.environ, given))
-    identity = launcher_detection.detect(os.environ)
+    identity = launcher_detection.identify()
+    # The device is chosen by the local rank, so ranks without one meet first.
+    identity = collectives.place(identity, chosen.timeout, chosen.rendezvous)
     device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
     if device.type == "cpu":
         host_memory.keep(os.environ)
@@ -76,6 +79,13 @@ def enter(
     _configure(made, given)
     if identity.launcher == "torchrun" and (line := collectives.exposed()) and not chosen.quiet:
         made.say_once(line)
+    # SHARDWISE_ALONE stands in `variables`.
+    is_alone = identity.launcher == "python" and not identity.variables
+    if is_alone and not chosen.quiet and (job := signs.in_job(os.environ)):
+        made.say_once(
+            f"one process in a job with several slots ({job}): start its ranks with shardwise run, "
+            "or with the job's own srun or mpiexec (docs/launching.md)."
+        )
     # All that follows on all ranks alike comes after the seeds: it may draw.
     _begin_alike(made, given)
     process_status.show_on_signal()

@@ -37,6 +37,6 @@ def main(
     from shardwise.launch import launcher_detection
     from tests.distributed import worker
 
-    detect = launcher_detection.detect
-    launcher_detection.detect = lambda environ: replace(detect(environ), own_gpus=True)
+    identify = launcher_detection.identify
+    launcher_detection.identify = lambda: replace(identify(), own_gpus=True)
     worker.main(connection, printed, environ, settings)

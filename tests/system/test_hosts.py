@@ -104,6 +104,15 @@ class TestTheSameResult:
         assert ran.code == 0, ran.err
         assert f"[0] parity {alone} by shardwise run of 2" in ran.lines()
 
+    def test_the_hosts_of_a_job(self, shardwise: Launcher, hosts: Lab, alone: str) -> None:
+        """As PBS lists them, a line per slot."""
+        (shardwise.folder / "nodes").write_text("node1\nnode2\nnode2\n")
+        environ = {"PBS_NODEFILE": str(shardwise.folder / "nodes")}
+        ran = shardwise.run(*over(hosts), script("parity"), env=environ)
+        assert ran.code == 0, ran.err
+        assert f"[0] parity {alone} by shardwise run of 3" in ran.lines()
+        assert "shardwise: hosts of PBS (PBS_NODEFILE): node1:1, node2:2" in ran.err
+
     def test_three_hosts_by_name_and_address(
         self, shardwise: Launcher, hosts: Lab, alone: str
     ) -> None:

@@ -157,6 +157,49 @@ def test_shardwise_run_and_torchrun(here: Launcher, expected: str) -> None:
         assert f"{expected} by {name} of 2" in ran.out
 
 
+@WARM
+def test_ranks_that_are_told_by_hand(here: Launcher, expected: str) -> None:
+    """Their hosts are not told, so that local ranks are found when they meet."""
+    each = "SHARDWISE_RANK=$r SHARDWISE_SIZE=2 SHARDWISE_RENDEZVOUS=$PWD/"
+    line = f"for r in 0 1; do {each} {sys.executable} {script('parity')} & done; wait"
+    ran = run(here, "sh", "-c", line)
+    assert ran.out == f"{expected} by the user of 2\n", ran.err
+
+
+def test_two_processes_of_one_rank_do_not_train(here: Launcher) -> None:
+    each = "SHARDWISE_RANK=$r SHARDWISE_SIZE=3 SHARDWISE_RENDEZVOUS=$PWD/"
+    line = f"for r in 0 1 1; do {each} {sys.executable} {script('parity')} & done; wait"
+    ran = run(here, "sh", "-c", line, SHARDWISE_TIMEOUT="20")
+    assert "Two processes say that they are rank 1 of 3" in ran.err
+    assert ran.out == ""
+
+
+def test_ranks_of_a_hydra_that_tells_no_local_rank(here: Launcher, expected: str) -> None:
+    """As old versions do: ranks find each other by the address of mpiexec."""
+    line = f"unset MPI_LOCALRANKID MPI_LOCALNRANKS; exec {sys.executable} {script('parity')}"
+    ran = run(here, mpirun("mpich"), "-n", "2", "sh", "-c", line)
+    assert (ran.code, ran.lines()) == (0, [f"{expected} by PMI of 2"]), ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("env", "-i", sys.executable, script("parity")), "(started by hydra_pmi_proxy)"),
+        (
+            (sys.executable, "-m", "shardwise", "run", script("parity")),
+            "shardwise run was started 2 times: MPICH says PMI_RANK=",
+        ),
+    ],
+)
+def test_nobody_trains_alone_beside_others(
+    here: Launcher, words: tuple[str, ...], said: str
+) -> None:
+    ran = run(here, mpirun("mpich"), "-n", "2", *words)
+    assert ran.code != 0
+    assert ran.err.count(said) == 2, ran.err
+    assert ran.out == ""
+
+
 FAULTS = ("OMP_NUM_THREADS=1", "SHARDWISE_WARN_AFTER=1", "SHARDWISE_TIMEOUT=4")
 OTHERS = pytest.mark.parametrize(
     "other", ["openmpi", *(pytest.param(n, marks=pytest.mark.full) for n in ("mpich", "torchrun"))]

@@ -79,6 +79,42 @@ def test_where_ranks_meet_is_the_users_in_a_slurm_allocation(
         assert "shardwise run tells each rank who it is" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "started 4 times: PMI says PMI_RANK=0, PMI_SIZE=4."),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "started 2 times: torchrun says RANK=1, WORLD_SIZE=2.",
+        ),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "a"}, "one of several (PMIX_NAMESPACE=a"),
+    ],
+)
+def test_once_per_rank_of_another_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environ: dict[str, str],
+    said: str,
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["run", "--dry-run", SCRIPT]) == 2
+    assert said in capsys.readouterr().err
+    monkeypatch.setenv("SHARDWISE_ALONE", "1")
+    assert cli.main(["run", "--dry-run", SCRIPT]) == 0
+
+
+def test_a_node_of_skypilot_that_is_not_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SKYPILOT_NODE_IPS", "10.0.0.1\n10.0.0.2")
+    monkeypatch.setenv("SKYPILOT_NUM_NODES", "2")
+    for rank, said in (("0", "2 ranks on 2 hosts"), ("1", "node 0 of 2 starts the ranks")):
+        monkeypatch.setenv("SKYPILOT_NODE_RANK", rank)
+        assert cli.main(["run", "--dry-run", SCRIPT]) == 0
+        assert said in capsys.readouterr().out
+
+
 def test_of_a_flag_given_twice_the_last_one_holds(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["-n", "2", "--zero", "1", "-n", "1", "--zero", "3"]
     assert cli.main(["run", "--dry-run", *given, SCRIPT]) == 0

@@ -1,6 +1,7 @@
 """Who am I, under each launcher: the variables that the real ones set, as tables."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, launcher_detection, rendezvous_file, slurm
+from shardwise.launch import environment, launcher_detection, processes, slurm
 from shardwise.launch.identity import Identity
+from tests.unit import launcher_environments as environments
 
 OWN = {
     "SHARDWISE_LAUNCH_RANK": "3",
@@ -112,6 +114,24 @@ SALLOC = {
 IN_SALLOC = STEP | {"SLURM_JOB_NAME": "interactive"}
 SHELL = STEP | {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "43323", "SLURM_PROCID": "0"}
 
+BY_HAND = {
+    "SHARDWISE_RANK": "1",
+    "SHARDWISE_RENDEZVOUS": "n1:29500",
+    "SHARDWISE_SIZE": "4",
+}
+OF_OTHERS = (
+    environments.GFORKER,
+    environments.PALS,
+    environments.FLUX,
+    environments.JSRUN,
+    environments.CONDOR,
+    environments.SAGEMAKER,
+    environments.SKYPILOT,
+    environments.TRAIN_JOB,
+    environments.AWS_BATCH,
+    environments.INDEXED_JOB_OF_TWO,
+)
+
 NAME_LAUNCHER = (
     "from shardwise.launch import rendezvous_file; print(rendezvous_file.name_by_process())"
 )
@@ -132,7 +152,7 @@ OPENMPI_RANK = Identity(
     size=2,
     local_rank=1,
     local_size=2,
-    job="openmpi 1573584896.0;tcp://10.9.0.1:43373 1573584897",
+    job="Open MPI 1573584896.0;tcp://10.9.0.1:43373 1573584897",
 )
 HYDRA_RANK = Identity(launcher="MPICH", rank=1, size=2, local_rank=1, local_size=2)
 TORCHRUN_RANK = Identity(
@@ -161,7 +181,7 @@ TORCHRUN_RANK = Identity(
                 local_rank=1,
                 local_size=2,
                 node=1,
-                job="horovod:10.9.0.1:4242",
+                job="horovodrun 10.9.0.1 4242",
             ),
         ),
         (OPENMPI, OPENMPI_RANK),
@@ -241,9 +261,217 @@ def test_detect(environ: dict[str, str], identity: Identity) -> None:
 
 @pytest.mark.parametrize("row", launcher_detection.LAUNCHERS, ids=lambda row: row.name)
 def test_a_row_and_what_it_reads_name_the_launcher_alike(row: launcher_detection.Launcher) -> None:
-    environs = (OWN, TORCHRUN, HOROVOD, OPENMPI, HYDRA, MVAPICH, STEP, {})
+    environs = (OWN, TORCHRUN, HOROVOD, OPENMPI, HYDRA, MVAPICH, STEP, {}, BY_HAND, *OF_OTHERS)
     found = [who for environ in environs if (who := row.read(environ)) is not None]
     assert {who.launcher for who in found} == {row.name}, f"a table of {row.name} in environs"
+
+
+RANK = {"rank": 1, "size": 4, "local_rank": 1, "local_size": 2}
+"""The second of four ranks, two on each of two hosts."""
+
+UNPLACED = {"rank": 1, "size": 4, "is_placed": False}
+NODE = {"rank": 1, "size": 2, "node": 1}
+"""The one process of the second of two hosts."""
+
+
+@pytest.mark.parametrize(
+    ("environ", "identity"),
+    [
+        (BY_HAND, Identity(launcher="the user", job="by hand in n1:29500", **UNPLACED)),
+        (
+            BY_HAND | {"SHARDWISE_LOCAL_RANK": "1", "SHARDWISE_LOCAL_SIZE": "2"},
+            Identity(launcher="the user", job="by hand in n1:29500", **RANK),
+        ),
+        # the user knows better than any launcher, and a pod's index is a rank if the size is given
+        (
+            STEP | HYDRA | BY_HAND,
+            Identity(launcher="the user", job="by hand in n1:29500", **UNPLACED),
+        ),
+        (
+            environments.INDEXED_JOB
+            | {"SHARDWISE_SIZE": "4", "SHARDWISE_RENDEZVOUS": "train-0:29500"},
+            Identity(launcher="the user", job="by hand in train-0:29500", **UNPLACED),
+        ),
+        (
+            environments.OPENMPI_5,
+            replace(OPENMPI_RANK, job="Open MPI prterun-vm-6322@1"),
+        ),
+        (
+            environments.INTEL_MPI,
+            replace(HYDRA_RANK, job="MPICH 9d260000-7c26-e807-8fb4-050000430af0"),
+        ),
+        (environments.GFORKER, Identity(launcher="PMI", rank=1, size=2, is_placed=False)),
+        (
+            environments.MVAPICH_2,
+            Identity(launcher="MVAPICH", job="MVAPICH node01 21874", **RANK),
+        ),
+        (
+            environments.MVAPICH_3,
+            Identity(launcher="MVAPICH", job="MVAPICH node01 21874", **RANK),
+        ),
+        (
+            environments.PALS,
+            Identity(
+                launcher="PALS",
+                job="PALS 0c1fdf2f-1c9d-4a2e-9d0a-6f2d2f8f1a55",
+                node=0,
+                **RANK,
+            ),
+        ),
+        # srun of a Cray sets variables of PALS as well
+        (STEP | environments.SHASTA, SLURM_TASK),
+        (environments.FLUX, Identity(launcher="Flux", job="Flux ƒD2e73NP", **UNPLACED)),
+        (environments.JSRUN, Identity(launcher="LSF", job="LSF 4242 3", **RANK)),
+        (environments.BLAUNCH, Identity(launcher="LSF", job="LSF 4242", **UNPLACED)),
+        (environments.CONDOR, Identity(launcher="HTCondor", **UNPLACED)),
+        (
+            environments.SAGEMAKER,
+            Identity(launcher="SageMaker", address="algo-1", port=29500, **NODE),
+        ),
+        (
+            environments.SKYPILOT,
+            Identity(
+                launcher="SkyPilot",
+                address="10.0.0.1",
+                port=29500,
+                job="SkyPilot sky-2023-07-06-21-18-31-563597_myclus_1",
+                **NODE,
+            ),
+        ),
+        (
+            environments.PYTORCH_JOB,
+            Identity(
+                launcher="torchrun",
+                rank=1,
+                size=2,
+                is_placed=False,
+                address="train-master-0",
+                port=23456,
+            ),
+        ),
+        (
+            environments.TRAIN_JOB,
+            Identity(launcher="Kubeflow", address="train-node-0-0.train", port=29400, **NODE),
+        ),
+        (
+            environments.INDEXED_JOB_OF_TWO,
+            Identity(launcher="Kubernetes", rank=1, size=2, address="train-0.train", port=29500),
+        ),
+        (
+            environments.AWS_BATCH,
+            Identity(launcher="AWS Batch", address="10.0.0.4", port=29500, **NODE),
+        ),
+        (
+            environments.AZURE_ML,
+            Identity(launcher="torchrun", address="10.0.0.4", port=6105, **UNPLACED),
+        ),
+        (
+            environments.DEEPSPEED,
+            Identity(launcher="torchrun", address="node01", port=29500, **UNPLACED),
+        ),
+        # scripts of batch jobs, array jobs and independent tasks, in which nobody started a rank
+        (environments.FLUX_BATCH, ALONE),
+        (environments.LSF_BATCH, ALONE),
+        (environments.PBS_BATCH, ALONE),
+        (environments.TORQUE_BATCH, ALONE),
+        (environments.GRID_ENGINE_BATCH, ALONE),
+        (environments.GRID_ENGINE_ARRAY, ALONE),
+        (environments.OAR_BATCH, ALONE),
+        (environments.COBALT_BATCH, ALONE),
+        (environments.GNU_PARALLEL, ALONE),
+        # newer versions of Slurm number the step of a batch script
+        (BATCH | {"SLURM_STEP_ID": "-5"}, ALONE),
+        # the user says so
+        (OPENMPI | {"SHARDWISE_ALONE": "1"}, ALONE),
+        (environments.PRTERUN | {"SHARDWISE_ALONE": "1"}, ALONE),
+        # a proxy of Hydra is a task of srun itself, one on each host
+        (
+            STEP | environments.GFORKER | {"PMI_RANK": "5", "PMI_SIZE": "6"},
+            Identity(launcher="PMI", rank=5, size=6, is_placed=False, job="hydra in slurm 17.0 0"),
+        ),
+        # a daemon of Open MPI is a rank of PALS itself, one on each host
+        (
+            environments.PALS | environments.OPENMPI_5,
+            replace(OPENMPI_RANK, job="Open MPI prterun-vm-6322@1"),
+        ),
+    ],
+)
+def test_detect_others(environ: dict[str, str], identity: Identity) -> None:
+    assert launcher_detection.detect(environ) == identity
+
+
+@pytest.mark.parametrize(
+    ("environ", "sign"),
+    [
+        (environments.PRTERUN, "PMIX_NAMESPACE=prterun-vm-6375@1, PMIX_RANK=1"),
+        (environments.HYDRA_PMI_PORT, "MPI_LOCALRANKID=1, MPI_LOCALNRANKS=2, PMI_PORT=vm:38331"),
+        (environments.PBSDSH, "PBS_TASKNUM=40000001"),
+        (environments.PETASK, "JOB_NAME=petask"),
+        (environments.ALPS, "ALPS_APP_PE=1"),
+        (environments.INDEXED_JOB, "JOB_COMPLETION_INDEX=1"),
+        (environments.LIGHTNING_NODE, "WORLD_SIZE=4"),
+        (environments.TONY, "RANK=1, WORLD=4"),
+        (environments.DETERMINED, "DET_KUBERNETES_JOB_PARALLELISM=2"),
+        (environments.TF_CONFIG, "TF_CONFIG="),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE=4, RANK=0"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4"),
+        ({"NODE_RANK": "1", "NNODES": "2"}, "NODE_RANK=1, NNODES=2"),
+        ({"FOO_RANK": "1", "FOO_NPROCS": "4"}, "FOO_RANK=1, FOO_NPROCS=4"),
+        ({"PMI_FD": "9"}, "PMI_FD=9"),
+    ],
+)
+def test_one_of_several_does_not_train_alone(environ: dict[str, str], sign: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(f"one of several ({sign}")) as caught:
+        launcher_detection.detect(environ)
+    for way in ("shardwise run", "SHARDWISE_RANK", "SHARDWISE_RENDEZVOUS", "SHARDWISE_ALONE=1"):
+        assert way in str(caught.value)
+
+
+def test_below_a_launcher_without_its_variables_nobody_trains_alone() -> None:
+    """Such as a container without the environment of its host."""
+    with pytest.raises(LaunchError, match=r"several \(started by hydra_pmi_proxy\)"):
+        launcher_detection.detect({}, ["hydra_pmi_proxy"])
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"FOO_RANK": "1", "FOO_SIZE": "1"},
+        {"FOO_RANK": "7", "FOO_SIZE": "4"},  # no rank of that many
+        {"PAGE_RANK": "1", "FONT_SIZE": "12"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
+        {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"},
+        {"AWS_BATCH_JOB_ARRAY_INDEX": "1", "AWS_BATCH_JOB_ARRAY_SIZE": "10"},
+        {"SHARDWISE_RANK": "0", "SHARDWISE_SIZE": "1"},
+        {"TF_CONFIG": "{"},
+    ],
+)
+def test_other_numbers_are_no_signs(environ: dict[str, str]) -> None:
+    assert launcher_detection.detect(environ).size == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (environments.PALS_PMIX, "PALS_RANKID=1.*PMI_SIZE is not set"),
+        ({"SHARDWISE_RANK": "1"}, "the user .*SHARDWISE_RANK=1.*SHARDWISE_SIZE is not set"),
+        ({"SHARDWISE_RANK": "1", "SHARDWISE_SIZE": "2"}, "do not say where the ranks meet"),
+        (
+            environments.PYTORCH_JOB | {"PET_NPROC_PER_NODE": "2", "WORLD_SIZE": "4"},
+            "PET_NPROC_PER_NODE=2 processes in each pod",
+        ),
+        (environments.TRAIN_JOB | {"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8"),
+        (environments.SAGEMAKER | {"SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1', which is no list"),
+        (environments.SAGEMAKER | {"SM_CURRENT_HOST": "x"}, "SM_CURRENT_HOST='x'"),
+        # half of what an inner launcher says is not taken for the outer one's
+        (STEP | {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
+        (OPENMPI | environments.GFORKER | {"PMI_RANK": "0"}, "but PMI says PMI_RANK=0"),
+    ],
+)
+def test_what_cannot_be_read_is_quoted(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        launcher_detection.detect(environ)
 
 
 def test_what_we_tell_is_what_we_read() -> None:
@@ -277,7 +505,7 @@ def test_nonsense_is_refused(environ: dict[str, str], message: str) -> None:
         (TORCHRUN | HOROVOD, "torchrun says RANK=5, WORLD_SIZE=8, but horovodrun says"),
         (OPENMPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK='x', set by Open MPI"),
         (HYDRA | {"PMI_RANK": "2"}, r"rank 2 of 2 and local rank 1 of 2 \(PMI_RANK, PMI_SIZE"),
-        ({"HOROVOD_RANK": "1"}, "by horovodrun, but HOROVOD_SIZE is not set"),
+        ({"HOROVOD_RANK": "1"}, "horovodrun.*HOROVOD_SIZE is not set"),
         (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_TASKS_PER_NODE=2,1: check"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "'2;1' is no list of tasks"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, r"'n\[1-' is no list of nodes"),
@@ -335,10 +563,6 @@ class TestSrun:
     )
     def test_where_it_is_wanted(self, environ: dict[str, str], wanted: bool) -> None:
         assert slurm.needs_srun(environ) == wanted
-
-    def test_a_run_in_every_task_is_refused(self) -> None:
-        with pytest.raises(LaunchError, match="srun started shardwise run 3 times"):
-            slurm.needs_srun(STEP)
 
     ENDING = ("--kill-on-bad-exit=1", "--label", "--", "python", "train.py")
 
@@ -411,10 +635,10 @@ def test_a_launcher_is_found_above_a_script_and_its_children_counted(tmp_path: P
     assert named.startswith(f"process {number} started at ")
 
     me = os.getpid()
-    before = rendezvous_file.living_children(me)
+    before = processes.living_children(me)
     assert before is not None
     with subprocess.Popen(["sleep", "60"]) as started:
-        assert rendezvous_file.living_children(me) == before + 1
+        assert processes.living_children(me) == before + 1
         started.kill()
-        while rendezvous_file.living_children(me) != before:  # dead, though nobody has asked how
+        while processes.living_children(me) != before:  # dead, though nobody has asked how
             pass

@@ -38,6 +38,7 @@ from shardwise.collectives.connect import (
     connect,
     disconnect,
     for_thread,
+    place,
 )
 from shardwise.collectives.elastic_islands import ElasticPeers, ElasticRun
 from shardwise.collectives.gather_order import GatherOrder
@@ -75,6 +76,7 @@ __all__ = [
     "exposed",
     "for_thread",
     "host_key",
+    "place",
     "ranks_by_host",
     "shard_within_hosts",
     "share_again",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from ipaddress import ip_address
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -126,6 +128,49 @@ def disconnect() -> None:
         met.close()
 
 
+def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> Identity:
+    """Return `identity` with its local rank and size, for launchers that do not say them.
+
+    The ranks meet as `connect` does, which takes their meeting over, and tell each other their
+    hosts' names. Ranks of a host are numbered in the order of their ranks. Collective.
+    """
+    if identity.is_placed:
+        return identity
+    try:
+        store = _meet_others(identity, timeout, rendezvous).store
+    except (RuntimeError, ValueError) as error:
+        raise _cannot_join(identity, error) from error
+    host = host_key() or gethostname()
+    store.set(f"host/{identity.rank}", host)
+    # Rank 0 reads all names and the others its list: `size` questions in place of their square.
+    if identity.rank == 0:
+        names = [store.get(f"host/{rank}").decode() for rank in range(identity.size)]
+        store.set("hosts", json.dumps(names))
+    names = json.loads(store.get("hosts"))
+    here = [rank for rank, name in enumerate(names) if name == host]
+    return replace(
+        identity,
+        local_rank=here.index(identity.rank),
+        local_size=len(here),
+        node=list(dict.fromkeys(names)).index(host),
+        is_placed=True,
+    )
+
+
+def _meet_others(identity: Identity, timeout: float, rendezvous: str | None) -> Rendezvous:
+    """Meet the other ranks, once; torchrun's on the store of its agent."""
+    global _met
+    if _met is None:
+        if dist.is_initialized():
+            _met = torchrun_store.adopt(identity, timeout)
+        elif identity.launcher == "torchrun" and torchrun_store.has_store():
+            _met = torchrun_store.meet(identity, timeout)
+        else:
+            place = None if identity.launcher == "torchrun" else rendezvous
+            _met = meet(identity, timeout, place)
+    return _met
+
+
 def _join(
     identity: Identity,
     backend: str,
@@ -137,26 +182,22 @@ def _join(
 
     Returns the secret of the run.
     """
-    global _met
     limit, is_torchs = timedelta(seconds=timeout), identity.launcher == "torchrun"
     if dist.is_initialized():
-        _met = torchrun_store.adopt(identity, timeout)
+        met = _meet_others(identity, timeout, rendezvous)
         if (made := _backend_for("cuda" if backend == "nccl" else "cpu")) != backend:
             raise LaunchError(
                 f"torch.distributed was initialised with {made} before sw.init, which takes "
                 f"{backend} here: call sw.init first, and leave init_process_group out."
             )
-        return _met.secret
+        return met.secret
     try:
-        if is_torchs and torchrun_store.has_store():
-            _met = torchrun_store.meet(identity, timeout)
-        else:
-            _met = meet(identity, timeout, None if is_torchs else rendezvous)
-            if on_meeting is not None and not is_torchs:
-                on_meeting(identity, _met.store)
+        met = _meet_others(identity, timeout, rendezvous)
+        if on_meeting is not None and not is_torchs:
+            on_meeting(identity, met.store)
         dist.init_process_group(
             backend,
-            store=_met.store,
+            store=met.store,
             rank=identity.rank,
             world_size=identity.size,
             timeout=limit,
@@ -164,15 +205,19 @@ def _join(
         # All ranks are connected now: whoever comes to Gloo's sockets from here on is a stranger.
         listeners.shut()
     except (RuntimeError, ValueError) as error:
-        where = f" at {identity.address}:{identity.port}" if identity.port is not None else ""
-        raise LaunchError(
-            f"Rank {identity.rank} of {identity.size} cannot join the others{where} (started by "
-            f"{identity.launcher}): {str(error).splitlines()[0]}. Is the port in use by another "
-            "run, or did a rank not start?"
-        ) from error
-    if _met.is_open and identity.rank == 0:
+        raise _cannot_join(identity, error) from error
+    if met.is_open and identity.rank == 0:
         print(f"shardwise: {_open_words(identity)}", file=sys.stderr, flush=True)
-    return _met.secret
+    return met.secret
+
+
+def _cannot_join(identity: Identity, error: Exception) -> LaunchError:
+    where = f" at {identity.address}:{identity.port}" if identity.port is not None else ""
+    return LaunchError(
+        f"Rank {identity.rank} of {identity.size} cannot join the others{where} (started by "
+        f"{identity.launcher}): {str(error).splitlines()[0]}. Is the port in use by another run, "
+        "or did a rank not start?"
+    )
 
 
 def _backend_for(device: str) -> str:

@@ -27,7 +27,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from shardwise import authentication
 from shardwise.collectives.store import ClientStore, HostStore, role_of
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, network, progress, rendezvous_file
+from shardwise.launch import environment, network, processes, progress, rendezvous_file
 from shardwise.launch.identity import Identity
 from shardwise.launch.rendezvous_file import RendezvousFile
 
@@ -42,6 +42,9 @@ REACH = 5.0
 """Seconds for a connection to one of rank 0's addresses, and in which one may be refused."""
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+
+TWICE = "twice"
+"""The key under which a rank is named that came a second time."""
 
 
 class Rendezvous(NamedTuple):
@@ -201,6 +204,8 @@ def _await_all(terms: _Terms, hosted: HostStore) -> None:
     neighbours = LocalRanks(identity)
     keys = {here(rank): rank for rank in range(1, identity.size)}
     while absent := hosted.absent(list(keys), 5 * POLL):
+        if hosted.check([TWICE]):
+            raise _came_twice(identity, int(hosted.get(TWICE)))
         now, ended = time.monotonic(), neighbours.have_ended()
         missing = [keys[key] for key in absent]
         _check_ended(terms, missing)
@@ -233,7 +238,7 @@ class LocalRanks:
 
     def have_ended(self) -> bool:
         """Whether fewer run than were to be started, and have for a while."""
-        living = None if self._launcher is None else rendezvous_file.living_children(self._launcher)
+        living = None if self._launcher is None else processes.living_children(self._launcher)
         if living is None or living >= self._size:
             self._fewer_since = None
             return False
@@ -325,6 +330,11 @@ def _come(terms: _Terms, connection: authentication.Connection, known: str) -> R
     address = connection.socket.getpeername()[0].removeprefix("::ffff:")
     store = ClientStore(connection, terms.timeout)
     try:
+        # Two runs may meet at the same place, and a script may give all processes one rank. The
+        # second process of a rank tells rank 0, so that none of them trains in a mixed group.
+        if store.add(f"came/{identity.rank}", 1) > 1:
+            store.set(TWICE, str(identity.rank))
+            raise _came_twice(identity, identity.rank)
         store.set(here(identity.rank), address)
         if store.absent(["address"], terms.left):
             keys = {here(rank): rank for rank in range(1, identity.size)}
@@ -342,6 +352,14 @@ def _come(terms: _Terms, connection: authentication.Connection, known: str) -> R
         store.close()
         raise
     return Rendezvous(store, known.encode(), terms.is_open, store.close)
+
+
+def _came_twice(identity: Identity, rank: int) -> LaunchError:
+    return LaunchError(
+        f"Two processes say that they are rank {rank} of {identity.size} (started by "
+        f"{identity.launcher}). Does every process have a rank of its own, and does no other run "
+        f"meet at the same place ({rendezvous_file.VARIABLE})?"
+    )
 
 
 def _did_not_come(terms: _Terms, missing: Sequence[int]) -> LaunchError:

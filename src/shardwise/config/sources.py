@@ -190,7 +190,10 @@ def _plain(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
-_NOT_SETTINGS = {"FLAGS", "CONFIG", "DEEPSPEED", "SECRET"}
+_WHO = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "ALONE"}
+"""Variables that tell one process who it is (see launch/launcher_detection.py)."""
+
+_NOT_SETTINGS = {"FLAGS", "CONFIG", "DEEPSPEED", "SECRET", *_WHO}
 HOROVOD_TIMELINE = "HOROVOD_TIMELINE"
 """Horovod's variable for the same, understood as well."""
 

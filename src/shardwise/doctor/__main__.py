@@ -39,7 +39,7 @@ def main() -> int:
 
 def _say_what_is_wrong(lines: list[str]) -> int:
     """Print on rank 0 what keeps the ranks from joining; returns the exit code."""
-    is_main = launcher_detection.detect(os.environ).rank == 0
+    is_main = launcher_detection.identify().rank == 0
     for line in lines if is_main else ():
         print(printable(f"wrong: {line}"), flush=True)
     return int(is_main)
@@ -50,7 +50,7 @@ def _hosts(world: World) -> dict[str, list[Check]]:
     mine = checks.of_host(world.settings)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
     mine.append(Check("network interface", interface))
-    mine += network.check(launcher_detection.detect(os.environ))
+    mine += network.check(launcher_detection.identify())
     ahead = world.collectives.status_server.clock_offset(0, "wall")
     mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}

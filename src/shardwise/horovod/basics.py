@@ -82,7 +82,7 @@ def _connect(world: World, timeout: float) -> dict[int, links.Link]:
     if world.rank != 0:
         address, port = group.gather_plain(None)[0]
         return {0: links.connect(address, port, secret, world.rank, timeout)}
-    address = collectives.address_of(launcher_detection.detect(os.environ))
+    address = collectives.address_of(launcher_detection.identify())
     with links.listen(address) as listener:
         group.gather_plain((address, listener.getsockname()[1]))
         return links.accept(listener, secret, world.size, timeout)

@@ -42,7 +42,10 @@ SECRET_VARIABLE = "SHARDWISE_SECRET"
 SHORTEST_SECRET = 16
 """Characters of a secret that the user gives; a shorter one may be guessed."""
 
-FOREIGN = {
+BY_HAND = {SETTINGS_PREFIX + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "ALONE")}
+"""Variables by which a user tells one process who it is (see launcher_detection.py)."""
+
+FOREIGN = BY_HAND | {
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -58,9 +61,6 @@ FOREIGN = {
 """Variables of an outer run that would tell a rank that it is someone else."""
 
 FOREIGN_PREFIXES = ("TORCHELASTIC_", PREFIX)
-
-NEVER_PASSED = (PREFIX, FLAGS_VARIABLE)
-"""Variables of ours that tell a process who it is, or that each rank is given anyway."""
 
 OF_THE_TERMINAL = ("TERM", "COLORTERM", "NO_COLOR")
 """Variables of the terminal that rank 0 draws on, wherever it is."""
@@ -167,7 +167,7 @@ def passed_variables(
         name: value
         for name, value in environ.items()
         if name in (*OF_THE_TERMINAL, HOROVOD_TIMELINE)
-        or (name.startswith(SETTINGS_PREFIX) and not name.startswith(NEVER_PASSED))
+        or (name.startswith(SETTINGS_PREFIX) and not is_foreign(name) and name != FLAGS_VARIABLE)
     }
     if interface is not None:
         found |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

@@ -120,7 +120,7 @@ def _show(text: str) -> None:
 def _speaker() -> str:
     """Name this rank where there are several: the others may not say the same."""
     try:
-        identity = launcher_detection.detect(os.environ)
+        identity = launcher_detection.identify()
     except LaunchError:  # that error is the one to be shown
         return ""
     return "" if identity.size == 1 else f"rank {identity.rank} of {identity.size}: "

@@ -32,6 +32,9 @@ class Host:
     slots: int | None = None
     user: str | None = None
 
+    def __str__(self) -> str:
+        return self.name if self.slots is None else f"{self.name}:{self.slots}"
+
     @property
     def login(self) -> str:
         """What ssh is given: user@name, or the name alone."""
@@ -71,7 +74,7 @@ def from_list(text: str) -> list[Host]:
     hosts = []
     for word in text.split(","):
         try:
-            hosts.append(_host(word.strip()))
+            hosts.append(host_of(word.strip()))
         except ValueError as fault:
             raise LaunchError(f"-H {text}: {fault}") from None
     return merged(hosts)
@@ -96,7 +99,7 @@ def from_file(text: str, name: str) -> list[Host]:
         if not words:
             continue
         try:
-            hosts.append(_with_options(_host(words[0]), words[1:]))
+            hosts.append(_with_options(host_of(words[0]), words[1:]))
         except ValueError as fault:
             raise LaunchError(f"{name}:{number}: {fault}") from None
     if not hosts:
@@ -152,7 +155,7 @@ def spread(
     return shares
 
 
-def _host(word: str) -> Host:
+def host_of(word: str) -> Host:
     """The host of `user@name:slots`; ValueError says what is wrong."""
     if max(map(len, re.split(r"[.@:]", word))) > 64 or len(word) > 320:
         raise ValueError(f"{word[:40] + '...'!r} is longer than the name of any host.")

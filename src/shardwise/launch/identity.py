@@ -12,6 +12,8 @@ from shardwise.errors import LaunchError
 class Identity:
     """Rank and size as a launcher gave them, and what it says of where rank 0 listens.
 
+    `is_placed` is False if the launcher does not say which ranks share a host. `local_rank` and
+    `local_size` are then placeholders until the ranks meet (see collectives.place).
     `node` is the index of this host, None where the launcher tells none. With `port` set, rank 0
     listens at `address`; without it the launcher only started processes, and ranks find each
     other by `job`: a name that all of them were given and no other run was (None where there is
@@ -26,6 +28,7 @@ class Identity:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    is_placed: bool = True
     node: int | None = None
     address: str | None = None
     port: int | None = None
@@ -49,7 +52,7 @@ class Identity:
 
     @property
     def on_one_host(self) -> bool:
-        """Whether the launcher put all ranks on this host."""
+        """Whether the launcher is known to have put all ranks on this host."""
         return self.local_size == self.size
 
     def _sources(self) -> str:
@@ -91,7 +94,11 @@ def described(identity: Identity, environ: Mapping[str, str]) -> str:
     lines = [f"started by {identity.launcher}"]
     for name in ("rank", "size", "local_rank", "local_size", "node"):
         value, variable = getattr(identity, name), identity.variables.get(name)
-        if value is not None:
+        if name.startswith("local") and not identity.is_placed:
+            lines.append(
+                f"  {name.replace('_', ' '):<12}{'':<6}from the hosts' names, at the start"
+            )
+        elif value is not None:
             source = f"{variable}={environ[variable]}" if variable else "not given"
             lines.append(f"  {name.replace('_', ' '):<12}{value:<6}{source}")
     if identity.port is not None:

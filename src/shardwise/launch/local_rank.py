@@ -12,7 +12,7 @@ def main(arguments: list[str]) -> None:
     """Become the program, in this process."""
     count, *words = arguments
     place = int(count)
-    local_rank = launcher_detection.detect(os.environ).local_rank
+    local_rank = launcher_detection.identify().local_rank
     line = [*words[:place], f"--local_rank={local_rank}", *words[place:]]
     sys.stdout.flush()
     os.execvp(line[0], line)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.errors import LaunchError
-from shardwise.launch import launcher_detection, private_files
+from shardwise.launch import launcher_detection, private_files, processes
 from shardwise.launch.identity import Identity
 from shardwise.printable import as_utf8
 
@@ -55,7 +55,7 @@ def path(identity: Identity, folder: str | None = None, run: str | None = None) 
     `run` names the run where that is known otherwise. Raises LaunchError where nothing names the
     run on all of its hosts, or the user's own temporary folder cannot be had.
     """
-    run = run or identity.job
+    run = run or identity.job or _name_by_hydra(identity)
     if run is None:
         if not identity.on_one_host:
             raise LaunchError(_nameless(identity))
@@ -67,8 +67,9 @@ def path(identity: Identity, folder: str | None = None, run: str | None = None) 
 
 
 def _nameless(identity: Identity) -> str:
+    where = "on several hosts" if identity.is_placed else "somewhere"
     return (
-        f"{identity.launcher} put the {identity.size} ranks on several hosts and tells them "
+        f"{identity.launcher} put the {identity.size} ranks {where} and tells them "
         f"nothing of each other. Name rank 0's host and a port that is free there: {VARIABLE}="
         f"{socket.gethostname()}:29500, passed on to all ranks (mpiexec -genv NAME VALUE, "
         "mpirun -x NAME=VALUE)."
@@ -96,8 +97,19 @@ def _own_number(name: str) -> str | None:
 
 @contextmanager
 def written(place: Path, file: RendezvousFile) -> Iterator[None]:
-    """Keep the file at `place` while the block runs, and no longer, also when SIGTERM comes."""
+    """Keep the file at `place` while the block runs, and no longer, also when SIGTERM comes.
+
+    Raises LaunchError if another living process of this host has its file there.
+    """
     _sweep(place.parent)
+    before = read(place)
+    is_here = before is not None and before.host == file.host
+    if before is not None and is_here and before.pid != file.pid and _lives(before.pid):
+        raise LaunchError(
+            f"Process {before.pid} is rank 0 of a run that meets in {place.parent} under the name "
+            "of this one. Does every process have a rank of its own? Give two runs that start at "
+            f"the same time a place each: {VARIABLE}=FOLDER/ or HOST:PORT."
+        )
     with _sigterm_raises():
         try:
             private_files.write(place, json.dumps(asdict(file)), DRAFT)
@@ -185,43 +197,27 @@ def name_by_process() -> str:
     """
     pid = launcher_process() or os.getppid()
     try:
-        began = _stat(pid)[3]
+        began = processes.stat(pid)[3]
     except OSError:  # no /proc, or one that hides other users' processes
         began = "an unknown time"
     return f"process {pid} started at {began}"
 
 
+def _name_by_hydra(identity: Identity) -> str | None:
+    """Return a name of a run that MPICH's mpiexec started; None for other runs.
+
+    Its ranks get no name of their run. The proxies that start them on each host get mpiexec's
+    address, `--control-port HOST:PORT`, which no other run has at the same time.
+    """
+    pid = launcher_process() if "PMI_RANK" in identity.variables.values() else None
+    try:
+        words = [] if pid is None else Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return f"hydra at {os.fsdecode(words[words.index(b'--control-port') + 1])}"
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def launcher_process(pid: int | None = None) -> int | None:
     """Return the nearest launcher's process above `pid` (this process); None where none is seen."""
-    with suppress(OSError):  # no /proc, or one that hides other users' processes
-        above = _stat(os.getpid() if pid is None else pid)[2]
-        while above > 1:
-            name, _, next_above, _ = _stat(above)
-            if name in launcher_detection.PROCESSES:
-                return above
-            above = next_above
-    return None
-
-
-def living_children(pid: int) -> int | None:
-    """Count the processes that `pid` started and that still run; None where /proc does not tell."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return None
-    return sum(_is_running(int(child)) for child in children)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return _stat(pid)[1] not in "ZX"
-    except OSError:  # it ended while we looked
-        return False
-
-
-def _stat(pid: int) -> tuple[str, str, int, str]:
-    """Name, state, parent and start time (in ticks since boot) of a process."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    name, _, rest = text.partition("(")[2].rpartition(")")
-    fields = rest.split()
-    return name, fields[0], int(fields[1]), fields[19]
+    above = processes.ancestors(pid)
+    return next((each for each, name in above if name in launcher_detection.PROCESSES), None)

@@ -23,6 +23,7 @@ from shardwise.config import FLAGS_VARIABLE
 from shardwise.config.values import MOST_RANKS
 from shardwise.errors import LaunchError
 from shardwise.launch.identity import Identity, read_integer, read_integers, read_text
+from shardwise.launch.launchers.signs import WAYS
 
 NAMES = {
     "rank": "SLURM_PROCID",
@@ -40,6 +41,9 @@ FIRST_SPECIAL_STEP = 0xFFFFFF00
 def detect(environ: Mapping[str, str]) -> Identity | None:
     """The identity of a task of srun, or None outside of one."""
     if not in_step(environ):
+        if _is_broken_step(environ):
+            shown = " ".join(f"{name}={environ.get(name)}" for name in _OF_A_STEP)
+            raise LaunchError(f"Slurm says {shown}: this is no step with a rank in it. {WAYS}")
         return None
     numbers = read_integers(environ, NAMES, "Slurm")
     tasks = task_counts(read_text(environ, "SLURM_STEP_TASKS_PER_NODE", "Slurm"))
@@ -71,6 +75,25 @@ def in_step(environ: Mapping[str, str]) -> bool:
         return False
     is_shell = "SLURM_PTY_PORT" in environ and int(number) == 0
     return "SLURM_PROCID" in environ and not is_shell
+
+
+_OF_A_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_PROCID")
+
+
+def _is_broken_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process with others, but not all that it said is there.
+
+    The shell of a step, and a batch script of which newer versions make a step, are none.
+    """
+    number = environ.get("SLURM_STEP_ID")
+    if number is not None and _STEP.fullmatch(number) is None:
+        return True
+    if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PTY_PORT" in environ:
+        return False
+    return number is None or "SLURM_PROCID" not in environ
+
+
+_STEP = re.compile(r"-?\d{1,19}", re.ASCII)
 
 
 def step_name(environ: Mapping[str, str]) -> str:
@@ -137,19 +160,8 @@ def task_counts(text: str) -> list[int]:
 
 
 def needs_srun(environ: Mapping[str, str]) -> bool:
-    """Whether hosts are allocated to us that only srun starts processes on. Pure.
-
-    Raises LaunchError for one `shardwise run` per task of srun: each would be a run of its own.
-    """
-    if in_step(environ):
-        tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-        if tasks != "1":
-            raise LaunchError(
-                f"srun started shardwise run {tasks} times, once per task. Start the script "
-                "itself (srun python train.py), or call shardwise run once, without srun."
-            )
-        return False
-    return "SLURM_JOB_ID" in environ and not _is_this_host(environ)
+    """Whether hosts are allocated to us that only srun starts processes on. Pure."""
+    return "SLURM_JOB_ID" in environ and not (in_step(environ) or _is_this_host(environ))
 
 
 def tasks_here(environ: Mapping[str, str]) -> int | None:

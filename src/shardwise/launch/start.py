@@ -3,6 +3,7 @@
 nothing, or -n N            this host                     one_host.py
 -H, --hostfile              ssh to each                   ssh/many_hosts.py
 a Slurm allocation          srun                          slurm.py
+another allocation          ssh to each of its hosts      allocations.py, ssh/many_hosts.py
 --nnodes                    torch's elastic agent         elastic.py
 """
 
@@ -15,19 +16,24 @@ from pathlib import Path
 
 from shardwise.errors import LaunchError
 from shardwise.launch import (
+    allocations,
     elastic,
     environment,
     flags,
     hosts,
     island_run,
+    launcher_detection,
     network,
     one_host,
     program,
     resources,
     slurm,
 )
+from shardwise.launch.allocations import Allocation
 from shardwise.launch.hosts import Host, Share
+from shardwise.launch.identity import Identity
 from shardwise.launch.job import Job, dry_run_words
+from shardwise.launch.launchers import platforms
 from shardwise.launch.ssh import many_hosts
 from shardwise.launch.ssh.command import SshOptions
 
@@ -71,6 +77,14 @@ class RunRequest:
 def run(asked: RunRequest) -> int:
     """Run what was asked for and return its exit code. Raises LaunchError when it cannot start."""
     named = asked.hosts is not None or asked.hostfile is not None
+    if asked.nnodes is None:
+        outer = launcher_detection.around_command()
+        if outer.launcher == platforms.SKYPILOT.launcher and not named:
+            if outer.rank:  # SkyPilot runs the same commands on every node
+                print(f"shardwise: node 0 of {outer.size} starts the ranks of this node.")
+                return 0
+        else:
+            _refuse_in_every_rank(outer)
     by_srun = asked.nnodes is None and not named and slurm.needs_srun(os.environ)
     heeded = environment.MASTER if by_srun and not asked.port else ()
     passed = environment.passed_variables(os.environ, asked.pass_on, asked.interface, heeded)
@@ -86,10 +100,13 @@ def run(asked: RunRequest) -> int:
 
 def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
     """Start the ranks here, and over ssh."""
-    shares = _shares(asked)
+    allocation = None
+    if asked.hosts is None and asked.hostfile is None:
+        allocation = allocations.find(os.environ)
+    shares = _shares(asked, allocation)
     here = [share for share in shares if network.is_here(share.host)]
     is_alone = list(shares) == here[:1]
-    if asked.hosts is None and asked.hostfile is None:
+    if is_alone and asked.hosts is None and asked.hostfile is None:
         flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(asked), **asked.settings})
     size = sum(share.count for share in shares)
     islands, settings = 0, asked.settings
@@ -109,10 +126,13 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
         interface=asked.interface,
         log_dir=asked.log_dir,
     )
+    if allocation is not None and "quiet" not in asked.settings:
+        named = ", ".join(f"{share.host.login}:{share.count}" for share in shares)
+        print(f"shardwise: hosts of {allocation}: {named}", file=sys.stderr, flush=True)
     options = SshOptions(
         folder=environment.working_folder(os.environ),
         python=asked.python or sys.executable,
-        ssh=_ssh(asked.ssh),
+        ssh=_ssh(asked.ssh or (None if allocation is None else allocation.ssh)),
         port=asked.ssh_port,
         passed=passed,
         patience=asked.host_timeout or HOST_TIMEOUT,
@@ -214,8 +234,21 @@ def _ssh(text: str | None) -> tuple[str, ...]:
     return words
 
 
-def _shares(asked: RunRequest) -> tuple[Share, ...]:
-    """Which ranks run on which host."""
+def _refuse_in_every_rank(outer: Identity) -> None:
+    """Raise LaunchError if a launcher started this command once per rank: each call would be a run
+    of its own, and all of them would train the same model."""
+    if outer.size == 1:
+        return
+    raise LaunchError(
+        f"shardwise run was started {outer.size} times: {launcher_detection.claim(outer)}. Let "
+        f"{outer.launcher} start the script itself (python train.py); or call shardwise run once; "
+        "or once on each host, with --nnodes. If each of them is meant to be a run of its own, set "
+        "SHARDWISE_ALONE=1."
+    )
+
+
+def _shares(asked: RunRequest, allocation: Allocation | None) -> tuple[Share, ...]:
+    """Return which ranks run on which host."""
     size, each = asked.size, asked.per_host
     if asked.hosts is not None and asked.hostfile is not None:
         raise LaunchError(f"-H {asked.hosts} and --hostfile {asked.hostfile}: give one of the two.")
@@ -223,11 +256,27 @@ def _shares(asked: RunRequest) -> tuple[Share, ...]:
         return tuple(hosts.spread(hosts.from_list(asked.hosts), total=size, per_host=each))
     if asked.hostfile is not None:
         return tuple(hosts.spread(hosts.read(Path(asked.hostfile)), total=size, per_host=each))
+    if allocation is not None:
+        return tuple(_shares_of(allocation, asked))
     if None not in (size, each) and size != each:
         raise LaunchError(f"-n {size} and --nproc-per-node {each} are of one host: give one.")
     if size is None and each is None:
         size = slurm.tasks_here(os.environ) or _ranks_of_a_host(asked)
     return tuple(hosts.spread([Host("localhost", each or size)], total=size))
+
+
+def _shares_of(allocation: Allocation, asked: RunRequest) -> list[Share]:
+    """Return the ranks of each host of `allocation`: its slots or GPUs, unless the user says."""
+    if asked.per_host is not None:
+        named = [Host(host.name) for host in allocation.hosts]
+        return hosts.spread(named, total=asked.size, per_host=asked.per_host)
+    on_cpu = asked.settings.get("device") == "cpu"
+    slots = allocation.with_ranks(0 if on_cpu else resources.gpu_count(os.environ))
+    if asked.size is not None and {host.slots for host in slots} == {1}:
+        # The job has not asked for slots, so the ranks are spread evenly.
+        each = -(-asked.size // len(slots))
+        slots = tuple(Host(host.name, each) for host in slots)
+    return hosts.spread(slots, total=asked.size)
 
 
 def _ranks_of_a_host(asked: RunRequest) -> int:

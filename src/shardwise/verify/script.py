@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
     preset = PRESETS[given["precision"]]
     recorder = outside.Recorder(
         Path(given["record"]),
-        rank=0 if given["plain"] else launcher_detection.detect(os.environ).rank,
+        rank=0 if given["plain"] else launcher_detection.identify().rank,
         stop_after=given["steps"],
         preset=preset,
         facts=facts,

@@ -1,0 +1,132 @@
+"""Reads which hosts a scheduler has allocated to this job, for `shardwise run` without `-H`.
+
+Each scheduler tells a batch script its hosts in a file or a variable of its own:
+
+    PBS, Torque     PBS_NODEFILE          a line per slot: n1 n1 n2 n2
+    Cobalt          COBALT_NODEFILE       a line per host
+    LSF             LSB_DJOB_HOSTFILE     a line per slot
+                    LSB_MCPU_HOSTS        n1 2 n2 2
+                    LSB_HOSTS             n1 n1 n2 n2
+    Grid Engine     PE_HOSTFILE           a line per host: n1 2 all.q@n1 UNDEFINED
+    OAR             OAR_NODEFILE          a line per slot, which is a core
+    SkyPilot        SKYPILOT_NODE_IPS     a line per host
+
+Slurm's hosts are srun's to start ranks on (see slurm.py).
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.errors import LaunchError
+from shardwise.launch import hosts
+from shardwise.launch.hosts import Host
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The hosts of a job, with their slots, and where they were read: in `variable`.
+
+    A host without slots is one of which the scheduler says nothing but the name.
+    """
+
+    scheduler: str
+    variable: str
+    hosts: tuple[Host, ...]
+
+    def with_ranks(self, gpus: int) -> tuple[Host, ...]:
+        """Return the hosts with as many slots as each is to have ranks.
+
+        Slots above 1 are what the job asked for. On hosts with GPUs (`gpus` on each) more ranks
+        than that could not have one each: batch systems often count cores. Pure.
+        """
+        counts = {host.slots or 1 for host in self.hosts}
+        if not gpus:
+            return tuple(Host(host.name, host.slots or 1) for host in self.hosts)
+        return tuple(
+            Host(host.name, gpus if counts == {1} else min(gpus, host.slots or 1))
+            for host in self.hosts
+        )
+
+    @property
+    def ssh(self) -> str | None:
+        """The command that reaches the hosts in place of ssh; None for ssh itself."""
+        return "oarsh" if self.scheduler == "OAR" and shutil.which("oarsh") else None
+
+    def __str__(self) -> str:
+        return f"{self.scheduler} ({self.variable})"
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A variable, whether it names a file, and how its text lists hosts, as words of -H."""
+
+    scheduler: str
+    variable: str
+    is_file: bool
+    listed: Callable[[str], list[str]]
+
+
+def _counted(words: Sequence[str]) -> list[str]:
+    """Return each host once with its slots: a host is listed once per slot."""
+    return [f"{name}:{words.count(name)}" for name in dict.fromkeys(words)]
+
+
+def _per_slot(text: str) -> list[str]:
+    return _counted(text.split())
+
+
+def _in_pairs(text: str) -> list[str]:
+    """Read `n1 2 n2 2`."""
+    words = text.split()
+    return [f"{name}:{slots}" for name, slots in zip(words[::2], words[1::2], strict=True)]
+
+
+def _grid_engine(text: str) -> list[str]:
+    """Read the first two words of each line, a host and its slots; a host may have several."""
+    return _in_pairs(" ".join(" ".join(line.split()[:2]) for line in text.splitlines()))
+
+
+def _per_host(text: str) -> list[str]:
+    return [f"[{word}]" if word.count(":") > 1 else word for word in dict.fromkeys(text.split())]
+
+
+_SOURCES = (
+    _Source("PBS", "PBS_NODEFILE", True, _per_slot),
+    _Source("Cobalt", "COBALT_NODEFILE", True, _per_host),
+    _Source("LSF", "LSB_DJOB_HOSTFILE", True, _per_slot),
+    _Source("LSF", "LSB_MCPU_HOSTS", False, _in_pairs),
+    _Source("LSF", "LSB_HOSTS", False, _per_slot),
+    _Source("Grid Engine", "PE_HOSTFILE", True, _grid_engine),
+    _Source("OAR", "OAR_NODEFILE", True, _per_slot),
+    _Source("OAR", "OAR_NODE_FILE", True, _per_slot),
+    _Source("SkyPilot", "SKYPILOT_NODE_IPS", False, _per_host),
+)
+
+
+def find(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the allocation that this process is in; None outside of one.
+
+    Raises LaunchError for a list of hosts that cannot be read.
+    """
+    for source in _SOURCES:
+        if source.variable not in environ:
+            continue
+        value = environ[source.variable]
+        said = f"{source.variable}={value[:80]!r}, set by {source.scheduler},"
+        try:
+            text = Path(value).read_text() if source.is_file else value
+            found = hosts.merged([hosts.host_of(word) for word in source.listed(text)])
+        except OSError as error:
+            raise LaunchError(
+                f"{said} cannot be read: {error.strerror}. Name the hosts with -H, or unset it."
+            ) from None
+        except ValueError:
+            raise LaunchError(
+                f"{said} is no list of hosts as {source.scheduler} writes it. Name the hosts with "
+                "-H, or unset it."
+            ) from None
+        if found:
+            return Allocation(source.scheduler, source.variable, tuple(found))
+    return None

@@ -1,0 +1,10 @@
+"""Readers of the variables that other launchers set, and the signs of a launcher nobody can read.
+
+variables.py   reads an Identity by the names of a launcher's variables
+mpi.py         Open MPI, MPICH, Intel MPI, MVAPICH, PALS, PMIx
+schedulers.py  Flux, LSF, ALPS, PBS, HTCondor (Slurm: launch/slurm.py)
+platforms.py   services that start one process on each host: SageMaker, SkyPilot, Kubernetes
+signs.py       what suggests that a process is one of several
+
+`launch/launcher_detection.py` has the table of all of them.
+"""

@@ -1,0 +1,105 @@
+"""Which hosts `shardwise run` uses inside a job, by what each scheduler writes."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.launch import allocations
+from shardwise.launch.hosts import Host
+
+TWO = (Host("n1", 2), Host("n2", 2))
+NAMES = (Host("n1"), Host("n2"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "hosts"),
+    [
+        # -l select=2:mpiprocs=2 of PBS Pro, -l nodes=2:ppn=2 of Torque
+        ("PBS_NODEFILE", "n1\nn1\nn2\nn2\n", TWO),
+        # chunks of a host need not stand in a row
+        ("PBS_NODEFILE", "n1\nn2\nn1\nn2\n", TWO),
+        ("PBS_NODEFILE", "x3005c0s13b0n0.hsn.cm\n", (Host("x3005c0s13b0n0.hsn.cm", 1),)),
+        ("COBALT_NODEFILE", "n1\nn2\n", NAMES),
+        ("LSB_DJOB_HOSTFILE", "n1\nn1\nn2\nn2\n", TWO),
+        # a host stands on a line for each of its queues
+        (
+            "PE_HOSTFILE",
+            "n1 1 all.q@n1 UNDEFINED\nn2 2 all.q@n2 <NULL>\nn1 1 gpu.q@n1 0,0:0,1\n",
+            TWO,
+        ),
+        ("OAR_NODEFILE", "n1\nn1\nn2\nn2\n", TWO),
+        ("OAR_NODE_FILE", "n1\nn1\nn2\nn2\n", TWO),
+    ],
+)
+def test_files(tmp_path: Path, variable: str, text: str, hosts: tuple[Host, ...]) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    found = allocations.find({variable: str(file)})
+    assert found is not None
+    assert (found.variable, found.hosts) == (variable, hosts)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "hosts"),
+    [
+        ("LSB_HOSTS", "n1 n1 n2 n2", TWO),
+        ("LSB_MCPU_HOSTS", "n1 2 n2 2 ", TWO),
+        ("SKYPILOT_NODE_IPS", "10.0.0.1\n10.0.0.2", (Host("10.0.0.1"), Host("10.0.0.2"))),
+        ("SKYPILOT_NODE_IPS", "fd00::1\nfd00::2", (Host("fd00::1"), Host("fd00::2"))),
+    ],
+)
+def test_variables(variable: str, text: str, hosts: tuple[Host, ...]) -> None:
+    found = allocations.find({variable: text})
+    assert found is not None
+    assert found.hosts == hosts
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"PBS_JOBID": "1"},
+        {"NSLOTS": "1", "SGE_ROOT": "/opt/sge"},
+        {"LSB_HOSTS": " "},
+    ],
+)
+def test_without_a_list_there_is_none(environ: dict[str, str]) -> None:
+    assert allocations.find(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"PBS_NODEFILE": "/nowhere"}, "PBS_NODEFILE='/nowhere'.*No such file"),
+        ({"LSB_MCPU_HOSTS": "n1 2 n2"}, "LSB_MCPU_HOSTS='n1 2 n2', set by LSF, is no list"),
+        ({"LSB_MCPU_HOSTS": "n1 two"}, "is no list of hosts as LSF writes it"),
+        ({"LSB_HOSTS": "n1 -oProxyCommand=x"}, "is no list of hosts"),
+    ],
+)
+def test_what_is_no_list_is_quoted(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        allocations.find(environ)
+
+
+@pytest.mark.parametrize(
+    ("slots", "gpus", "ranks"),
+    [
+        ((2, 2), 0, [2, 2]),
+        ((None, None), 0, [1, 1]),
+        # batch systems count cores: no more ranks than GPUs
+        ((32, 32), 4, [4, 4]),
+        # as many as were asked for
+        ((2, 2), 4, [2, 2]),
+        # nothing was asked for
+        ((1, 1), 4, [4, 4]),
+        ((None, None), 4, [4, 4]),
+        ((2, 1), 4, [2, 1]),
+    ],
+)
+def test_ranks_by_slots_and_devices(
+    slots: tuple[int | None, ...], gpus: int, ranks: list[int]
+) -> None:
+    hosts = tuple(Host(f"n{number}", each) for number, each in enumerate(slots))
+    found = allocations.Allocation("PBS", "PBS_NODEFILE", hosts).with_ranks(gpus)
+    assert [host.slots for host in found] == ranks
