@@ -31,6 +31,9 @@ PRTERUN = {
     "PRTE_LAUNCHED": "1",
 }
 
+# the same, and what its server answers
+PRTERUN_ASKED = PRTERUN | {"PMIX_JOB_SIZE": "4", "PMIX_LOCAL_RANK": "1", "PMIX_LOCAL_SIZE": "2"}
+
 # mpiexec.hydra of Intel MPI 2021.19, on one host with two ranks; `env` in a rank
 INTEL_MPI = {
     "HYDRA_BSTRAP_LAUNCHER": "ssh",
@@ -104,6 +107,13 @@ PALS_PMIX = {
     **{name: value for name, value in PALS.items() if not name.startswith("PMI_")},
     "PMIX_NAMESPACE": "0c1fdf2f-1c9d-4a2e-9d0a-6f2d2f8f1a55",
     "PMIX_RANK": "1",
+}
+
+# the same, and what its server answers
+PALS_PMIX_ASKED = PALS_PMIX | {
+    "PMIX_JOB_SIZE": "4",
+    "PMIX_LOCAL_RANK": "1",
+    "PMIX_LOCAL_SIZE": "2",
 }
 
 # srun with Cray's plugin: src/plugins/mpi/cray_shasta/mpi_cray_shasta.c; Perlmutter, LUMI
