@@ -1,9 +1,9 @@
 """Asks a PMIx server of how many ranks this process is one.
 
 PRRTE's prterun and PALS with --pmi=pmix tell a rank its number, PMIX_RANK, and nothing else in its
-environment. The process that started the rank knows the rest, and answers through the library that
-it has loaded itself: so that one is used, and its version is the right one. The question is asked
-by a process of its own, which leaves this one free to start MPI later.
+environment. The process that started the rank knows the rest. It has loaded a PMIx library, and the
+same file is loaded here, so that both ends have one version. A child process asks, so that the
+script itself can still start MPI later.
 
 PMIx standard 4.1: PMIx_Init, PMIx_Get and PMIx_Finalize (section 5), pmix_proc_t and pmix_value_t
 (section 3.2).
@@ -27,7 +27,7 @@ PMIX = RankVariables(
     local_size="PMIX_LOCAL_SIZE",
     job=("PMIX_NAMESPACE",),
 )
-"""All but the rank and the namespace are names of ours, for what the server says."""
+"""PMIx defines the rank and the namespace. The other names are ours, for the server's answers."""
 
 _SAYS_SIZE = {
     "OMPI_COMM_WORLD_SIZE",
@@ -37,7 +37,7 @@ _SAYS_SIZE = {
     "PMI_SIZE",
     PMIX.size,
 }
-"""Variables by which the process is known without asking."""
+"""Variables of launchers that tell the size without a question."""
 
 KEYS = {
     PMIX.size: (b"pmix.job.size", False),
@@ -55,7 +55,7 @@ _UINT16 = 13
 
 
 def read(environ: Environ) -> Identity | None:
-    """Read PMIX_RANK and what the server has said; None without that, and where PALS says more."""
+    """Read PMIX_RANK and the server's answers; None without them, and for ranks of PALS."""
     if PMIX.size not in environ or "PALS_RANKID" in environ:
         return None
     return PMIX.read(environ)
@@ -110,13 +110,13 @@ class _Process(ctypes.Structure):
 
 
 class _Value(ctypes.Structure):
-    """pmix_value_t, of which only whole numbers are read."""
+    """pmix_value_t. Only whole numbers are read."""
 
     _fields_ = (("type", ctypes.c_uint16), ("number", ctypes.c_uint64))
 
 
 def main(path: str) -> None:
-    """Print what the server says, as NAME=number, with the library at `path`."""
+    """Print the server's answers as NAME=number, using the library at `path`."""
     library = ctypes.CDLL(path)
     me = _Process()
     if library.PMIx_Init(ctypes.byref(me), None, ctypes.c_size_t(0)):

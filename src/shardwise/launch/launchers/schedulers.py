@@ -16,7 +16,7 @@ from shardwise.launch import slurm
 from shardwise.launch.identity import Identity, read_integer
 from shardwise.launch.launchers.variables import Environ, RankVariables, Reader
 
-# A batch script of Flux has none of them.
+# Flux removes both variables from batch scripts.
 FLUX = RankVariables(
     launcher="Flux", rank="FLUX_TASK_RANK", size="FLUX_JOB_SIZE", job=("FLUX_JOB_ID",)
 )
