@@ -264,7 +264,7 @@ TRAIN_JOB = {
     "PET_NPROC_PER_NODE": "1",
 }
 
-# an Indexed Job, and the same with the variables that a user adds: kubernetes.io, indexed-parallel-processing-static
+# an Indexed Job (kubernetes.io: indexed-parallel-processing-static), and with a user's variables
 INDEXED_JOB = {"HOSTNAME": "train-1", "JOB_COMPLETION_INDEX": "1"}
 INDEXED_JOB_OF_TWO = INDEXED_JOB | {"MASTER_ADDR": "train-0.train", "WORLD_SIZE": "2"}
 

@@ -84,9 +84,9 @@ def mvapich(environ: Environ) -> Identity | None:
 def hydra(environ: Environ) -> Identity | None:
     """Read the variables of Hydra, the mpiexec of MPICH and of Intel MPI.
 
-    Only Hydra sets MPI_LOCALRANKID. Intel MPI also names the run; MPICH does not. Its ranks find each other by the process that
-    started them (see rendezvous_file.py), and over the hosts of a Slurm allocation by the step
-    that Hydra made of itself.
+    Only Hydra sets MPI_LOCALRANKID. Intel MPI also names the run; MPICH does not. Its ranks find
+    each other by the process that started them (see rendezvous_file.py), and over the hosts of a
+    Slurm allocation by the step of Hydra's proxies.
     """
     return _in_step(_HYDRA.read(environ), environ) if "MPI_LOCALRANKID" in environ else None
 
