@@ -71,7 +71,12 @@ def enter(
     identity = launcher_detection.identify()
     # The device is chosen by the local rank, so ranks without one meet first.
     identity = collectives.place(identity, chosen.timeout, chosen.rendezvous)
-    device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
+    try:
+        device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
+        collectives.check_all(identity, "")
+    except LaunchError as error:
+        collectives.check_all(identity, str(error))
+        raise
     if device.type == "cpu":
         host_memory.keep(os.environ)
     group = _joined(identity, device, chosen, on_meeting)

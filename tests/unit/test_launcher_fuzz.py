@@ -87,6 +87,7 @@ LAYERS: tuple[tuple[Callable[[Rank, random.Random], Environ], ...], ...] = (
         _plain("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", SKYPILOT_NODE_IPS="10.0.0.1"),
         _plain("PET_NODE_RANK", "PET_NNODES", PET_MASTER_ADDR="a", PET_MASTER_PORT="1"),
         _plain("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
+        _plain("RANK", "WORLD_SIZE", MASTER_ADDR="n1", MASTER_PORT="29500"),
     ),
     (
         _slurm,
@@ -120,10 +121,8 @@ LAYERS: tuple[tuple[Callable[[Rank, random.Random], Environ], ...], ...] = (
             MASTER_ADDR="n1",
             MASTER_PORT="29500",
         ),
-        _plain("RANK", "WORLD_SIZE", MASTER_ADDR="n1", MASTER_PORT="29500"),
         _with_local("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     ),
-    (_plain("SHARDWISE_RANK", "SHARDWISE_SIZE", SHARDWISE_RENDEZVOUS="n1:29500"),),
 )
 
 NOISE = {"PATH": "/bin", "OMP_NUM_THREADS": "4", "PAGE_SIZE": "4096", "SLURM_ARRAY_TASK_ID": "3"}
@@ -160,7 +159,9 @@ def test_nobody_is_someone_else_or_alone_in_silence(first: int) -> None:
             found = launcher_detection.detect(environ)
         except LaunchError:
             refused += 1
-            assert done != "nothing", (seed, environ)
+            # One process of an inner launcher on each of several hosts is alone, too.
+            lonely = ranks and ranks[-1][1] == 1 and any(size > 1 for _, size in ranks)
+            assert done != "nothing" or lonely, (seed, environ)
             continue
         read += 1
         was = (found.rank, found.size)
@@ -168,9 +169,6 @@ def test_nobody_is_someone_else_or_alone_in_silence(first: int) -> None:
             assert was == (ranks[-1] if ranks else (0, 1)), (seed, environ)
         if found.launcher == "python":
             assert all(size == 1 for _, size in ranks), (seed, done, environ)
-        elif done == "drop RANK" and "LOCAL_WORLD_SIZE" not in environ:
-            # Batch scripts set the rest, a size and an address, for srun's ranks.
-            assert found.size == ranks[-1][1], (seed, done, environ)
         elif not done.startswith("change"):  # another number that can be is nobody's to see
             assert was == ranks[-1], (seed, done, environ)
     assert read > 200

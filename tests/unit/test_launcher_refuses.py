@@ -85,7 +85,7 @@ def test_where_ranks_meet_is_the_users_in_a_slurm_allocation(
         ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "started 4 times: PMI says PMI_RANK=0, PMI_SIZE=4."),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "started 2 times: torchrun says RANK=1, WORLD_SIZE=2.",
+            "started 2 times: the environment says RANK=1, WORLD_SIZE=2.",
         ),
         ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "a"}, "one of several (PMIX_NAMESPACE=a"),
     ],
@@ -102,6 +102,57 @@ def test_once_per_rank_of_another_launcher(
     assert said in capsys.readouterr().err
     monkeypatch.setenv("SHARDWISE_ALONE", "1")
     assert cli.main(["run", "--dry-run", SCRIPT]) == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        # one pod, whatever it is to start
+        ({"JOB_COMPLETION_INDEX": "0"}, []),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, ["-n", "8"]),
+        (
+            {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "8"}
+            | {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            ["-n", "8"],
+        ),
+        # the first host of several starts the ranks of all
+        ({"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1"}, ["-H", "a,b"]),
+        ({"_CONDOR_PROCNO": "0", "_CONDOR_NPROCS": "2"}, ["-H", "a,b"]),
+        # a number for later
+        ({"WORLD_SIZE": "4"}, []),
+        # no list of hosts, and a number of ranks
+        ({"PBS_NODEFILE": "/gone"}, ["-n", "2"]),
+        ({"PBS_NODEFILE": ""}, []),
+    ],
+)
+def test_what_stands_around_a_run_is_no_hindrance(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], words: list[str]
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["run", "--dry-run", *words, SCRIPT]) == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "said"),
+    [
+        (["n1", "n2"], ["-n", "4"], "4 ranks on 2 hosts"),
+        (["n1"] * 2, ["-n", "4"], "4 ranks on 1 host"),
+        (["n1"] * 4 + ["n2"] * 4, ["-n", "6"], "6 ranks on 2 hosts"),
+        (["n1"] * 4 + ["n2"] * 4, ["--nproc-per-node", "1"], "2 ranks on 2 hosts"),
+    ],
+)
+def test_how_many_ranks_a_job_has(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    lines: list[str],
+    words: list[str],
+    said: str,
+) -> None:
+    Path("nodes").write_text("\n".join(lines))
+    monkeypatch.setenv("PBS_NODEFILE", "nodes")
+    assert cli.main(["run", "--dry-run", *words, SCRIPT]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_a_node_of_skypilot_that_is_not_the_first(

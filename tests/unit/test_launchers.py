@@ -1,17 +1,28 @@
 """Who am I, under each launcher: the variables that the real ones set, as tables."""
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, launcher_detection, processes, slurm
+from shardwise.launch import (
+    elastic,
+    environment,
+    launcher_detection,
+    private_files,
+    processes,
+    rendezvous_file,
+    slurm,
+)
 from shardwise.launch.identity import Identity
+from shardwise.launch.rendezvous_file import RendezvousFile
 from tests.unit import launcher_environments as environments
 
 OWN = {
@@ -119,7 +130,22 @@ BY_HAND = {
     "SHARDWISE_RENDEZVOUS": "n1:29500",
     "SHARDWISE_SIZE": "4",
 }
+IN_POD = {"MASTER_ADDR": "train-0", "MASTER_PORT": "23456", "RANK": "0", "WORLD_SIZE": "1"}
+ONE_TASK = STEP | {
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+
+
+def with_address(identity: Identity) -> Identity:
+    """With the address that the pod's variables say."""
+    return replace(identity, address="train-0", port=23456)
+
+
 OF_OTHERS = (
+    environments.PYTORCH_JOB,
     environments.GFORKER,
     environments.PALS,
     environments.PRTERUN_ASKED,
@@ -209,7 +235,7 @@ TORCHRUN_RANK = Identity(
         (BATCH, ALONE),
         (SALLOC, ALONE),
         (SHELL, ALONE),
-        (STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA)}, ALONE),
+        (STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_PROCID": "0"}, ALONE),
         # srun inside salloc, and inside the shell of srun --pty
         (IN_SALLOC, SLURM_TASK),
         (
@@ -278,20 +304,16 @@ NODE = {"rank": 1, "size": 2, "node": 1}
 @pytest.mark.parametrize(
     ("environ", "identity"),
     [
-        (BY_HAND, Identity(launcher="the user", job="by hand in n1:29500", **UNPLACED)),
+        (BY_HAND, Identity(launcher="the user", job="by hand", **UNPLACED)),
         (
             BY_HAND | {"SHARDWISE_LOCAL_RANK": "1", "SHARDWISE_LOCAL_SIZE": "2"},
-            Identity(launcher="the user", job="by hand in n1:29500", **RANK),
+            Identity(launcher="the user", job="by hand", **RANK),
         ),
-        # the user knows better than any launcher, and a pod's index is a rank if the size is given
-        (
-            STEP | HYDRA | BY_HAND,
-            Identity(launcher="the user", job="by hand in n1:29500", **UNPLACED),
-        ),
+        # a pod's index is a rank if the size is given
         (
             environments.INDEXED_JOB
             | {"SHARDWISE_SIZE": "4", "SHARDWISE_RENDEZVOUS": "train-0:29500"},
-            Identity(launcher="the user", job="by hand in train-0:29500", **UNPLACED),
+            Identity(launcher="the user", job="by hand", **UNPLACED),
         ),
         (
             environments.OPENMPI_5,
@@ -335,7 +357,7 @@ NODE = {"rank": 1, "size": 2, "node": 1}
         # srun of a Cray sets variables of PALS as well
         (STEP | environments.SHASTA, SLURM_TASK),
         (environments.FLUX, Identity(launcher="Flux", job="Flux ƒD2e73NP", **UNPLACED)),
-        (environments.JSRUN, Identity(launcher="LSF", job="LSF 4242 3", **RANK)),
+        (environments.JSRUN, Identity(launcher="LSF", job="LSF 4242 3", own_gpus=True, **RANK)),
         (environments.BLAUNCH, Identity(launcher="LSF", job="LSF 4242", **UNPLACED)),
         (environments.CONDOR, Identity(launcher="HTCondor", **UNPLACED)),
         (
@@ -355,7 +377,7 @@ NODE = {"rank": 1, "size": 2, "node": 1}
         (
             environments.PYTORCH_JOB,
             Identity(
-                launcher="torchrun",
+                launcher="the environment",
                 rank=1,
                 size=2,
                 is_placed=False,
@@ -381,7 +403,7 @@ NODE = {"rank": 1, "size": 2, "node": 1}
         ),
         (
             environments.DEEPSPEED,
-            Identity(launcher="torchrun", address="node01", port=29500, **UNPLACED),
+            Identity(launcher="torchrun", address="node01", port=29500, **RANK),
         ),
         # scripts of batch jobs, array jobs and independent tasks, in which nobody started a rank
         (environments.FLUX_BATCH, ALONE),
@@ -403,6 +425,12 @@ NODE = {"rank": 1, "size": 2, "node": 1}
             STEP | environments.GFORKER | {"PMI_RANK": "5", "PMI_SIZE": "6"},
             Identity(launcher="PMI", rank=5, size=6, is_placed=False, job="hydra in slurm 17.0 0"),
         ),
+        # a pod's or a user's variables are around a launcher that starts ranks in it
+        (OPENMPI | IN_POD, with_address(OPENMPI_RANK)),
+        (STEP | IN_POD, replace(SLURM_TASK, address="train-0", port=23456)),
+        (OPENMPI | IN_POD | {"WORLD_SIZE": "2"}, with_address(OPENMPI_RANK)),
+        # each task of srun may start several processes by hand
+        (STEP | BY_HAND, Identity(launcher="the user", job="by hand", **UNPLACED)),
         # a daemon of Open MPI is a rank of PALS itself, one on each host
         (
             environments.PALS | environments.OPENMPI_5,
@@ -417,8 +445,23 @@ def test_detect_others(environ: dict[str, str], identity: Identity) -> None:
 @pytest.mark.parametrize(
     ("environ", "sign"),
     [
-        (environments.PRTERUN, "PMIX_NAMESPACE=prterun-vm-6375@1, PMIX_RANK=1"),
-        (environments.HYDRA_PMI_PORT, "MPI_LOCALRANKID=1, MPI_LOCALNRANKS=2, PMI_PORT=vm:38331"),
+        (environments.PRTERUN, "PMIX_RANK=1, PMIX_NAMESPACE=prterun-vm-6375@1"),
+        (environments.HYDRA_PMI_PORT, "MPI_LOCALRANKID=1, PMI_PORT=vm:38331, PMI_ID=1"),
+        # inside a task of a scheduler, which is a daemon's or a script's
+        (ONE_TASK | environments.PRTERUN, "PMIX_RANK=1"),
+        (STEP | environments.PRTERUN, "PMIX_RANK=1"),
+        (environments.BLAUNCH | environments.PRTERUN, "PMIX_RANK=1"),
+        (ONE_TASK | environments.HYDRA_PMI_PORT, "MPI_LOCALRANKID=1"),
+        (ONE_TASK | {"FOO_RANK": "3", "FOO_SIZE": "4"}, "FOO_RANK=3, FOO_SIZE=4"),
+        (
+            environments.SAGEMAKER | {"SM_HOSTS": '["algo-2"]', "FOO_RANK": "3", "FOO_SIZE": "4"},
+            "FOO_RANK=3, FOO_SIZE=4",
+        ),
+        # a container that was given some of Slurm's variables
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}, "SLURM_PROCID=1"),
+        ({"MACHINE_RANK": "1", "NUM_MACHINES": "2"}, "MACHINE_RANK=1, NUM_MACHINES=2"),
+        ({"GLOBAL_RANK": "1", "NPROC": "2"}, "GLOBAL_RANK=1, NPROC=2"),
+        ({"AZ_BATCH_HOST_LIST": "10.0.0.4,10.0.0.5"}, "AZ_BATCH_HOST_LIST="),
         (environments.PBSDSH, "PBS_TASKNUM=40000001"),
         (environments.PETASK, "JOB_NAME=petask"),
         (environments.ALPS, "ALPS_APP_PE=1"),
@@ -454,6 +497,13 @@ def test_below_a_launcher_without_its_variables_nobody_trains_alone() -> None:
         {"FOO_RANK": "7", "FOO_SIZE": "4"},  # no rank of that many
         {"PAGE_RANK": "1", "FONT_SIZE": "12"},
         {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "8", "SIZE": "512"},
+        {"LORA_RANK": "8", "LORA_SIZE": "64"},
+        {"WORLD_SIZE": ""},
+        {"JOB_COMPLETION_INDEX": "0"},
+        {"PET_NNODES": "1"},
+        {"FLUX_URI": "local:///run/flux", "PALS_RANKID": "0", "PALS_NODEID": "0"},
+        {"SHARDWISE_ALONE": "", "FOO_RANK": "0"},
         {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
         {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"},
         {"AWS_BATCH_JOB_ARRAY_INDEX": "1", "AWS_BATCH_JOB_ARRAY_SIZE": "10"},
@@ -470,7 +520,13 @@ def test_other_numbers_are_no_signs(environ: dict[str, str]) -> None:
     [
         (environments.PALS_PMIX, "PALS_RANKID=1.*PMI_SIZE is not set"),
         ({"SHARDWISE_RANK": "1"}, "the user .*SHARDWISE_RANK=1.*SHARDWISE_SIZE is not set"),
-        ({"SHARDWISE_RANK": "1", "SHARDWISE_SIZE": "2"}, "do not say where the ranks meet"),
+        ({"SHARDWISE_ALONE": "false"}, "SHARDWISE_ALONE='false': write 1"),
+        # exported once, for all ranks of a launcher
+        (
+            OPENMPI | {"SHARDWISE_RANK": "0", "SHARDWISE_SIZE": "1"},
+            "the user says SHARDWISE_RANK=0",
+        ),
+        (STEP | BY_HAND | {"SHARDWISE_SIZE": "3"}, "the user says SHARDWISE_RANK=1"),
         (
             environments.PYTORCH_JOB | {"PET_NPROC_PER_NODE": "2", "WORLD_SIZE": "4"},
             "PET_NPROC_PER_NODE=2 processes in each pod",
@@ -486,6 +542,37 @@ def test_other_numbers_are_no_signs(environ: dict[str, str]) -> None:
 def test_what_cannot_be_read_is_quoted(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         launcher_detection.detect(environ)
+
+
+def test_ranks_of_a_run_are_not_alone_because_its_shell_was() -> None:
+    """What `shardwise run` passes on by srun, and by torch's agent."""
+    base = STEP | {"SHARDWISE_ALONE": "1", "SHARDWISE_RANK": "0", "SHARDWISE_SIZE": "1"}
+    for environ in (
+        slurm.srun_environment(base, {}),
+        elastic.agent_environment(base, {}, None),
+    ):
+        assert launcher_detection.detect(environ) == SLURM_TASK
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_file_of_another_run_is_neither_taken_nor_removed(tmp_path: Path, mine: bool) -> None:
+    place, host = tmp_path / "file", socket.gethostname()
+    of_init = RendezvousFile(addresses=("a",), port=1, host=host, pid=1, began="0")
+    private_files.write(place, json.dumps(asdict(of_init)))
+    pid = os.getpid()
+    file = RendezvousFile(addresses=("b",), port=2, host=host, pid=pid)
+    # The number is of another process by now, so its file is an old one.
+    with rendezvous_file.written(place, file):
+        assert rendezvous_file.read(place) == file
+        if not mine:
+            private_files.write(place, json.dumps(asdict(of_init)))
+    assert place.exists() != mine
+    living = replace(of_init, began=rendezvous_file.began(1))
+    private_files.write(place, json.dumps(asdict(living)))
+    refused = pytest.raises(LaunchError, match="Process 1 is rank 0 of a run that meets")
+    with refused, rendezvous_file.written(place, file):
+        pass
 
 
 def test_what_we_tell_is_what_we_read() -> None:

@@ -35,6 +35,7 @@ from shardwise.collectives.base import Collectives, Cuts, GroupRanks, Handle, So
 from shardwise.collectives.connect import (
     OnMeeting,
     address_of,
+    check_all,
     connect,
     disconnect,
     for_thread,
@@ -71,6 +72,7 @@ __all__ = [
     "Solo",
     "Sum",
     "address_of",
+    "check_all",
     "connect",
     "disconnect",
     "exposed",

@@ -134,19 +134,14 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
     The ranks meet as `connect` does, which takes their meeting over, and tell each other their
     hosts' names. Ranks of a host are numbered in the order of their ranks. Collective.
     """
-    if identity.is_placed:
-        return identity
+    if identity.is_placed or identity.size == 1:
+        return replace(identity, is_placed=True)
     try:
         store = _meet_others(identity, timeout, rendezvous).store
+        host = host_key() or gethostname()
+        names = _told_by_all(identity, store, "host", host)
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(identity, error) from error
-    host = host_key() or gethostname()
-    store.set(f"host/{identity.rank}", host)
-    # Rank 0 reads all names and the others its list: `size` questions in place of their square.
-    if identity.rank == 0:
-        names = [store.get(f"host/{rank}").decode() for rank in range(identity.size)]
-        store.set("hosts", json.dumps(names))
-    names = json.loads(store.get("hosts"))
     here = [rank for rank, name in enumerate(names) if name == host]
     return replace(
         identity,
@@ -155,6 +150,32 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
         node=list(dict.fromkeys(names)).index(host),
         is_placed=True,
     )
+
+
+def check_all(identity: Identity, refusal: str) -> None:
+    """Raise LaunchError on all ranks that met in `place` if one has a `refusal`, such as a device
+    that it lacks: the others would wait for it. Collective."""
+    if _met is None:
+        if refusal:
+            raise LaunchError(refusal)
+        return
+    said = _told_by_all(identity, _met.store, "refusal", refusal)
+    if refusal:
+        raise LaunchError(refusal)
+    for rank, text in enumerate(said):
+        if text:
+            raise LaunchError(f"Rank {rank} cannot take part: {text}").blaming([rank])
+
+
+def _told_by_all(identity: Identity, store: Store, key: str, text: str) -> list[str]:
+    """Return the text of each rank under `key`, by way of rank 0: `size` questions in place of
+    their square."""
+    store.set(f"{key}/{identity.rank}", text)
+    if identity.rank == 0:
+        texts = [store.get(f"{key}/{rank}").decode() for rank in range(identity.size)]
+        store.set(key, json.dumps(texts))
+    found: list[str] = json.loads(store.get(key))
+    return found
 
 
 def _meet_others(identity: Identity, timeout: float, rendezvous: str | None) -> Rendezvous:

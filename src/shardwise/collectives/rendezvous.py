@@ -27,7 +27,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from shardwise import authentication
 from shardwise.collectives.store import ClientStore, HostStore, role_of
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, network, processes, progress, rendezvous_file
+from shardwise.launch import (
+    environment,
+    launcher_detection,
+    network,
+    private_files,
+    processes,
+    progress,
+    rendezvous_file,
+)
 from shardwise.launch.identity import Identity
 from shardwise.launch.rendezvous_file import RendezvousFile
 
@@ -105,9 +113,17 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
     address, given = _given_address(identity, place), environment.given_secret(os.environ)
     path = None
     if address is None:
+        if identity.launcher == "the user" and place is None and identity.size > 1:
+            raise LaunchError(
+                f"SHARDWISE_RANK={identity.rank} and SHARDWISE_SIZE={identity.size} do not say "
+                f"where the ranks meet: set {rendezvous_file.VARIABLE}=HOST:PORT on all of them, "
+                "to rank 0's host and a port that is free there (or to a folder that they share "
+                "and no other run uses)."
+            )
         path = rendezvous_file.path(identity, place)
-    elif given is None and identity.on_one_host and identity.size > 1:
-        path = rendezvous_file.path(identity, run=f"{address[0]}:{address[1]}")
+    elif given is None and identity.size > 1 and (identity.on_one_host or _is_local(address[0])):
+        folder = str(private_files.folder())
+        path = rendezvous_file.path(identity, folder, run=f"{address[0]}:{address[1]}")
     terms = _Terms(
         identity=identity,
         timeout=timeout,
@@ -117,6 +133,14 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
         given=given,
     )
     return _receive(terms) if identity.rank == 0 else _go(terms)
+
+
+def _is_local(host: str) -> bool:
+    """Return whether `host` is a loopback address, or the name of one."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _given_address(identity: Identity, place: str | None) -> tuple[str, int] | None:
@@ -182,7 +206,8 @@ def _own(host: str, identity: Identity) -> str:
         return ""
     is_loopback = ipaddress.ip_address(found.partition("%")[0]).is_loopback
     if is_loopback:
-        return found if identity.on_one_host else ""
+        # Who gives a loopback address without saying where ranks are means one host.
+        return found if identity.on_one_host or not identity.is_placed else ""
     return found if network.interface_of(found) is not None else ""
 
 
@@ -195,7 +220,14 @@ def _announced(terms: _Terms, port: int, secret: str) -> AbstractContextManager[
     elif not terms.identity.on_one_host and (named := _named_interface()):
         addresses = (network.address_of_interface(named),)
     host, pid = socket.gethostname(), os.getpid()
-    file = RendezvousFile(addresses=addresses, port=port, host=host, pid=pid, secret=secret)
+    file = RendezvousFile(
+        addresses=addresses,
+        port=port,
+        host=host,
+        pid=pid,
+        secret=secret,
+        began=rendezvous_file.began(pid),
+    )
     return rendezvous_file.written(terms.path, file)
 
 
@@ -204,8 +236,7 @@ def _await_all(terms: _Terms, hosted: HostStore) -> None:
     neighbours = LocalRanks(identity)
     keys = {here(rank): rank for rank in range(1, identity.size)}
     while absent := hosted.absent(list(keys), 5 * POLL):
-        if hosted.check([TWICE]):
-            raise _came_twice(identity, int(hosted.get(TWICE)))
+        _check_twice(identity, hosted)
         now, ended = time.monotonic(), neighbours.have_ended()
         missing = [keys[key] for key in absent]
         _check_ended(terms, missing)
@@ -215,6 +246,13 @@ def _await_all(terms: _Terms, hosted: HostStore) -> None:
                 raise LaunchError(said).blaming(missing)
             print(f"shardwise: {said} Waiting on.", file=sys.stderr, flush=True)
             warning = terms.deadline
+
+    _check_twice(identity, hosted)
+
+
+def _check_twice(identity: Identity, hosted: HostStore) -> None:
+    if hosted.check([TWICE]):
+        raise _came_twice(identity, int(hosted.get(TWICE)))
 
 
 def _check_ended(terms: _Terms, missing: Sequence[int]) -> None:
@@ -233,7 +271,10 @@ class LocalRanks:
 
     def __init__(self, identity: Identity) -> None:
         self._size = identity.local_size
-        self._launcher = rendezvous_file.launcher_process() if sys.platform == "linux" else None
+        # Another launcher above may have started the script alone, whose ranks we count then.
+        names = launcher_detection.processes_of(identity.launcher)
+        above = processes.ancestors()
+        self._launcher = next((pid for pid, name in above if name in names), None)
         self._fewer_since: float | None = None
 
     def have_ended(self) -> bool:

@@ -105,13 +105,17 @@ _SOURCES = (
 )
 
 
+VARIABLES = frozenset(source.variable for source in _SOURCES)
+"""The variables that make `shardwise run` use the hosts of a job."""
+
+
 def find(environ: Mapping[str, str]) -> Allocation | None:
     """Return the allocation that this process is in; None outside of one.
 
     Raises LaunchError for a list of hosts that cannot be read.
     """
     for source in _SOURCES:
-        if source.variable not in environ:
+        if not environ.get(source.variable):
             continue
         value = environ[source.variable]
         said = f"{source.variable}={value[:80]!r}, set by {source.scheduler},"
@@ -127,6 +131,8 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
                 f"{said} is no list of hosts as {source.scheduler} writes it. Name the hosts with "
                 "-H, or unset it."
             ) from None
+        if "CSM_ALLOCATION_ID" in environ and len(found) > 1 and found[0].slots == 1:
+            found = found[1:]  # the launch node of IBM's CSM, which runs no rank
         if found:
             return Allocation(source.scheduler, source.variable, tuple(found))
     return None

@@ -108,7 +108,8 @@ def agent_environment(
     if leads is not None:
         defaults |= {"GLOO_SOCKET_IFNAME": leads, "NCCL_SOCKET_IFNAME": leads}
     given = {"PYTHONUNBUFFERED": "1", FLAGS_VARIABLE: json.dumps(dict(settings))}
-    return defaults | dict(base) | given
+    kept = {name: value for name, value in base.items() if name not in environment.BY_HAND}
+    return defaults | kept | given
 
 
 def exposed(meeting: ElasticRendezvous, environ: Mapping[str, str]) -> str:

@@ -99,7 +99,9 @@ def described(identity: Identity, environ: Mapping[str, str]) -> str:
                 f"  {name.replace('_', ' '):<12}{'':<6}from the hosts' names, at the start"
             )
         elif value is not None:
-            source = f"{variable}={environ[variable]}" if variable else "not given"
+            source = "not given"
+            if variable:
+                source = f"{variable}={environ.get(variable, '(answer of the PMIx server)')}"
             lines.append(f"  {name.replace('_', ' '):<12}{value:<6}{source}")
     if identity.port is not None:
         meet = f"rank 0 listens at {identity.address}, port {identity.port}"

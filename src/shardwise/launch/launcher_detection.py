@@ -59,40 +59,45 @@ def _by_hand(environ: Environ) -> Identity | None:
     """Read SHARDWISE_RANK and SHARDWISE_SIZE, by which a user tells each process who it is."""
     if "SHARDWISE_SIZE" in environ and "SHARDWISE_RANK" not in environ:
         # The pods of an Indexed Job are told a number each, and not of how many.
-        index = {"SHARDWISE_RANK": environ.get("JOB_COMPLETION_INDEX")}
-        environ = {**environ, **{name: each for name, each in index.items() if each is not None}}
-    identity = _BY_HAND.read(environ)
-    if identity is None or identity.size == 1:
-        return identity
-    place = environ.get("SHARDWISE_RENDEZVOUS")
-    if place is None and not {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
-        raise LaunchError(
-            f"SHARDWISE_RANK={identity.rank} and SHARDWISE_SIZE={identity.size} do not say where "
-            "the ranks meet: set SHARDWISE_RENDEZVOUS=HOST:PORT on all of them, to rank 0's host "
-            "and a port that is free there (or to a folder that they share and no other run uses)."
-        )
-    return replace(identity, job=f"by hand in {place}")
+        names = replace(_BY_HAND, rank="JOB_COMPLETION_INDEX")
+        identity = names.read(environ) if names.rank in environ else _BY_HAND.read(environ)
+    else:
+        identity = _BY_HAND.read(environ)
+    return None if identity is None else replace(identity, job="by hand")
 
 
 def _torchrun(environ: Environ) -> Identity | None:
-    """Read what torchrun, or anything that sets its variables, gave.
+    """Read the variables of torchrun, or of DeepSpeed's launcher, which names the local size
+    LOCAL_SIZE. Ray Train and Azure ML set the same, the latter without a local size."""
+    local = {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environ.keys()
+    if not local or not {"RANK", "WORLD_SIZE"} & environ.keys():
+        return None
+    read_text(environ, "MASTER_ADDR", _TORCHRUN.launcher)
+    is_deepspeeds = "LOCAL_SIZE" in environ and "LOCAL_WORLD_SIZE" not in environ
+    names = replace(_TORCHRUN, local_size="LOCAL_SIZE") if is_deepspeeds else _TORCHRUN
+    return _with_port(names.read(environ), environ)
 
-    Kubeflow's PyTorchJob and scripts that set the variables by hand leave the local ones out. Batch
-    scripts set WORLD_SIZE, with or without an address, for ranks that another launcher starts.
+
+def _torchruns_variables(environ: Environ) -> Identity | None:
+    """Read RANK, WORLD_SIZE and MASTER_ADDR without local ones.
+
+    Services set them for each pod or host (Kubeflow's PyTorchJob, Vertex AI), and scripts by hand.
+    So they are outside of a launcher that starts ranks in the pod.
     """
-    if "RANK" not in environ and "LOCAL_WORLD_SIZE" not in environ:
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys() or _torchrun(environ):
         return None
-    if "MASTER_ADDR" not in environ:
+    platforms.check_processes_per_pod(environ)
+    names = replace(_TORCHRUN, launcher="the environment", local_rank=None, local_size=None)
+    return _with_port(names.read(environ), environ)
+
+
+def _with_port(identity: Identity | None, environ: Environ) -> Identity | None:
+    if identity is None:
         return None
-    if "LOCAL_RANK" not in environ:
-        platforms.check_processes_per_pod(environ)
-    identity = _TORCHRUN.read(environ)
-    assert identity is not None
-    port = read_integer(environ, "MASTER_PORT", identity.launcher)
     return replace(
         identity,
         address=environ["MASTER_ADDR"],
-        port=port,
+        port=read_integer(environ, "MASTER_PORT", identity.launcher),
         variables={**identity.variables, "port": "MASTER_PORT"},
     )
 
@@ -153,6 +158,7 @@ LAUNCHERS = (
     Launcher(name="LSF", level=4, read=schedulers.lsf),
     Launcher(name="PALS", level=4, read=schedulers.pals),
     Launcher(name="HTCondor", level=4, read=schedulers.CONDOR.read),
+    Launcher(name="the environment", level=5, read=_torchruns_variables),
     Launcher(name="SageMaker", level=5, read=platforms.sagemaker),
     Launcher(name="SkyPilot", level=5, read=platforms.skypilot),
     Launcher(name="Kubeflow", level=5, read=platforms.kubeflow),
@@ -165,11 +171,23 @@ LAUNCHERS = (
 PROCESSES = frozenset(name[:15] for row in LAUNCHERS for name in row.processes)
 """The names of all processes that start ranks, as the kernel keeps them."""
 
-_STARTERS = frozenset(name[:15] for row in LAUNCHERS if row.level == 3 for name in row.processes)
+_LEVEL_OF_MPI = 3
+_STARTERS = frozenset(
+    name[:15] for row in LAUNCHERS if row.level == _LEVEL_OF_MPI for name in row.processes
+)
 """Those of MPI, which start nothing but ranks; a scheduler's also start batch scripts."""
+
+SERVICES = frozenset(row.name for row in LAUNCHERS if row.level in (5, 6)) | {"HTCondor"}
+"""The launchers that start one process on each host or pod."""
 
 SETS_THREADS = frozenset(row.name for row in LAUNCHERS if row.sets_threads)
 """The launchers that tell each rank how many threads to use."""
+
+
+def processes_of(launcher: str) -> frozenset[str]:
+    """Return the names of the processes whose children are ranks of `launcher`."""
+    rows = (row for row in LAUNCHERS if row.name == launcher)
+    return frozenset(name[:15] for row in rows for name in row.processes)
 
 
 def identify(environ: Environ = os.environ) -> Identity:
@@ -184,12 +202,21 @@ def identify(environ: Environ = os.environ) -> Identity:
 def around_command() -> Identity:
     """Return which of several processes of a launcher this command is; alone inside a rank of ours.
 
-    A number of ranks without a rank says nothing here: a batch script may have set it for later.
+    Pods are counted here, not the processes that each of them is to have: this command starts them.
+    A number of ranks without a rank says nothing: a batch script may have set it for later.
     """
-    environ = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
+    environ = dict(os.environ)
     if OWN_NAMES["rank"] in environ:
         return Identity(launcher="python")
-    return identify(os.environ if "RANK" in environ else environ)
+    if {"PET_NNODES", "PET_NODE_RANK"} <= environ.keys() and "LOCAL_RANK" not in environ:
+        environ.pop("RANK", None)
+    environ.pop("PET_NPROC_PER_NODE", None)
+    if "RANK" not in environ:
+        environ.pop("WORLD_SIZE", None)
+    try:
+        return identify(environ)
+    except LaunchError as error:
+        raise LaunchError(str(error).replace(signs.WAYS, signs.WAYS_OF_COMMAND)) from None
 
 
 def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
@@ -201,27 +228,45 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
     level contradict each other, and for a process that looks like one of several but is not told
     which: it would train alone.
     """
-    if environ.get(ALONE, "0") != "0":
+    if _is_alone(environ):
         ours = _shardwise_run(environ)
         return ours or Identity(launcher="python", variables={"size": ALONE})
     found: list[Identity] = []
+    level = 0
     for level in sorted({row.level for row in LAUNCHERS}):
         rows = [row for row in LAUNCHERS if row.level == level]
         found = [who for row in rows if (who := row.read(environ)) is not None]
         if found:
             break
     identity = _agreed(found)
-    if identity.launcher == "python":
-        if found_signs := signs.find(environ, parents):
+    if identity.launcher == "the user":
+        _check_by_hand(identity, environ)
+    # A launcher of one process may stand around another one, which nobody can read.
+    elif identity.size == 1 and level >= _LEVEL_OF_MPI:
+        found_signs = signs.find(environ, parents, alone=identity.launcher == "python")
+        if found_signs:
             raise LaunchError(signs.refusal(found_signs))
-        return identity
-    if identity.launcher not in ("shardwise run", "the user", "torchrun"):
-        # Without an address, or with a size alone, this is nobody's word: a batch script has set
-        # it for the ranks. But then it must be right.
-        rank = {"RANK": str(identity.rank)} if "WORLD_SIZE" in environ else {}
-        if (stated := _TORCHRUN.read({**rank, **environ})) is not None:
-            _agreed([identity, stated])
-    return _with_address(identity, environ)
+    return identity if identity.launcher == "python" else _with_address(identity, environ)
+
+
+def _is_alone(environ: Environ) -> bool:
+    """Return whether the user says that this process is alone. Raises LaunchError for a value that
+    is neither 0 nor 1."""
+    said = environ.get(ALONE, "")
+    if said not in ("", "0", "1"):
+        raise LaunchError(f"{ALONE}={said[:40]!r}: write 1, or unset it.")
+    return said == "1"
+
+
+def _check_by_hand(identity: Identity, environ: Environ) -> None:
+    """Raise LaunchError if a launcher of ranks says otherwise, and of as many ranks or more: the
+    variables were exported once, for all of them. Each of its ranks may start several."""
+    for row in LAUNCHERS:
+        if row.level not in (_LEVEL_OF_MPI, _LEVEL_OF_MPI + 1):
+            continue
+        other = row.read(environ)
+        if other is not None and other.size >= identity.size:
+            _agreed([identity, other])
 
 
 def _with_address(identity: Identity, environ: Environ) -> Identity:

@@ -38,8 +38,8 @@ OLD = 60.0
 class RendezvousFile:
     """Where rank 0 listens: names or addresses of its host, the likeliest first, and the port.
 
-    `host` and `pid` are of the process that wrote the file. `secret` is that of the run, "" where
-    ranks have it from their environment.
+    `host`, `pid` and `began` (see `began`) are of the process that wrote the file. `secret` is that
+    of the run, "" where ranks have it from their environment.
     """
 
     addresses: tuple[str, ...]
@@ -47,6 +47,7 @@ class RendezvousFile:
     host: str
     pid: int
     secret: str = field(default="", repr=False)
+    began: str = ""
 
 
 def path(identity: Identity, folder: str | None = None, run: str | None = None) -> Path:
@@ -103,8 +104,9 @@ def written(place: Path, file: RendezvousFile) -> Iterator[None]:
     """
     _sweep(place.parent)
     before = read(place)
-    is_here = before is not None and before.host == file.host
-    if before is not None and is_here and before.pid != file.pid and _lives(before.pid):
+    is_here = before is not None and before.host == file.host and before.pid != file.pid
+    # A number comes back, in containers soon; the time of the start does not.
+    if before is not None and is_here and before.began and began(before.pid) == before.began:
         raise LaunchError(
             f"Process {before.pid} is rank 0 of a run that meets in {place.parent} under the name "
             "of this one. Does every process have a rank of its own? Give two runs that start at "
@@ -121,8 +123,17 @@ def written(place: Path, file: RendezvousFile) -> Iterator[None]:
                 f"rank 0's host and a free port: {VARIABLE}=FOLDER/ or HOST:PORT."
             ) from error
         finally:
-            place.unlink(missing_ok=True)
+            if read(place) in (None, file):  # another run may have written its own since
+                place.unlink(missing_ok=True)
             private_files.tidy()
+
+
+def began(pid: int) -> str:
+    """Return when a process of this host started, in ticks since the boot; "" if it is gone."""
+    try:
+        return processes.stat(pid)[3]
+    except OSError:
+        return ""
 
 
 def read(place: Path) -> RendezvousFile | None:

@@ -22,6 +22,7 @@ from typing import NoReturn
 from shardwise.config import FLAGS_VARIABLE
 from shardwise.config.values import MOST_RANKS
 from shardwise.errors import LaunchError
+from shardwise.launch.environment import BY_HAND
 from shardwise.launch.identity import Identity, read_integer, read_integers, read_text
 from shardwise.launch.launchers.signs import WAYS
 
@@ -73,7 +74,9 @@ def in_step(environ: Mapping[str, str]) -> bool:
     number = environ.get("SLURM_STEP_ID", "")
     if not (number.isascii() and number.isdigit()) or int(number[:20]) >= FIRST_SPECIAL_STEP:
         return False
-    is_shell = "SLURM_PTY_PORT" in environ and int(number) == 0
+    # The shell is process 0; the other tasks of srun --pty are ranks as any.
+    is_first = environ.get("SLURM_PROCID") == "0"
+    is_shell = "SLURM_PTY_PORT" in environ and int(number) == 0 and is_first
     return "SLURM_PROCID" in environ and not is_shell
 
 
@@ -212,6 +215,7 @@ def srun_environment(
         given |= {"MASTER_ADDR": first, "MASTER_PORT": str(port)}
     # an allocation's own count would contradict the one that we give
     kept = {name: value for name, value in environ.items() if name != "SLURM_NTASKS_PER_NODE"}
+    kept = {name: value for name, value in kept.items() if name not in BY_HAND}
     return {"PYTHONFAULTHANDLER": "1"} | kept | given
 
 

@@ -79,11 +79,14 @@ def run(asked: RunRequest) -> int:
     named = asked.hosts is not None or asked.hostfile is not None
     if asked.nnodes is None:
         outer = launcher_detection.around_command()
-        if outer.launcher == platforms.SKYPILOT.launcher and not named:
-            if outer.rank:  # SkyPilot runs the same commands on every node
-                print(f"shardwise: node 0 of {outer.size} starts the ranks of this node.")
-                return 0
-        else:
+        is_service = outer.launcher in launcher_detection.SERVICES
+        if outer.launcher == platforms.SKYPILOT.launcher and not named and outer.rank:
+            # SkyPilot runs the same commands on every node.
+            print(f"shardwise: node 0 of {outer.size} starts the ranks of this node.")
+            return 0
+        # The first host of a service may start the ranks of all others.
+        has_hosts = named or outer.launcher == platforms.SKYPILOT.launcher
+        if not (is_service and has_hosts and outer.rank == 0):
             _refuse_in_every_rank(outer)
     by_srun = asked.nnodes is None and not named and slurm.needs_srun(os.environ)
     heeded = environment.MASTER if by_srun and not asked.port else ()
@@ -102,7 +105,7 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
     """Start the ranks here, and over ssh."""
     allocation = None
     if asked.hosts is None and asked.hostfile is None:
-        allocation = allocations.find(os.environ)
+        allocation = _allocation(asked)
     shares = _shares(asked, allocation)
     here = [share for share in shares if network.is_here(share.host)]
     is_alone = list(shares) == here[:1]
@@ -234,15 +237,27 @@ def _ssh(text: str | None) -> tuple[str, ...]:
     return words
 
 
+def _allocation(asked: RunRequest) -> Allocation | None:
+    """Return the hosts of this job, if it has any. A list that cannot be read is no hindrance to a
+    run whose number of ranks is given."""
+    try:
+        return allocations.find(os.environ)
+    except LaunchError as error:
+        if asked.size is None and asked.per_host is None:
+            raise
+        print(f"shardwise: {error} All ranks start on this host.", file=sys.stderr, flush=True)
+        return None
+
+
 def _refuse_in_every_rank(outer: Identity) -> None:
     """Raise LaunchError if a launcher started this command once per rank: each call would be a run
     of its own, and all of them would train the same model."""
     if outer.size == 1:
         return
     raise LaunchError(
-        f"shardwise run was started {outer.size} times: {launcher_detection.claim(outer)}. Let "
-        f"{outer.launcher} start the script itself (python train.py); or call shardwise run once; "
-        "or once on each host, with --nnodes. If each of them is meant to be a run of its own, set "
+        f"shardwise run was started {outer.size} times: {launcher_detection.claim(outer)}. Start "
+        "the script itself (python train.py) in its place; or call shardwise run once; or once on "
+        "each host, with --nnodes. If each of them is meant to be a run by itself, set "
         "SHARDWISE_ALONE=1."
     )
 
@@ -272,8 +287,13 @@ def _shares_of(allocation: Allocation, asked: RunRequest) -> list[Share]:
         return hosts.spread(named, total=asked.size, per_host=asked.per_host)
     on_cpu = asked.settings.get("device") == "cpu"
     slots = allocation.with_ranks(0 if on_cpu else resources.gpu_count(os.environ))
-    if asked.size is not None and {host.slots for host in slots} == {1}:
+    if asked.size is not None and asked.size > sum(host.slots or 1 for host in slots):
+        # More than there are GPUs, but no more than the job asked for.
+        slots = allocation.with_ranks(0)
+    lacks = asked.size is not None and asked.size > sum(host.slots or 1 for host in slots)
+    if lacks and (len(slots) == 1 or {host.slots for host in slots} == {1}):
         # The job has not asked for slots, so the ranks are spread evenly.
+        assert asked.size is not None
         each = -(-asked.size // len(slots))
         slots = tuple(Host(host.name, each) for host in slots)
     return hosts.spread(slots, total=asked.size)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch import program
+from shardwise.launch import allocations, program
 from shardwise.launch.orphan_reaper import LAST_WAIT, end_within
 from shardwise.launch.resources import usable_cores
 from shardwise.tensor_log import WANTED
@@ -147,9 +147,11 @@ def _environment(run: Run) -> dict[str, str]:
 
 
 def environment(most: int) -> dict[str, str]:
-    """Threads as many at every size, so that no sum is cut in another way for that alone."""
+    """Return the variables of a run: as many threads at every size, so that no sum is cut in
+    another way for that alone, and no hosts of a job, which may not see the records."""
     threads = str(max(1, usable_cores() // most))
-    return {"OMP_NUM_THREADS": threads, **os.environ}
+    kept = {n: value for n, value in os.environ.items() if n not in allocations.VARIABLES}
+    return {"OMP_NUM_THREADS": threads, **kept}
 
 
 class WarmRanks:

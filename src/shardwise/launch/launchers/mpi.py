@@ -13,6 +13,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch import slurm
 from shardwise.launch.identity import Identity
 from shardwise.launch.launchers import schedulers
+from shardwise.launch.launchers.signs import refusal
 from shardwise.launch.launchers.variables import Environ, RankVariables, say_the_same
 
 OPEN_MPI = RankVariables(
@@ -88,7 +89,17 @@ def hydra(environ: Environ) -> Identity | None:
     each other by the process that started them (see rendezvous_file.py), and over the hosts of a
     Slurm allocation by the step of Hydra's proxies.
     """
-    return _in_step(_HYDRA.read(environ), environ) if "MPI_LOCALRANKID" in environ else None
+    if "MPI_LOCALRANKID" not in environ:
+        return None
+    identity = _HYDRA.read(environ)
+    if identity is None:
+        shown = [
+            f"{name}={environ[name]}"
+            for name in ("MPI_LOCALRANKID", "PMI_PORT", "PMI_ID")
+            if name in environ
+        ]
+        raise LaunchError(refusal(shown))
+    return _in_step(identity, environ)
 
 
 def pmi(environ: Environ) -> Identity | None:

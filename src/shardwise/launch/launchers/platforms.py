@@ -86,8 +86,9 @@ def kubeflow(environ: Environ) -> Identity | None:
 
     Raises LaunchError if the job asks for several processes in each pod: this one starts them.
     """
-    if {KUBEFLOW.rank, KUBEFLOW.size} & environ.keys():
-        check_processes_per_pod(environ)
+    if KUBEFLOW.rank not in environ and environ.get(KUBEFLOW.size, "1") == "1":
+        return None
+    check_processes_per_pod(environ)
     identity = KUBEFLOW.read(environ)
     return _at(identity, environ.get("PET_MASTER_ADDR"), environ, port="PET_MASTER_PORT")
 

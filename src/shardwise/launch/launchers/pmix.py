@@ -10,13 +10,15 @@ PMIx standard 4.1: PMIx_Init, PMIx_Get and PMIx_Finalize (section 5), pmix_proc_
 """
 
 import ctypes
-import functools
+import ctypes.util
 import subprocess
 import sys
 from pathlib import Path
 
+from shardwise.errors import LaunchError
 from shardwise.launch import processes, program
 from shardwise.launch.identity import Identity
+from shardwise.launch.launchers.signs import refusal
 from shardwise.launch.launchers.variables import Environ, RankVariables
 
 PMIX = RankVariables(
@@ -29,15 +31,12 @@ PMIX = RankVariables(
 )
 """PMIx defines the rank and the namespace. The other names are ours, for the server's answers."""
 
-_SAYS_SIZE = {
-    "OMPI_COMM_WORLD_SIZE",
-    "SLURM_STEP_NUM_TASKS",
-    "JSM_NAMESPACE_SIZE",
-    "FLUX_JOB_SIZE",
-    "PMI_SIZE",
-    PMIX.size,
-}
-"""Variables of launchers that tell the size without a question."""
+_SAYS_RANK = {"OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID"}
+"""Variables of launchers inside of any other, so that the server is not asked."""
+
+_SAYS_SIZE = {"SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "PMI_SIZE"}
+"""Variables of launchers that may be the server themselves, and tell the size without a question.
+Around a rank of PRRTE they are those of its daemon."""
 
 KEYS = {
     PMIX.size: (b"pmix.job.size", False),
@@ -55,29 +54,49 @@ _UINT16 = 13
 
 
 def read(environ: Environ) -> Identity | None:
-    """Read PMIX_RANK and the server's answers; None without them, and for ranks of PALS."""
-    if PMIX.size not in environ or "PALS_RANKID" in environ:
+    """Read PMIX_RANK and the server's answers; None without them, and for ranks of PALS.
+
+    Raises LaunchError for a rank of PRRTE whose server did not answer: a scheduler's variables are
+    then those of PRRTE's daemon, which is one task on each host.
+    """
+    if PMIX.size in environ and not (_is_prrte(environ) or "PALS_RANKID" not in environ):
         return None
-    return PMIX.read(environ)
+    if PMIX.size in environ:
+        return PMIX.read(environ)
+    if _is_prrte(environ) and not _SAYS_RANK & environ.keys():
+        names = ("PMIX_RANK", "PMIX_NAMESPACE")
+        raise LaunchError(refusal([f"{name}={environ[name]}" for name in names if name in environ]))
+    return None
+
+
+def _is_prrte(environ: Environ) -> bool:
+    return environ.get("PMIX_NAMESPACE", "").startswith(("prterun", "prte"))
 
 
 def ask(environ: Environ) -> dict[str, str]:
     """Return the variables that the server of this rank adds; none if it cannot be asked."""
-    if not {"PMIX_RANK", "PMIX_NAMESPACE"} <= environ.keys() or _SAYS_SIZE & environ.keys():
+    if not {"PMIX_RANK", "PMIX_NAMESPACE"} <= environ.keys() or _SAYS_RANK & environ.keys():
         return {}
-    return _answer(tuple(sorted(environ.items())))
+    if not _is_prrte(environ) and _SAYS_SIZE & environ.keys():
+        return {}
+    rank = environ["PMIX_NAMESPACE"], environ["PMIX_RANK"]
+    if rank not in _answers:
+        _answers[rank] = _answer(environ)
+    return _answers[rank]
 
 
-@functools.cache
-def _answer(variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """Ask, once for a process: each question starts another one."""
-    library = _loaded_above()
+_answers: dict[tuple[str, str], dict[str, str]] = {}
+"""By namespace and rank: each question starts a process."""
+
+
+def _answer(environ: Environ) -> dict[str, str]:
+    library = _loaded_above() or ctypes.util.find_library("pmix")
     if library is None:
         return {}
     try:
         asked = subprocess.run(
             [*program.python_words(__name__, sys.executable), library],
-            env=dict(variables),
+            env=dict(environ),
             capture_output=True,
             text=True,
             timeout=LIMIT,

@@ -51,8 +51,10 @@ CONDOR = RankVariables(launcher="HTCondor", rank="_CONDOR_PROCNO", size="_CONDOR
 def lsf(environ: Environ) -> Identity | None:
     """Read what jsrun gave a task, or blaunch, which counts from 1."""
     identity = JSRUN.read(environ)
-    if identity is not None or BLAUNCH.rank not in environ:
-        return identity
+    if identity is not None:  # a resource set of jsrun shows its tasks their own GPUs
+        return replace(identity, own_gpus=True)
+    if BLAUNCH.rank not in environ:
+        return None
     rank = read_integer(environ, BLAUNCH.rank, BLAUNCH.launcher) - 1
     return BLAUNCH.read({**environ, BLAUNCH.rank: str(rank)})
 
@@ -65,6 +67,8 @@ def pals(environ: Environ) -> Identity | None:
     """
     if PALS.rank not in environ or FLUX.rank in environ or slurm.in_step(environ):
         return None
+    if "FLUX_URI" in environ and "PALS_APID" not in environ:
+        return None  # a batch script of Flux, into which some of an outer launch's variables leak
     names = PALS
     if PALS.local_size not in environ and "PMI_LOCAL_SIZE" in environ:
         names = replace(names, local_size="PMI_LOCAL_SIZE")

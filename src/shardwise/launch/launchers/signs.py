@@ -8,9 +8,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-_RANK = re.compile(r"(.*?)(?:RANK|RANKID|RANK_ID|PROCID|PROCNO|PROC_ID|TASK_RANK|TASK_ID|TASKID)")
+_RANK = re.compile(
+    r"(.*?)(?:RANK|RANKID|RANK_ID|PROCID|PROCNO|PROC_ID|TASK_RANK|TASK_ID|TASKID|NODE_INDEX)"
+)
 _SIZE = re.compile(
-    r"(.*?)(?:(?:WORLD_|JOB_)?SIZE|WORLD|(?:N|NUM_?)(?:PROCS|PROCESSES|TASKS|RANKS|NODES|HOSTS))"
+    r"(.*?)(?:(?:WORLD_|JOB_)?SIZE|WORLD|NPROC|"
+    r"(?:N|NUM_?)(?:PROCS|PROCESSES|TASKS|RANKS|NODES|HOSTS|MACHINES))"
 )
 """A rank and its size have the same prefix before these words."""
 
@@ -19,7 +22,11 @@ _NOT_RANKS = re.compile(
 )
 """Variables of batch jobs, which the readers know; of hosts, and of independent tasks."""
 
-_NODE_COUNTS = ("NNODES", "NUM_NODES", "NHOSTS")
+_HYPERPARAMETERS = re.compile(r"(.*_)?(LORA|BATCH|ADAPTER|MATRIX|TENSOR|PAGE)_")
+"""Prefixes of ranks of matrices, and of sizes of other things."""
+
+_NODES = ("NODE_", "MACHINE_")
+_NODE_COUNTS = ("NNODES", "NUM_NODES", "NHOSTS", "NUM_HOSTS", "NUM_MACHINES", "NMACHINES")
 
 _SOCKETS = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "PMI_CONTROL_FD")
 """Set for processes that can ask a launcher who they are, in a language that we do not speak."""
@@ -30,21 +37,39 @@ WAYS = (
     "if this process is meant to be alone, set SHARDWISE_ALONE=1."
 )
 
+WAYS_OF_COMMAND = (
+    "Call shardwise run once, or once on each host with --nnodes; if this call is meant to be the "
+    "only one, or a run by itself, set SHARDWISE_ALONE=1."
+)
 
-def find(environ: Mapping[str, str], parents: Sequence[str]) -> list[str]:
+
+def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = True) -> list[str]:
     """Return the signs that this process is one of several, in words. Pure.
 
-    `parents` are the names of the processes above this one that start ranks.
+    `parents` are the names of the processes above this one that start ranks. Without `alone` a
+    launcher that was read says that it started one process: then only pairs of a rank and a size
+    are signs.
     """
-    signs = (
-        [] if _number(environ.get("WORLD_SIZE")) == 1 else ["WORLD_SIZE=" + environ["WORLD_SIZE"]]
-    )
-    for rank, size in _pairs(environ):
-        signs += [f"{name}={environ[name]}" for name in (rank, size)]
+    signs = [f"{name}={environ[name]}" for rank, size in _pairs(environ) for name in (rank, size)]
+    if not alone:
+        return list(dict.fromkeys(signs))
+    if _number(environ.get("WORLD_SIZE")) != 1:
+        signs.insert(0, f"WORLD_SIZE={environ['WORLD_SIZE']}")
     if environ.get("SLURM_STEP_NUM_TASKS") != "1":
         # The shell of a step with one task has them as well, and is alone.
         signs += [f"{name}={environ[name]}" for name in _SOCKETS if name in environ]
-    names = ["JOB_COMPLETION_INDEX", "ALPS_APP_PE"]
+    names = ["ALPS_APP_PE"]
+    if {"RANK", "MASTER_ADDR"} <= environ.keys():
+        names.append("RANK")
+    # Also a Job of one pod has index 0. If there are others, these refuse, and end the Job.
+    if environ.get("JOB_COMPLETION_INDEX", "0") != "0":
+        names.append("JOB_COMPLETION_INDEX")
+    # A batch script and a shell are process 0, so another one is a task of srun, in a container
+    # that did not get all of its variables.
+    if _number(environ.get("SLURM_PROCID", "0")) != 0:
+        names.append("SLURM_PROCID")
+    if len(environ.get("AZ_BATCH_HOST_LIST", "").split(",")) > 1:
+        names.append("AZ_BATCH_HOST_LIST")
     if _number(environ.get("DET_KUBERNETES_JOB_PARALLELISM")) != 1:
         names.append("DET_KUBERNETES_JOB_PARALLELISM")
     # Task 1 of PBS is the batch script; pbsdsh starts the others. Grid Engine's are petasks.
@@ -52,8 +77,7 @@ def find(environ: Mapping[str, str], parents: Sequence[str]) -> list[str]:
         names.append("PBS_TASKNUM")
     if "SGE_ROOT" in environ and environ.get("JOB_NAME") == "petask":
         names.append("JOB_NAME")
-    if _hosts_of_tensorflow(environ) > 1:
-        names.append("TF_CONFIG")
+    names += [name for name in ("TF_CONFIG", "CLUSTER_SPEC") if _hosts_in(environ, name) > 1]
     signs += [f"{name}={environ[name][:80]}" for name in names if name in environ]
     signs += [f"started by {name}" for name in parents]
     return list(dict.fromkeys(signs))
@@ -64,14 +88,16 @@ def in_job(environ: Mapping[str, str]) -> str | None:
     for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "NSLOTS", "PBS_NP", "COBALT_JOBSIZE"):
         if _number(environ.get(name)) > 1:
             return f"{name}={environ[name]}"
-    return None
+    index = "JOB_COMPLETION_INDEX"
+    return f"{index}={environ[index]}, of an unknown number of pods" if index in environ else None
 
 
-def _hosts_of_tensorflow(environ: Mapping[str, str]) -> int:
-    """Return the number of hosts that TF_CONFIG lists; 0 if it lists none."""
+def _hosts_in(environ: Mapping[str, str], name: str) -> int:
+    """Return the number of hosts that TensorFlow's or Vertex AI's variable lists; 0 for none."""
+    roles = ("chief", "master", "worker", "workerpool0", "workerpool1")
     try:
-        cluster = json.loads(environ["TF_CONFIG"])["cluster"]
-        return sum(len(cluster.get(name, ())) for name in ("chief", "master", "worker"))
+        cluster = json.loads(environ[name])["cluster"]
+        return sum(len(cluster.get(role, ())) for role in roles)
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         return 0
 
@@ -92,11 +118,13 @@ def _pairs(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             sizes.setdefault(_stem(match[1]), []).append(name)
     for name in environ:
         match = _RANK.fullmatch(name)
-        if match is None or _NOT_RANKS.match(name):
+        if match is None or _NOT_RANKS.match(name) or _HYPERPARAMETERS.match(name):
             continue
         # A rank among nodes is counted by nodes, and any other rank by processes.
-        is_node = match[1].endswith("NODE_")
-        for size in sizes.get(_stem(match[1].removesuffix("NODE_")), ()):
+        is_node = match[1].endswith(_NODES) or name.endswith("NODE_INDEX")
+        for size in sizes.get(_stem(match[1].removesuffix("NODE_").removesuffix("MACHINE_")), ()):
+            if size == "SIZE":
+                continue  # of anything
             rank, count = _number(environ[name]), _number(environ[size])
             if is_node == size.endswith(_NODE_COUNTS) and -1 < rank < count > 1:
                 yield name, size
@@ -104,13 +132,13 @@ def _pairs(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 def _stem(text: str) -> str:
     """Return the prefix of a launcher's variables: `OMPI_` for `OMPI_COMM_WORLD_`."""
-    for word in ("WORLD_", "COMM_", "JOB_", "TASK_", "PROC_"):
+    for word in ("WORLD_", "COMM_", "GLOBAL_", "JOB_", "TASK_", "PROC_"):
         text = text.removesuffix(word)
     return text
 
 
 def _number(text: str | None) -> int:
-    """Return `text` as a number: 1 if it is absent, -1 if it is not a number."""
-    if text is None:
+    """Return `text` as a number: 1 if it is absent or empty, -1 if it is not a number."""
+    if not text:
         return 1
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1
