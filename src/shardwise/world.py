@@ -248,8 +248,14 @@ class World(BatchRows, HintsAtAttributes):
         """`value` (any shape, alike on all ranks) summed over all ranks, or over groups of them.
 
         With `groups`, disjoint lists of ranks, each rank gets its own group's sum; a rank in no
-        group keeps its value. Raises UsageError for a rank that is listed twice.
+        group keeps its value. Raises UsageError for a rank that is listed twice, and for a value
+        that is not a tensor.
         """
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                f"world.sum takes a tensor, not {type(value).__name__}: write "
+                "world.sum(torch.tensor(value))."
+            )
         self.current_batch.check_even("world.sum")
         elastic_islands.check_inside(self.collectives, "world.sum")
         self._tell_stand_in("world.sum")

@@ -153,9 +153,11 @@ def identity(rng: Random) -> Input:
     """Who a process is, told by a launcher."""
     name = rng.choice(list(values.VARIABLES))
     beside = dict(values.VARIABLES[name])
-    bad = rng.choice(["x", "", "-2", "9" * 30, "9" * 5000, "7", "nan", "²"])
     environ = {name: "0"} | beside
-    environ[rng.choice([each for each in environ if each != "SLURM_STEP_ID"])] = bad
+    spoiled = rng.choice([each for each in environ if each not in values.NOT_NUMBERS])
+    environ[spoiled] = rng.choice(["x", "", "-2", "9" * 30, "9" * 5000, "nan", "²"])
+    if rng.random() < 0.2:
+        environ[name] = "7"  # no rank of two
     if rng.random() < 0.2:
         environ = {
             "SHARDWISE_FLAGS": rng.choice(["x", "[]", "[" * 5000, '{"a": 1}', '{"zero": 1}'])

@@ -102,11 +102,34 @@ NEEDS = {
 """Flags that go with one, so that nothing but its value is wrong."""
 
 VARIABLES = {
-    "RANK": {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-    "OMPI_COMM_WORLD_RANK": {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    "RANK": {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    },
+    "OMPI_COMM_WORLD_RANK": {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
     "PMI_RANK": {"PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
     "HOROVOD_RANK": {"HOROVOD_SIZE": "2"},
     "SHARDWISE_LAUNCH_RANK": {"SHARDWISE_LAUNCH_SIZE": "2", "SHARDWISE_LAUNCH_PORT": "1"},
+    "SHARDWISE_RANK": {"SHARDWISE_SIZE": "2", "SHARDWISE_RENDEZVOUS": "127.0.0.1:29500"},
     "SLURM_PROCID": {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"},
+    "PALS_RANKID": {"PMI_SIZE": "2", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "2"},
+    "FLUX_TASK_RANK": {"FLUX_JOB_SIZE": "2", "FLUX_JOB_ID": "a"},
+    "JSM_NAMESPACE_RANK": {"JSM_NAMESPACE_SIZE": "2"},
+    "LSF_PM_TASKID": {"LSB_DJOB_NUMPROC": "2", "LSB_JOBID": "1"},
+    "_CONDOR_PROCNO": {"_CONDOR_NPROCS": "2"},
+    "SKYPILOT_NODE_RANK": {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "127.0.0.1"},
+    "PET_NODE_RANK": {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1"},
+    "SM_CURRENT_HOST": {"SM_HOSTS": '["0", "1"]'},
 }
-"""By variable of a launcher, those beside it."""
+"""By the variable of a rank, the others that its launcher sets."""
+
+NOT_NUMBERS = {"MASTER_ADDR", "SHARDWISE_RENDEZVOUS", "PET_MASTER_ADDR", "SKYPILOT_NODE_IPS"}
+NOT_NUMBERS |= {"SLURM_STEP_ID", "FLUX_JOB_ID", "LSB_JOBID"}
+"""Those that may hold any text."""

@@ -181,6 +181,15 @@ def test_ranks_of_a_hydra_that_tells_no_local_rank(here: Launcher, expected: str
     assert (ran.code, ran.lines()) == (0, [f"{expected} by PMI of 2"]), ran.err
 
 
+def test_ranks_that_must_ask_a_pmix_server(here: Launcher, expected: str) -> None:
+    """As those of prterun, which has no variables of Open MPI."""
+    own = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    unset = [word for name in own for word in ("-u", name)]
+    words = ("env", *unset, sys.executable, script("parity"))
+    ran = run(here, mpirun("openmpi"), "-n", "2", *words)
+    assert (ran.code, ran.lines()) == (0, [f"{expected} by PMIx of 2"]), ran.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -31,6 +31,9 @@ PRTERUN = {
     "PRTE_LAUNCHED": "1",
 }
 
+# the same, and what its server answers
+PRTERUN_ASKED = PRTERUN | {"PMIX_JOB_SIZE": "4", "PMIX_LOCAL_RANK": "1", "PMIX_LOCAL_SIZE": "2"}
+
 # mpiexec.hydra of Intel MPI 2021.19, on one host with two ranks; `env` in a rank
 INTEL_MPI = {
     "HYDRA_BSTRAP_LAUNCHER": "ssh",
@@ -104,6 +107,13 @@ PALS_PMIX = {
     **{name: value for name, value in PALS.items() if not name.startswith("PMI_")},
     "PMIX_NAMESPACE": "0c1fdf2f-1c9d-4a2e-9d0a-6f2d2f8f1a55",
     "PMIX_RANK": "1",
+}
+
+# the same, and what its server answers
+PALS_PMIX_ASKED = PALS_PMIX | {
+    "PMIX_JOB_SIZE": "4",
+    "PMIX_LOCAL_RANK": "1",
+    "PMIX_LOCAL_SIZE": "2",
 }
 
 # srun with Cray's plugin: src/plugins/mpi/cray_shasta/mpi_cray_shasta.c; Perlmutter, LUMI
@@ -254,7 +264,7 @@ TRAIN_JOB = {
     "PET_NPROC_PER_NODE": "1",
 }
 
-# an Indexed Job, and what a user adds to it: kubernetes.io, indexed-parallel-processing-static
+# an Indexed Job (kubernetes.io: indexed-parallel-processing-static), and with a user's variables
 INDEXED_JOB = {"HOSTNAME": "train-1", "JOB_COMPLETION_INDEX": "1"}
 INDEXED_JOB_OF_TWO = INDEXED_JOB | {"MASTER_ADDR": "train-0.train", "WORLD_SIZE": "2"}
 

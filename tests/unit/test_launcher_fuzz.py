@@ -1,5 +1,8 @@
-"""Nested launchers, partial variables and contradictions, by seed: never another rank than the
-innermost launcher says, and never alone in silence where a size above 1 was given."""
+"""Random environments: nested launchers, missing variables, contradictions.
+
+A process is never given another rank than the innermost launcher's, and never trains alone in
+silence if a size above 1 was given.
+"""
 
 import random
 from collections.abc import Callable
@@ -127,8 +130,8 @@ NOISE = {"PATH": "/bin", "OMP_NUM_THREADS": "4", "PAGE_SIZE": "4096", "SLURM_ARR
 
 
 def drawn(seed: int) -> tuple[Environ, list[Rank], str]:
-    """Return an environment, the ranks that its launchers gave, innermost last, and what was done
-    to it."""
+    """Return an environment, the ranks that its launchers gave, innermost last, and the
+    change that was made to it."""
     draw = random.Random(seed)
     environ, ranks = dict(draw.sample(sorted(NOISE.items()), draw.randint(0, 4))), []
     for layer in LAYERS:
@@ -166,7 +169,7 @@ def test_nobody_is_someone_else_or_alone_in_silence(first: int) -> None:
         if found.launcher == "python":
             assert all(size == 1 for _, size in ranks), (seed, done, environ)
         elif done == "drop RANK" and "LOCAL_WORLD_SIZE" not in environ:
-            # What is left, a size and an address, is what batch scripts set for srun's ranks.
+            # Batch scripts set the rest, a size and an address, for srun's ranks.
             assert found.size == ranks[-1][1], (seed, done, environ)
         elif not done.startswith("change"):  # another number that can be is nobody's to see
             assert was == ranks[-1], (seed, done, environ)

@@ -122,6 +122,7 @@ BY_HAND = {
 OF_OTHERS = (
     environments.GFORKER,
     environments.PALS,
+    environments.PRTERUN_ASKED,
     environments.FLUX,
     environments.JSRUN,
     environments.CONDOR,
@@ -317,6 +318,19 @@ NODE = {"rank": 1, "size": 2, "node": 1}
                 node=0,
                 **RANK,
             ),
+        ),
+        (
+            environments.PALS_PMIX_ASKED,
+            Identity(
+                launcher="PALS",
+                job="PALS 0c1fdf2f-1c9d-4a2e-9d0a-6f2d2f8f1a55",
+                node=0,
+                **RANK,
+            ),
+        ),
+        (
+            environments.PRTERUN_ASKED,
+            Identity(launcher="PMIx", job="PMIx prterun-vm-6375@1", **RANK),
         ),
         # srun of a Cray sets variables of PALS as well
         (STEP | environments.SHASTA, SLURM_TASK),

@@ -1,6 +1,6 @@
 """Reads which hosts a scheduler has allocated to this job, for `shardwise run` without `-H`.
 
-Each scheduler tells a batch script its hosts in a file or a variable of its own:
+Each scheduler names the hosts in a file or a variable for the batch script:
 
     PBS, Torque     PBS_NODEFILE          a line per slot: n1 n1 n2 n2
     Cobalt          COBALT_NODEFILE       a line per host
@@ -26,9 +26,9 @@ from shardwise.launch.hosts import Host
 
 @dataclass(frozen=True)
 class Allocation:
-    """The hosts of a job, with their slots, and where they were read: in `variable`.
+    """The hosts of a job and the `variable` that names them.
 
-    A host without slots is one of which the scheduler says nothing but the name.
+    `slots` of a host is None if the scheduler gives only its name.
     """
 
     scheduler: str
@@ -36,10 +36,10 @@ class Allocation:
     hosts: tuple[Host, ...]
 
     def with_ranks(self, gpus: int) -> tuple[Host, ...]:
-        """Return the hosts with as many slots as each is to have ranks.
+        """Return the hosts with the number of ranks of each as slots. Pure.
 
-        Slots above 1 are what the job asked for. On hosts with GPUs (`gpus` on each) more ranks
-        than that could not have one each: batch systems often count cores. Pure.
+        Slots above 1 are the job's own request. On hosts with GPUs (`gpus` on each) there is at
+        most one rank per GPU, because batch systems often count cores as slots.
         """
         counts = {host.slots or 1 for host in self.hosts}
         if not gpus:

@@ -12,7 +12,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch import processes, slurm
 from shardwise.launch.environment import OWN_NAMES, PREFIX
 from shardwise.launch.identity import Identity, read_integer, read_integers, read_text
-from shardwise.launch.launchers import mpi, platforms, schedulers, signs
+from shardwise.launch.launchers import mpi, platforms, pmix, schedulers, signs
 from shardwise.launch.launchers.variables import Environ, RankVariables, Reader
 
 ALONE = "SHARDWISE_ALONE"
@@ -147,6 +147,7 @@ LAUNCHERS = (
     ),
     Launcher(name="MVAPICH", level=3, read=mpi.mvapich, processes=OF_MPI | {"mpispawn"}),
     Launcher(name="PMI", level=3, read=mpi.pmi, processes=frozenset({"mpiexec.gforker"})),
+    Launcher(name="PMIx", level=3, read=pmix.read),
     Launcher(name="Slurm", level=4, read=slurm.detect, processes=frozenset({"slurmstepd"})),
     Launcher(name="Flux", level=4, read=schedulers.FLUX.read, processes=frozenset({"flux-shell"})),
     Launcher(name="LSF", level=4, read=schedulers.lsf),
@@ -177,7 +178,7 @@ def identify(environ: Environ = os.environ) -> Identity:
     Raises LaunchError as `detect` does.
     """
     parents = [name for _, name in processes.ancestors() if name in _STARTERS]
-    return detect(environ, parents)
+    return detect({**environ, **pmix.ask(environ)}, parents)
 
 
 def around_command() -> Identity:

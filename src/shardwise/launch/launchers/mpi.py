@@ -61,10 +61,10 @@ _PMI = RankVariables(
 
 
 def open_mpi(environ: Environ) -> Identity | None:
-    """Read what Open MPI's mpirun gave.
+    """Read the variables of Open MPI's mpirun.
 
-    jsrun and Flux set some of its variables for the ranks that they start themselves, where the
-    name of the job is a small number that other jobs have too.
+    jsrun and Flux set some of these variables for the ranks that they start themselves. The name
+    of the job is then a small number that other jobs have too, so their own readers come first.
     """
     for outer in (schedulers.JSRUN, schedulers.FLUX):
         given = environ.get(OPEN_MPI.rank), environ.get(OPEN_MPI.size)
@@ -77,22 +77,22 @@ def open_mpi(environ: Environ) -> Identity | None:
 
 
 def mvapich(environ: Environ) -> Identity | None:
-    """Read what MVAPICH's mpirun_rsh gave."""
+    """Read the variables of MVAPICH's mpirun_rsh."""
     return _MVAPICH_2.read(environ) or _MVAPICH_3.read(environ)
 
 
 def hydra(environ: Environ) -> Identity | None:
-    """Read what Hydra gave, the mpiexec of MPICH and of Intel MPI. Only Hydra sets MPI_LOCALRANKID.
+    """Read the variables of Hydra, the mpiexec of MPICH and of Intel MPI.
 
-    Intel MPI also names the run; MPICH does not. Its ranks find each other by the process that
-    started them (see rendezvous_file.py), and over the hosts of a Slurm allocation by the step
-    that Hydra made of itself.
+    Only Hydra sets MPI_LOCALRANKID. Intel MPI also names the run; MPICH does not. Its ranks find
+    each other by the process that started them (see rendezvous_file.py), and over the hosts of a
+    Slurm allocation by the step of Hydra's proxies.
     """
     return _in_step(_HYDRA.read(environ), environ) if "MPI_LOCALRANKID" in environ else None
 
 
 def pmi(environ: Environ) -> Identity | None:
-    """Read PMI_RANK and PMI_SIZE, if nothing more specific says who set them.
+    """Read PMI_RANK and PMI_SIZE, unless other variables show which launcher set them.
 
     srun --mpi=pmi2, Flux and PALS set them too, for the tasks that they start: their own variables
     say more. But a Hydra that was started inside a task leaves that task's variables in its ranks.
@@ -102,7 +102,7 @@ def pmi(environ: Environ) -> Identity | None:
         try:
             if say_the_same(identity, read(environ)):
                 return None
-        except LaunchError:  # what it says cannot be: then it is the outer one
+        except LaunchError:  # its numbers are impossible, so it is the outer launcher
             continue
     return _in_step(identity, environ)
 

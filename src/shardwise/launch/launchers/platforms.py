@@ -52,7 +52,7 @@ _MAIN = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 
 
 def skypilot(environ: Environ) -> Identity | None:
-    """Read what SkyPilot gave a node; the first of its addresses is rank 0's."""
+    """Read the variables of a SkyPilot node. The first of the addresses is rank 0's."""
     identity = SKYPILOT.read(environ)
     addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
     return _at(identity, addresses[0] if addresses else None, environ)
@@ -82,9 +82,9 @@ def sagemaker(environ: Environ) -> Identity | None:
 
 
 def kubeflow(environ: Environ) -> Identity | None:
-    """Read what Kubeflow's Trainer gave a pod, in the variables that torchrun takes options from.
+    """Read the variables of a pod of Kubeflow's Trainer, which torchrun reads as options.
 
-    Raises LaunchError if a pod is to have several processes: whoever starts these reads PET_*.
+    Raises LaunchError if the job asks for several processes in each pod: this one starts them.
     """
     if {KUBEFLOW.rank, KUBEFLOW.size} & environ.keys():
         check_processes_per_pod(environ)
@@ -93,12 +93,12 @@ def kubeflow(environ: Environ) -> Identity | None:
 
 
 def check_processes_per_pod(environ: Environ) -> None:
-    """Raise LaunchError in a pod of Kubeflow that is to have several processes, outside of them."""
+    """Raise LaunchError if Kubeflow asks for several processes in each pod."""
     count = environ.get("PET_NPROC_PER_NODE", "1")
     if count.isdigit() and int(count) > 1:
         raise LaunchError(
             f"Kubeflow asks for PET_NPROC_PER_NODE={count} processes in each pod, and this one is "
-            "not told which of them it is. Let the pod's command start them: torchrun train.py "
+            "not told which of them it is. Start them in the pod's command: torchrun train.py "
             "(it reads PET_*), or shardwise run --nnodes $PET_NNODES --node-rank $PET_NODE_RANK "
             f"--nproc-per-node {count} --rdzv-endpoint HOST:PORT train.py."
         )
@@ -113,8 +113,10 @@ def indexed_job(environ: Environ) -> Identity | None:
 
 
 def aws_batch(environ: Environ) -> Identity | None:
-    """Read which node of a multi-node parallel job this is. The main node has no address of its
-    own in its variables."""
+    """Read the index of a node of a multi-node parallel job.
+
+    The variables of the main node do not have its address.
+    """
     identity = AWS_BATCH.read(environ)
     if identity is None or identity.size == 1:
         return identity

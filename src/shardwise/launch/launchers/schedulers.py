@@ -16,7 +16,7 @@ from shardwise.launch import slurm
 from shardwise.launch.identity import Identity, read_integer
 from shardwise.launch.launchers.variables import Environ, RankVariables, Reader
 
-# A batch script of Flux has none of them.
+# Flux removes both variables from batch scripts.
 FLUX = RankVariables(
     launcher="Flux", rank="FLUX_TASK_RANK", size="FLUX_JOB_SIZE", job=("FLUX_JOB_ID",)
 )
@@ -61,13 +61,16 @@ def pals(environ: Environ) -> Identity | None:
     """Read what PALS gave a rank.
 
     Slurm and Flux set variables of PALS for Cray's MPI, some of them without PMI_SIZE. PALS itself
-    leaves PMI_SIZE out with --pmi=pmix, and then nothing tells a rank of how many it is.
+    leaves PMI_SIZE out with --pmi=pmix: then its server is asked (see pmix.py).
     """
     if PALS.rank not in environ or FLUX.rank in environ or slurm.in_step(environ):
         return None
+    names = PALS
     if PALS.local_size not in environ and "PMI_LOCAL_SIZE" in environ:
-        return replace(PALS, local_size="PMI_LOCAL_SIZE").read(environ)
-    return PALS.read(environ)
+        names = replace(names, local_size="PMI_LOCAL_SIZE")
+    if PALS.size not in environ and "PMIX_JOB_SIZE" in environ:  # the answer of its server
+        names = replace(names, size="PMIX_JOB_SIZE")
+    return names.read(environ)
 
 
 READERS: tuple[Reader, ...] = (FLUX.read, lsf, pals, CONDOR.read)

@@ -12,7 +12,7 @@ _RANK = re.compile(r"(.*?)(?:RANK|RANKID|RANK_ID|PROCID|PROCNO|PROC_ID|TASK_RANK
 _SIZE = re.compile(
     r"(.*?)(?:(?:WORLD_|JOB_)?SIZE|WORLD|(?:N|NUM_?)(?:PROCS|PROCESSES|TASKS|RANKS|NODES|HOSTS))"
 )
-"""What comes before these words must be the same in the names of a rank and of its size."""
+"""A rank and its size have the same prefix before these words."""
 
 _NOT_RANKS = re.compile(
     r"SLURM_|SHARDWISE_LAUNCH_|PBS_|LSB_|LS_|SGE_|OAR_|COBALT_|(.*_)?(LOCAL|CROSS|ARRAY|ROLE)_"
@@ -60,7 +60,7 @@ def find(environ: Mapping[str, str], parents: Sequence[str]) -> list[str]:
 
 
 def in_job(environ: Mapping[str, str]) -> str | None:
-    """Return what says that a batch job has several slots, in which this process is alone."""
+    """Return the variable that shows that this batch job has several slots; None without one."""
     for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "NSLOTS", "PBS_NP", "COBALT_JOBSIZE"):
         if _number(environ.get(name)) > 1:
             return f"{name}={environ[name]}"
@@ -103,14 +103,14 @@ def _pairs(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _stem(text: str) -> str:
-    """Return what a launcher's variables begin with: `OMPI_` for `OMPI_COMM_WORLD_`."""
+    """Return the prefix of a launcher's variables: `OMPI_` for `OMPI_COMM_WORLD_`."""
     for word in ("WORLD_", "COMM_", "JOB_", "TASK_", "PROC_"):
         text = text.removesuffix(word)
     return text
 
 
 def _number(text: str | None) -> int:
-    """Return the number that `text` is, 1 for an absent one, -1 for what is no number."""
+    """Return `text` as a number: 1 if it is absent, -1 if it is not a number."""
     if text is None:
         return 1
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1

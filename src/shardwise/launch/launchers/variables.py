@@ -15,11 +15,11 @@ Reader = Callable[[Environ], Identity | None]
 
 @dataclass(frozen=True, kw_only=True)
 class RankVariables:
-    """The variables in which one launcher tells each rank who it is.
+    """Names of the variables that one launcher sets for each rank.
 
-    `job` are variables whose values together name this run and no other: all ranks have the same
-    ones. A launcher that has none leaves it empty. `one_per_host`: it starts one process on each
-    host.
+    `job` are variables whose values together identify the run: all ranks have the same values, and
+    no other run has them. It is empty for launchers without such variables. With `one_per_host`
+    the launcher starts one process on each host.
     """
 
     launcher: str
@@ -34,8 +34,8 @@ class RankVariables:
     def read(self, environ: Environ) -> Identity | None:
         """Return the identity of a rank; None if neither the rank nor the size is set.
 
-        Raises LaunchError for a rank without a size, or the reverse: a process that ignored half
-        of what it is told could be someone else.
+        Raises LaunchError for a rank without a size, or the reverse: if this launcher's half of an
+        identity were ignored, an outer launcher's would be taken for it.
         """
         present = {self.rank, self.size} & environ.keys()
         if not present:

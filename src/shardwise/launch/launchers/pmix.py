@@ -1,0 +1,135 @@
+"""Asks a PMIx server of how many ranks this process is one.
+
+PRRTE's prterun and PALS with --pmi=pmix tell a rank its number, PMIX_RANK, and nothing else in its
+environment. The process that started the rank knows the rest. It has loaded a PMIx library, and the
+same file is loaded here, so that both ends have one version. A child process asks, so that the
+script itself can still start MPI later.
+
+PMIx standard 4.1: PMIx_Init, PMIx_Get and PMIx_Finalize (section 5), pmix_proc_t and pmix_value_t
+(section 3.2).
+"""
+
+import ctypes
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+from shardwise.launch import processes, program
+from shardwise.launch.identity import Identity
+from shardwise.launch.launchers.variables import Environ, RankVariables
+
+PMIX = RankVariables(
+    launcher="PMIx",
+    rank="PMIX_RANK",
+    size="PMIX_JOB_SIZE",
+    local_rank="PMIX_LOCAL_RANK",
+    local_size="PMIX_LOCAL_SIZE",
+    job=("PMIX_NAMESPACE",),
+)
+"""PMIx defines the rank and the namespace. The other names are ours, for the server's answers."""
+
+_SAYS_SIZE = {
+    "OMPI_COMM_WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "JSM_NAMESPACE_SIZE",
+    "FLUX_JOB_SIZE",
+    "PMI_SIZE",
+    PMIX.size,
+}
+"""Variables of launchers that tell the size without a question."""
+
+KEYS = {
+    PMIX.size: (b"pmix.job.size", False),
+    "PMIX_LOCAL_SIZE": (b"pmix.local.size", False),
+    "PMIX_LOCAL_RANK": (b"pmix.lrank", True),
+}
+"""By variable, the key of the server, and whether it is about this rank rather than about all."""
+
+LIMIT = 20.0
+"""Seconds for the server's answer."""
+
+_WILDCARD = 2**32 - 2
+_UINT16 = 13
+"""The type of a value of 16 bits, which a local rank has; sizes have 32."""
+
+
+def read(environ: Environ) -> Identity | None:
+    """Read PMIX_RANK and the server's answers; None without them, and for ranks of PALS."""
+    if PMIX.size not in environ or "PALS_RANKID" in environ:
+        return None
+    return PMIX.read(environ)
+
+
+def ask(environ: Environ) -> dict[str, str]:
+    """Return the variables that the server of this rank adds; none if it cannot be asked."""
+    if not {"PMIX_RANK", "PMIX_NAMESPACE"} <= environ.keys() or _SAYS_SIZE & environ.keys():
+        return {}
+    return _answer(tuple(sorted(environ.items())))
+
+
+@functools.cache
+def _answer(variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """Ask, once for a process: each question starts another one."""
+    library = _loaded_above()
+    if library is None:
+        return {}
+    try:
+        asked = subprocess.run(
+            [*program.python_words(__name__, sys.executable), library],
+            env=dict(variables),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {}  # the process is refused then, as one that nobody can read
+    lines = (line.partition("=") for line in asked.stdout.splitlines())
+    return {name: value for name, _, value in lines if name in KEYS}
+
+
+def _loaded_above() -> str | None:
+    """Return the path of the PMIx library of the nearest process above that has one loaded."""
+    for pid, _ in processes.ancestors():
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:  # another user's process
+            continue
+        for line in maps.splitlines():
+            path = line.partition("/")[1] + line.partition("/")[2]
+            if Path(path).name.startswith("libpmix.so"):
+                return path
+    return None
+
+
+class _Process(ctypes.Structure):
+    """pmix_proc_t."""
+
+    _fields_ = (("nspace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
+
+
+class _Value(ctypes.Structure):
+    """pmix_value_t. Only whole numbers are read."""
+
+    _fields_ = (("type", ctypes.c_uint16), ("number", ctypes.c_uint64))
+
+
+def main(path: str) -> None:
+    """Print the server's answers as NAME=number, using the library at `path`."""
+    library = ctypes.CDLL(path)
+    me = _Process()
+    if library.PMIx_Init(ctypes.byref(me), None, ctypes.c_size_t(0)):
+        sys.exit(1)
+    everyone = _Process(me.nspace, _WILDCARD)
+    for name, (key, is_own) in KEYS.items():
+        value = ctypes.POINTER(_Value)()
+        who = ctypes.byref(me if is_own else everyone)
+        if not library.PMIx_Get(who, key, None, ctypes.c_size_t(0), ctypes.byref(value)):
+            bits = 16 if value.contents.type == _UINT16 else 32
+            print(f"{name}={value.contents.number & (2**bits - 1)}")
+    library.PMIx_Finalize(None, ctypes.c_size_t(0))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
