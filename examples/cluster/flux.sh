@@ -7,7 +7,7 @@
 # the environment of the shell that submits it, so activate your virtual environment first.
 set -eu
 
-# A batch script runs in a Flux instance of its own, which is all of the job's hosts. Ranks on other
+# A batch script runs in a new Flux instance, whose hosts are the hosts of the job. Ranks on other
 # hosts start over ssh.
 hosts=$(flux hostlist --expand --delimiter=, instance)
 exec shardwise run -H "$hosts" --nproc-per-node "${RANKS:-4}" "$@"

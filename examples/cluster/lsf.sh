@@ -12,7 +12,7 @@
 #BSUB -o shardwise.%J.log
 set -eu
 
-# The hosts and slots are those of LSB_DJOB_HOSTFILE. Ranks on other hosts start over ssh.
+# LSB_DJOB_HOSTFILE lists the hosts, once per slot. Ranks on other hosts start over ssh.
 # TRAIN is not quoted, so that its words become arguments.
 exec shardwise run $TRAIN
 

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Train on the hosts of a PBS job (OpenPBS, PBS Pro):
 #
-#   qsub -l select=2:ncpus=32:ngpus=4:mpiprocs=4 -v VENV="$VIRTUAL_ENV",TRAIN="train.py --epochs 3" \
-#       examples/cluster/pbs.sh
+#   qsub -l select=2:ncpus=32:ngpus=4:mpiprocs=4 \
+#       -v VENV="$VIRTUAL_ENV",TRAIN="train.py --epochs 3" examples/cluster/pbs.sh
 #
 # `mpiprocs` is the number of ranks on each host: ask for as many as GPUs. PBS passes no arguments
 # to a script, so TRAIN holds the training script with its arguments, and flags such as --zero 3 in
@@ -16,10 +16,10 @@ set -eu
 cd "$PBS_O_WORKDIR"
 . "$VENV/bin/activate"
 
-# The hosts and slots are those of PBS_NODEFILE. Ranks on other hosts start over ssh.
+# PBS_NODEFILE lists the hosts, once per slot. Ranks on other hosts start over ssh.
 # TRAIN is not quoted, so that its words become arguments.
 exec shardwise run $TRAIN
 
-# Or by MPI. Open MPI and Intel MPI built for PBS read PBS_NODEFILE, and so does PALS on Cray
-# systems (Polaris, Aurora), where the number of ranks per host is said as well: --ppn 4.
+# Or by MPI, whose mpiexec reads PBS_NODEFILE. On Cray systems (Polaris, Aurora) mpiexec is PALS,
+# which also takes the number of ranks on each host: --ppn 4.
 # exec mpiexec -n "$(wc -l <"$PBS_NODEFILE")" python $TRAIN

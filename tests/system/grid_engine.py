@@ -131,7 +131,7 @@ def grid_engine(folder: Path) -> Iterator[GridEngine]:
     environ = {
         "SGE_ROOT": str(root),
         "SGE_CELL": "default",
-        # In a network namespace of its own every port is free.
+        # The hosts have their own network, so every port is free.
         "SGE_QMASTER_PORT": "6444",
         "SGE_EXECD_PORT": "6445",
     }

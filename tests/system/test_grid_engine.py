@@ -36,8 +36,8 @@ def cell() -> Iterator[GridEngine]:
 
 @pytest.fixture(scope="module")
 def warm_on_hosts(cell: GridEngine) -> Iterator[dict[str, str]]:
-    """The variables of warm programs; the hosts have process numbers of their own, so the warm
-    process lives there."""
+    """The variables of warm programs. The hosts are in another PID namespace, so the warm process
+    runs there too."""
     warm = WarmPython(processes=1, enter=cell.enter())
     try:
         yield dict(warm.environ())
@@ -64,8 +64,8 @@ def steps(text: str) -> list[str]:
 def job(
     cell: GridEngine, tmp_path: Path, warm_on_hosts: dict[str, str]
 ) -> Iterator[Callable[..., str]]:
-    """Runs a job script to its end, in a folder of its own, with the submitter's environment;
-    returns what it wrote. No job leaves a process."""
+    """Runs a job script in a new folder, with the submitter's environment, and returns its output.
+    Checks that no job leaves a process."""
 
     def submit(*words: str) -> str:
         flags = ("-V", "-v", VENV, "-cwd", "-j", "y", "-o", "out")
@@ -114,7 +114,7 @@ def test_the_example_trains_over_two_hosts_with_equal_losses(
 def test_mpirun_trains_over_two_hosts_with_equal_losses(
     job: Callable[..., str], expected: list[str], tmp_path: Path, component: str, name: str
 ) -> None:
-    """It reads PE_HOSTFILE itself, and starts its daemon on the other host by qrsh."""
+    """mpirun reads PE_HOSTFILE itself, and starts its daemon on the other host by qrsh."""
     words = f"{mpirun(component)} -n 4 python {LOSSES}"
     # MPICH does not tell ranks on several hosts anything that names the run.
     where = "export SHARDWISE_RENDEZVOUS=$(hostname):29500" if component == "mpich" else ""
@@ -126,7 +126,7 @@ def test_mpirun_trains_over_two_hosts_with_equal_losses(
 def test_tasks_of_an_array_job_train_alone(
     job: Callable[..., str], expected: list[str], tmp_path: Path
 ) -> None:
-    """SGE_TASK_ID numbers jobs of their own; it is no rank."""
+    """SGE_TASK_ID numbers independent jobs. It is not a rank."""
     made = job_script(tmp_path, f'python {LOSSES} >"out.$SGE_TASK_ID"')
     job("-t", "1-2", made)
     for task in (1, 2):
@@ -138,7 +138,7 @@ def test_tasks_of_an_array_job_train_alone(
 def test_a_script_that_qrsh_starts_on_each_host_refuses_to_train_alone(
     job: Callable[..., str], tmp_path: Path
 ) -> None:
-    """A task of `qrsh -inherit` is told no rank, so each would train a model of its own."""
+    """Grid Engine gives tasks of `qrsh -inherit` no rank, so each would train the whole model."""
     warm = 'env TESTS_WARM="$TESTS_WARM" PYTHONPATH="$PYTHONPATH" OMP_NUM_THREADS=1'
     task = f'{warm} "$VENV/bin/python" {LOSSES}'
     lines = [f"qrsh -inherit {host} {task}; echo exit code $?" for host in ("n1", "n2")]

@@ -267,14 +267,14 @@ class TestSsh:
         words = command.ssh_command(way, Host("h2", 4))
         assert words[:-1] == ["/usr/bin/qrsh", "-inherit", "h2"]
         assert words[-1].endswith("exec /opt/py -P -m shardwise.launch.ssh.agent")
-        with pytest.raises(LaunchError, match="--ssh-port 22: qrsh connects to no port of ours"):
+        with pytest.raises(LaunchError, match="--ssh-port 22: qrsh has no flag for a port"):
             command.ssh_command(replace(way, port=22), Host("h2"))
 
     @pytest.mark.parametrize(
         ("reached", "leads_to"),
         [
             (("", "10.0.0.2", "10.0.0.3"), ("10.0.0.2", "10.0.0.3", "10.0.0.2")),
-            # A program that is not ssh does not say where it reached a host.
+            # Programs other than ssh do not set SSH_CONNECTION.
             (("", "", ""), ("h2", "h3", "h2")),
         ],
     )

@@ -123,10 +123,13 @@ def address(remote: RemoteHost) -> str:
 
 
 def peer(remote: RemoteHost, remotes: Iterable[RemoteHost]) -> str:
-    """Return where another host than `remote` is, which leads to the network they share: the
-    address at which it was reached, else its name. The loopback address if there is no other."""
+    """Return the address of another host than `remote`, or its name if no address is known.
+
+    The route to it leads over the network that the hosts share. Returns the loopback address if
+    `remote` is the only host.
+    """
     others = [other for other in remotes if other is not remote]
-    # Only ssh says at which address it reached a host; other programs of --ssh do not.
+    # ssh sets SSH_CONNECTION, so the agent knows its own address. Other programs for --ssh do not.
     reached = [found for other in others if (found := address(other))]
     named = [other.share.host.name for other in others if not other.is_here]
     ours = [socket.gethostname() for other in others if other.is_here]
@@ -134,8 +137,8 @@ def peer(remote: RemoteHost, remotes: Iterable[RemoteHost]) -> str:
 
 
 def check(job: Job, remote: RemoteHost, remotes: Iterable[RemoteHost], *, listens: bool) -> None:
-    """Ask a host whether it can start: it listens where it was reached, else on the way to another
-    one of `remotes`."""
+    """Ask a host whether it can start. It listens at the address by which it was reached. If that
+    is not known, it listens at its address on the route to another one of `remotes`."""
     remote.check(
         words=job.words,
         module=job.module,

@@ -55,13 +55,13 @@ class SshOptions:
 def ssh_command(options: SshOptions, host: Host) -> list[str]:
     """Build the command that starts an agent on `host`; it never asks for a password.
 
-    Raises LaunchError for a port of a program that has none.
+    Raises LaunchError for a port if the program has no flag for it.
     """
     program = PurePath(options.ssh[0]).name
     if program in WITHOUT_FLAGS:
         if options.port is not None:
             raise LaunchError(
-                f"--ssh-port {options.port}: {program} connects to no port of ours. Leave it out."
+                f"--ssh-port {options.port}: {program} has no flag for a port. Leave it out."
             )
         return [*options.ssh, host.login, remote_command(options)]
     settings = {
