@@ -32,6 +32,8 @@ SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
 WARM = pytest.mark.usefixtures("warm_programs")
 """For tests of what ranks come to; those that find the process of their launcher do without."""
@@ -179,6 +181,14 @@ def test_ranks_of_a_hydra_that_tells_no_local_rank(here: Launcher, expected: str
     line = f"unset MPI_LOCALRANKID MPI_LOCALNRANKS; exec {sys.executable} {script('parity')}"
     ran = run(here, mpirun("mpich"), "-n", "2", "sh", "-c", line)
     assert (ran.code, ran.lines()) == (0, [f"{expected} by PMI of 2"]), ran.err
+
+
+def test_prterun(here: Launcher, expected: str) -> None:
+    """PRRTE tells ranks their number only, so they ask its PMIx server for the rest."""
+    need("prrte", None if shutil.which("prterun") else "prterun is not installed")
+    words = ("prterun", "--map-by", ":OVERSUBSCRIBE", "-n", "2", sys.executable, script("parity"))
+    ran = run(here, *words)
+    assert (ran.code, ran.lines()) == (0, [f"{expected} by PMIx of 2"]), ran.err
 
 
 def test_ranks_that_must_ask_a_pmix_server(here: Launcher, expected: str) -> None:

@@ -5,7 +5,10 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +19,7 @@ from shardwise.launch.error_file import ErrorReport
 from shardwise.launch.failure_report import ExitStatus, Verdict
 from shardwise.launch.hosts import Host, Share
 from shardwise.launch.job import Job, dry_run_words
-from shardwise.launch.ssh import command, protocol
+from shardwise.launch.ssh import agents, command, protocol
 from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.worker_output import WorkerOutput, open_logs
 
@@ -258,6 +261,37 @@ class TestSsh:
             "exec env 'PYTHONPATH=/a b' /opt/py -P -m shardwise.launch.ssh.agent"
         )
         assert "secret" not in " ".join(words)
+
+    def test_grid_engines_qrsh_gets_no_flags_of_ssh(self) -> None:
+        way = replace(WAY, ssh=("/usr/bin/qrsh", "-inherit"))
+        words = command.ssh_command(way, Host("h2", 4))
+        assert words[:-1] == ["/usr/bin/qrsh", "-inherit", "h2"]
+        assert words[-1].endswith("exec /opt/py -P -m shardwise.launch.ssh.agent")
+        with pytest.raises(LaunchError, match="--ssh-port 22: qrsh has no flag for a port"):
+            command.ssh_command(replace(way, port=22), Host("h2"))
+
+    @pytest.mark.parametrize(
+        ("reached", "leads_to"),
+        [
+            (("", "10.0.0.2", "10.0.0.3"), ("10.0.0.2", "10.0.0.3", "10.0.0.2")),
+            # Programs other than ssh do not set SSH_CONNECTION.
+            (("", "", ""), ("h2", "h3", "h2")),
+        ],
+    )
+    def test_each_host_looks_for_its_network_on_the_way_to_another(
+        self, reached: tuple[str, ...], leads_to: tuple[str, ...]
+    ) -> None:
+        remotes: list[Any] = [
+            SimpleNamespace(
+                share=Share(Host(f"h{number}"), 0, 1),
+                is_here=number == 1,
+                hello={"address": address},
+            )
+            for number, address in enumerate(reached, 1)
+        ]
+        assert tuple(agents.peer(remote, remotes) for remote in remotes) == leads_to
+        assert agents.peer(remotes[1], remotes[:2]) == socket.gethostname()
+        assert agents.peer(remotes[0], remotes[:1]) == "127.0.0.1"
 
     @pytest.mark.parametrize(
         ("code", "said", "message"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -107,10 +108,8 @@ def prepare(
         return _NOWHERE
     _refuse_twice(remotes)
     _compare(remotes, supervisor)
-    known = [address(remote) for remote in remotes]
-    towards = next((each for each in known if each), LOOPBACK)
     for remote in remotes:
-        check(job, remote, towards, listens=remote.share in listening)
+        check(job, remote, remotes, listens=remote.share in listening)
     wait_for(remotes, supervisor, lambda remote: remote.ready)
     first = remotes[0].ready
     if first is None:
@@ -123,9 +122,23 @@ def address(remote: RemoteHost) -> str:
     return remote.hello["address"] if remote.hello and not remote.is_here else ""
 
 
-def check(job: Job, remote: RemoteHost, towards: str, *, listens: bool) -> None:
-    """Ask a host whether it can start: it listens where it was reached, else on the way `towards`
-    another one."""
+def peer(remote: RemoteHost, remotes: Iterable[RemoteHost]) -> str:
+    """Return the address of another host than `remote`, or its name if no address is known.
+
+    The route to it leads over the network that the hosts share. Returns the loopback address if
+    `remote` is the only host.
+    """
+    others = [other for other in remotes if other is not remote]
+    # ssh sets SSH_CONNECTION, so the agent knows its own address. Other programs for --ssh do not.
+    reached = [found for other in others if (found := address(other))]
+    named = [other.share.host.name for other in others if not other.is_here]
+    ours = [socket.gethostname() for other in others if other.is_here]
+    return next(iter([*reached, *named, *ours]), LOOPBACK)
+
+
+def check(job: Job, remote: RemoteHost, remotes: Iterable[RemoteHost], *, listens: bool) -> None:
+    """Ask a host whether it can start. It listens at the address by which it was reached. If that
+    is not known, it listens at its address on the route to another one of `remotes`."""
     remote.check(
         words=job.words,
         module=job.module,
@@ -133,7 +146,7 @@ def check(job: Job, remote: RemoteHost, towards: str, *, listens: bool) -> None:
         listens=listens,
         address=address(remote),
         port=job.port,
-        towards=towards,
+        towards=peer(remote, remotes),
     )
 
 

@@ -3,7 +3,9 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
+from shardwise.errors import LaunchError
 from shardwise.launch.hosts import Host, Share
 
 AGENT = "shardwise.launch.ssh.agent"
@@ -11,6 +13,10 @@ AGENT = "shardwise.launch.ssh.agent"
 NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 """Variables that Python itself may need to start; others travel inside the connection, where
 nobody sees them in a list of processes."""
+
+WITHOUT_FLAGS = ("qrsh",)
+"""Programs for --ssh that run a command on a host as ssh does, but know none of its flags: Grid
+Engine's `qrsh -inherit HOST COMMAND`."""
 
 NO_FOLDER = 81
 """The exit code by which the remote shell says that it cannot go there."""
@@ -47,7 +53,17 @@ class SshOptions:
 
 
 def ssh_command(options: SshOptions, host: Host) -> list[str]:
-    """Build the command that starts an agent on `host`; it never asks for a password."""
+    """Build the command that starts an agent on `host`; it never asks for a password.
+
+    Raises LaunchError for a port if the program has no flag for it.
+    """
+    program = PurePath(options.ssh[0]).name
+    if program in WITHOUT_FLAGS:
+        if options.port is not None:
+            raise LaunchError(
+                f"--ssh-port {options.port}: {program} has no flag for a port. Leave it out."
+            )
+        return [*options.ssh, host.login, remote_command(options)]
     settings = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT),

@@ -17,7 +17,6 @@ from typing import Any
 from shardwise.errors import LaunchError
 from shardwise.launch import failure_report
 from shardwise.launch.console import Console
-from shardwise.launch.hosts import LOOPBACK
 from shardwise.launch.island_desk import Contribution, Key
 from shardwise.launch.island_hub import Desk
 from shardwise.launch.island_supervisor import IslandSupervisor
@@ -83,7 +82,6 @@ class IslandHosts:
         self._hub.transfers = self
         self._hosts: list[IslandHost] = []
         self._islands: dict[int, RemoteIsland] = {}
-        self._towards = LOOPBACK
         supervisor.every_turn.append(self.go_on)
 
     # -- the beginning --------------------------------------------------------------------
@@ -96,7 +94,6 @@ class IslandHosts:
         agents.prepare(job, remotes, supervisor, listening=job.shares)
         if supervisor.is_asked:
             return
-        self._towards = next(filter(None, map(agents.address, remotes)), LOOPBACK)
         self._hosts = [IslandHost(remote.share, remote) for remote in remotes]
         for host in self._hosts:
             self._serve(host)
@@ -239,7 +236,8 @@ class IslandHosts:
             raise LaunchError(failure_report.os_error_sentence(error)) from None
         until = time.monotonic() + START_LIMIT
         yield from _until(host, "hello", until)
-        agents.check(self._job, host.remote, self._towards, listens=True)
+        remotes = [each.remote for each in self._hosts]
+        agents.check(self._job, host.remote, remotes, listens=True)
         yield from _until(host, "ready", until)
         self._serve(host)
         while not host.desk.serving:
