@@ -20,13 +20,18 @@ MISTAKES = {
     "batch_norm": ("batch_norm", "--sync-batch-norm"),
     "dropout": ("dropout", "dropout at"),
     "nondeterministic": ("nondeterministic", "two runs of the reference itself differ"),
+    "weight": (
+        "weight",
+        "weight= at weight.py:15 is not what this loss is a mean over (worker",
+    ),
+    "reduction": ("reduction", 'reduction="ddp" at reduction.py:15 averages the losses of the'),
     "scaled_rate": ("lr", "0.02, 2 times the reference's 0.01"),
     "all_reduce": ("sum", "made by hand at all_reduce.py:"),
     "no_buffer": ("buffer", "0.mean: forward changes it"),
     "rank": ("rank", "code that depends on the rank at rank.py:"),
     "batch_size": ("size", "code that depends on the number of workers at batch_size.py:"),
 }
-CHEAP = ("own_batch", "scaled_rate")
+CHEAP = ("own_batch", "scaled_rate", "weight")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +73,11 @@ def test_nothing_is_named_where_nothing_is_wrong(
     said = "\n".join(sentences(result))
     assert result.verdict in (Verdict.BITS, Verdict.ROUNDING), said
     assert result.steps == 6
+
+
+def test_losses_averaged_over_workers_agree(tmp_path: Path) -> None:
+    result = judged((str(SCRIPTS / "ddp_loss.py"),), Placement(size=2), tmp_path, steps=3)
+    assert result.verdict is Verdict.ROUNDING, "\n".join(sentences(result))
 
 
 SMALLEST = {

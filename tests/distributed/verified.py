@@ -86,6 +86,9 @@ def main(
     os.environ.update(environ)
     os.environ.update(settings["environ"])
     os.environ[config.FLAGS_VARIABLE] = json.dumps(settings["flags"])
+    # Imported for other tests in the process that this one is forked from: a script that uses it
+    # imports it again, and one that does not is none of DeepSpeed's.
+    sys.modules.pop("shardwise.deepspeed", None)
     code = 0
     try:
         script.main(settings["arguments"])

@@ -20,7 +20,16 @@ from shardwise.launch.flags import ADOPTED
 from shardwise.model.module_records import tensors_beside
 from shardwise.tensor_log import Part, TensorLog
 from shardwise.testing import _imported, _train_plain
-from shardwise.verify import causes, learning_rates, page, placements, records, suspects, verdicts
+from shardwise.verify import (
+    causes,
+    flow,
+    learning_rates,
+    page,
+    placements,
+    records,
+    suspects,
+    verdicts,
+)
 from shardwise.verify.causes import Suspect
 from shardwise.verify.command import LOGS, _log_folder
 from shardwise.verify.comparing import compare
@@ -393,6 +402,23 @@ class TestCauses:
             in (growing.words)
         )
         assert "to train as on one worker, " in growing.words
+
+    def test_weights_that_contradict_the_loss(self) -> None:
+        told = "worker 0: a mean over 6 items (mean), weighed by 4"
+        one, two = training(), training(0.1, weight=["a.py:3"], losses=[told])
+        compared = compare(one, two)
+        (suspect,) = suspects.worth_a_trial(one, two, compared, 1e-8, 2)
+        assert suspect.alter == {"weight": True}
+        assert f"weight= at a.py:3 is not what this loss is a mean over ({told})" in suspect.words
+        assert told in flow.clue(compared, two, against=False)
+
+    @pytest.mark.parametrize("library", ADOPTED)
+    def test_losses_that_a_library_averages(self, library: str) -> None:
+        one = training()
+        two = training(0.1, bridge=[library], **{"reduction ddp by a library": ["a.py:3"]})
+        (suspect,) = suspects.worth_a_trial(one, two, compare(one, two), 1e-8, 2)
+        assert suspect.words.startswith(f"{library} averages the losses of the workers")
+        assert ("exact_mean=True" in suspect.words) == (library != "deepspeed")
 
     def test_a_loss_that_is_half_of_the_reference(self) -> None:
         one, two = training(), training()

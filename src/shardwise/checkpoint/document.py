@@ -81,7 +81,8 @@ def accept(folder: Path) -> dict[str, Any]:
     told = _checked(path, _parsed(path, _read(folder)))
     for name in _beside(folder, told):
         told["files"][name] = crc_of(read_whole(folder / name))
-    _replace(path, dump({name: told[name] for name in schema.FIELDS}))
+    known = [name for name in (*schema.FIELDS, *schema.OPTIONAL) if name in told]
+    _replace(path, dump({name: told[name] for name in known}))
     return load(folder)
 
 

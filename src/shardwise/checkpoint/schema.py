@@ -129,7 +129,13 @@ def _record(fields: Mapping[str, Check]) -> Check:
 
 _GROUP = _record({"parameters": _list_of(_text), "options": _map_of(plain_value)})
 _GROUP = _record({"parameters": _list_of(_text), "options": _map_of(plain_value)})
-_OPTIMIZER = _record({"class": _text, "groups": _list_of(_GROUP)})
+
+
+def _optimizer(place: str, value: Any) -> None:
+    _record({"class": _text, "groups": _list_of(_GROUP)})(place, value)
+    if "attributes" in value:
+        _map_of(plain_value)(f"{place}.attributes", value["attributes"])
+
 
 _SCALING = _record({"scale": _scale, "good_steps": _count, "unit": _unit, "wide": _flag})
 
@@ -139,7 +145,7 @@ FIELDS: dict[str, Check] = {
     "sets": _map_of(_list_of(_file)),
     "checksums": _map_of(_map_of(_crc)),
     "files": _map_of(_crc),
-    "optimizers": _list_of(_OPTIMIZER),
+    "optimizers": _list_of(_optimizer),
     "state": _map_of(_map_of(plain_value)),
     "borders": _list_of(_text),
     "scaling": _SCALING,

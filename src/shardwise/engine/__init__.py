@@ -39,6 +39,7 @@ checkpoint_saver.py    a save, at once or in the background
 checkpoint_loader.py   a load, checked on all ranks before anything changes
 save_tensors.py, load_tensors.py, checkpoint_tensors.py   tensors, by name and interval
 optimizer_fields.py    options and numbers of the optimizers in checkpoint.json
+attribute_values.py    what optimizers keep in attributes, as JSON and tensors
 frozen_state.py        optimizer state of frozen parameters
 tracking.py, trackable.py   what engine.track was given
 whole_tensors.py       whole parameters, exports

@@ -252,6 +252,7 @@ def take_apart(
         for optimizer in spec.optimizers:
             if any(parameter is p for group in optimizer.param_groups for p in group["params"]):
                 held(optimizer)[parameter] = state
+    states.optimizer.return_common_state()
     states.gradients.detach()
     if states.shown is not None:
         states.shown.residency.close()

@@ -103,7 +103,13 @@ class CheckpointLoader:
                 return None
             load_tensors.fill_islands(engine_tensors, source, beside.step)
             load_tensors.fill_delayed(engine_tensors, source)
-            load_tensors.fill_optimizers(engine_tensors, source, beside.optimizers)
+            load_tensors.fill_optimizers(
+                engine_tensors,
+                source,
+                beside.optimizers,
+                self._objects.attributes,
+                self._world.say_once,
+            )
             self._say_islands(source)
         self._state.scale.restore(beside.scaling)
         self._state.weighting.unit = beside.scaling["unit"]

@@ -70,6 +70,8 @@ class CheckpointSaver:
             self._spec.optimizers, self._world.current_batch.training_streams()
         ):
             self._world.say_once(line)
+        for line in self._objects.attributes.lacks():
+            self._world.say_once(line)
         self.claim(folder)
         with self._state.anchored():
             return self._save_model(folder, keep=keep, background=background, split=split)
@@ -77,7 +79,9 @@ class CheckpointSaver:
     def _save_model(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         """Save what the parameters hold now: the model, of islands their anchor."""
         spec, steps = self._spec, self._state.steps
-        engine_tensors = EngineTensors(spec, self._objects.states)
+        self._objects.states.optimizer.return_common_state()
+        attributes = [self._objects.attributes.changed(each) for each in spec.optimizers]
+        engine_tensors = EngineTensors(spec, self._objects.states, attributes)
         made = save_tensors.plan(engine_tensors, split)
         scalings = spec.peers.gather_plain(self._scaling())
         for island, scaling in zip(made.islands, scalings, strict=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from shardwise.checkpoint.format import TensorSpec, dtype_name
+from shardwise.engine.attribute_values import AttributeValues
 from shardwise.engine.build import States
 from shardwise.engine.delayed_tensors import DelayedTensors
 from shardwise.engine.engine_spec import EngineSpec
@@ -154,12 +155,17 @@ def _each(*several: list[bool]) -> list[bool]:
 class EngineTensors:
     """The tensors that a rank has, to be saved or loaded. Making it is collective."""
 
-    def __init__(self, spec: EngineSpec, states: States) -> None:
+    def __init__(
+        self, spec: EngineSpec, states: States, attributes: Sequence[AttributeValues | None] = ()
+    ) -> None:
+        """`attributes` are what each optimizer keeps in its own, for a save."""
         self.spec = spec
         self.states = states
+        self.attributes = attributes
         self.inventory = take(spec, states)
         self.idle = list(idle(spec, states))
         run = spec.world_group
+        self.attribute_specs, self._attribute_copies = self._share_attributes()
         places_of = spec.shard_group, spec.apart, spec.peers
         mine = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
         parts, near, shared, home, island = (
@@ -197,6 +203,25 @@ class EngineTensors:
         if states.islands is not None and states.islands.begun:
             moved = run.gather_plain(not states.islands.anchor.is_reached)
             self.islands = self.all_of_islands(states.islands, moved=any(moved))
+
+    def _share_attributes(self) -> tuple[list[TensorSpec], tuple[int, int] | None]:
+        """The tensors of `attributes` that rank 0 has, and this rank's number among those that
+        write them, of how many; None if it writes none. Collective."""
+        run = self.spec.world_group
+        if all(each is None for each in self.attributes):
+            return [], None
+        values = self._attribute_tensors
+        everywhere = run.gather_objects([spec_of(name, value) for name, value in values.items()])
+        first = everywhere[0]
+        if self.spec.islands_have_own_weights or any(each != first for each in everywhere):
+            return first, (0, 1) if run.rank == 0 else None
+        return first, (run.rank, run.size)
+
+    @property
+    def _attribute_tensors(self) -> dict[str, Tensor]:
+        return {
+            n: v for each in self.attributes if each is not None for n, v in each.tensors.items()
+        }
 
     def all_of_islands(self, islands: IslandExchange, *, moved: bool = True) -> IslandTensors:
         """All that they may have beside, weights of their own where they have `moved`."""
@@ -252,7 +277,8 @@ class EngineTensors:
             yield tensor_spans.of_sharded_bucket(slab, self._among)
 
     def beside(self) -> Iterator[TensorSpan]:
-        """What is not trained: frozen parameters and the state they have, and on rank 0 buffers."""
+        """What is not trained: frozen parameters and the state they have, what optimizers keep in
+        attributes, and on rank 0 buffers."""
         yield from self.frozen()
         if self.of_islands is not None:
             yield from self.of_islands
@@ -262,6 +288,10 @@ class EngineTensors:
                 yield self._tensor(name, value, each.parameter, tensor_spans.OPTIMIZER)
         for name, value in self.inventory.whole.items():
             yield self._tensor(name, value, value)
+        if self._attribute_copies is not None:
+            for name, value in self._attribute_tensors.items():
+                copies = self._attribute_copies
+                yield tensor_spans.of_tensor(name, value, *copies, tensor_spans.ATTRIBUTES)
         for name, value in self.own_buffers.items():
             yield tensor_spans.of_tensor(name, value, 0, 1)
         for name, value in self.island_buffers.items():

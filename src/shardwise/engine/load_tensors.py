@@ -24,6 +24,7 @@ from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.format import dtype_of
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.engine import island_sets
+from shardwise.engine.attribute_values import OptimizerAttributes
 from shardwise.engine.build import States
 from shardwise.engine.checkpoint_source import CheckpointSource
 from shardwise.engine.checkpoint_tensors import EngineTensors
@@ -35,7 +36,14 @@ from shardwise.shards import Shard
 from shardwise.states import tensor_spans
 from shardwise.states.existing_optimizer_state import Blank
 from shardwise.states.named_parameters import NamedParameter
-from shardwise.states.tensor_spans import ISLAND, MODEL, OPTIMIZER, OUTER, TensorSpan
+from shardwise.states.tensor_spans import (
+    ATTRIBUTES,
+    ISLAND,
+    MODEL,
+    OPTIMIZER,
+    OUTER,
+    TensorSpan,
+)
 from shardwise.tiers.host_window import HostWindow
 
 Fill = Callable[[Tensor, int], None]
@@ -247,11 +255,23 @@ def _fill_whole(
 
 
 def fill_optimizers(
-    engine_tensors: EngineTensors, source: CheckpointSource, numbers: OptimizerFields
+    engine_tensors: EngineTensors,
+    source: CheckpointSource,
+    numbers: OptimizerFields,
+    attributes: OptimizerAttributes,
+    say: Callable[[str], None],
 ) -> None:
-    """Read the optimizers' options and state, which replaces what there is."""
+    """Read the optimizers' options, attributes and state, which replaces what there is."""
     states = engine_tensors.states
     numbers.take_options(engine_tensors.spec.optimizers)
+
+    def read(name: str) -> Tensor:
+        return source.sets[ATTRIBUTES].whole(name)
+
+    # Before the copies are made, which begin with the attributes of the user's optimizers.
+    for optimizer, saved in zip(engine_tensors.spec.optimizers, numbers.attributes, strict=True):
+        if saved is not None:
+            attributes.restore(optimizer, saved, read, say)
     places = {each.name: place for place, each in enumerate(states.parameters.named)}
     entries = _entries(states, source, numbers, places)
     states.optimizer.restart(entries, {places[n] for n in numbers.borders if n in places})

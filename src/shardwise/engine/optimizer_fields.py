@@ -12,6 +12,7 @@ from torch import Tensor, optim
 
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.tensor_names import listed
+from shardwise.engine import attribute_values
 from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 
@@ -19,11 +20,13 @@ from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 @dataclass(frozen=True)
 class OptimizerFields:
     """What stands in checkpoint.json of the optimizers: by optimizer and group the options, by
-    parameter what is one value, and the parameters at which segments were cut."""
+    parameter what is one value, the parameters at which segments were cut, and by optimizer what
+    it kept in attributes (None where that is not said)."""
 
     options: list[list[dict[str, Any]]]
     state: dict[str, dict[str, Any]]
     borders: list[str]
+    attributes: list[dict[str, Any] | None]
 
     def take_options(self, optimizers: Sequence[optim.Optimizer]) -> None:
         """Let the groups have the options (rates, what schedulers keep there) that were saved."""
@@ -45,6 +48,7 @@ def read(fields: Mapping[str, Any]) -> OptimizerFields:
     }
     for described in fields["optimizers"]:
         names = [name for group in described["groups"] for name in group["parameters"]]
+        attribute_values.check(described.get("attributes", {}))
         _check_steps({n: state[n]["step"] for n in names if "step" in state.get(n, {})})
     return OptimizerFields(
         [
@@ -56,6 +60,7 @@ def read(fields: Mapping[str, Any]) -> OptimizerFields:
         ],
         state,
         fields["borders"],
+        [described.get("attributes") for described in fields["optimizers"]],
     )
 
 

@@ -10,6 +10,8 @@ What a plain optimizer does not have stands beside what torch knows, which takes
                          since a step of several backwards
     loss_weight_divisor  for a resume: what backward divides the weights of losses by, where these
                          are not all 1: the update makes up for it, but for how sums are rounded
+    attributes           what the optimizer keeps in attributes that its steps change, and the
+                         optimizer that it wraps: see `attribute_values`
 
 In `state` torch would round masters to 16 bits, keep them for good, and take a parameter that has
 nothing else there for one that was updated before.
@@ -29,11 +31,12 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW, widened_state
 from shardwise.optimizer_access import held
-from shardwise.states.optimizer_kind import placed, state_shape
+from shardwise.states.optimizer_kind import common_state, placed, state_shape
 
 MASTERS = "fp32_master_weights"
 WIDE = "fp32_gradients"
 DIVISOR = "loss_weight_divisor"
+ATTRIBUTES = "attributes"
 
 
 def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer:
@@ -63,8 +66,10 @@ def make(
     for group in optimizer.param_groups:
         members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
         groups.append({**group, "params": members})
+    states.optimizer.return_common_state()
+    own = {number: whole[p] for p, number in numbers.items() if p in whole}
     made: dict[str, Any] = {
-        "state": {number: whole[p] for p, number in numbers.items() if p in whole},
+        "state": own | common_state(held(optimizer)),
         "param_groups": groups,
     }
     found = {number: known[p][MASTERS] for p, number in numbers.items() if p in known}
@@ -165,8 +170,9 @@ def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         }
         for parameter, entries in _as_updated(optimizer, state).items()
     }
+    common = {k: v for k, v in state["state"].items() if k not in _numbers_in(state)}
     held(optimizer).clear()
-    held(optimizer).update(taken)
+    held(optimizer).update(taken | common)
 
 
 def _as_updated(
@@ -208,6 +214,10 @@ def _finer(parameter: nn.Parameter, saved: Tensor, now: Tensor) -> Tensor:
     `now`: a state_dict of an optimizer changes no weights."""
     saved = saved.to(now.device, now.dtype)
     return torch.where(saved.to(parameter.dtype) == parameter.detach(), saved, now)
+
+
+def _numbers_in(state: Mapping[str, Any]) -> set[int]:
+    return {number for group in state["param_groups"] for number in group["params"]}
 
 
 def _masters(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:

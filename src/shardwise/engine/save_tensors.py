@@ -29,6 +29,7 @@ from shardwise.engine.checkpoint_tensors import (
 from shardwise.errors import CheckpointError, CheckpointNotWritten
 from shardwise.states.existing_optimizer_state import Blank
 from shardwise.states.tensor_spans import (
+    ATTRIBUTES,
     AVERAGE,
     ISLAND,
     MODEL,
@@ -93,6 +94,7 @@ def plan(engine_tensors: EngineTensors, limit: int) -> SavePlan:
             for name in inventory.names
         ],
         AVERAGE: _joined(engine_tensors.of_all_layers(average_specs(states))),
+        ATTRIBUTES: engine_tensors.attribute_specs,
     } | _own_specs(engine_tensors, reported)
     sets = {
         kind: lay_out(kind, each, limit=limit, aliases=inventory.aliases if kind == MODEL else {})
@@ -329,7 +331,10 @@ def state_fields(engine_tensors: EngineTensors, made: SavePlan) -> dict[str, Any
                 for group in optimizer.param_groups
             ],
         }
-        for optimizer in engine_tensors.spec.optimizers
+        | ({} if values is None else {"attributes": values.fields})
+        for optimizer, values in zip(
+            engine_tensors.spec.optimizers, engine_tensors.attributes, strict=True
+        )
     ]
     fields = {"optimizers": optimizers, "state": _state(made.numbers), "borders": made.borders}
     if made.islands:

@@ -364,8 +364,8 @@ class StepRunner:
         if self._timing is not None:
             self._timing.stepped()
         if self._recording is not None:
-            # A loss written for DDP counts one for each worker, whatever their number.
-            self._recording.stepped(stats, stats.weight / (totals.divisor or 1.0))
+            # Sums are not divided by their weight, which may count the workers.
+            self._recording.stepped(stats, 1.0 if totals.divisor else stats.weight)
         self._world.step_log.stepped(self._state.number, self._state.steps, stats)
         return stats
 

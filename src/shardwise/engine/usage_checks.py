@@ -126,7 +126,7 @@ def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
     """The error for a step whose `losses`, by worker, have no common weight."""
     return UsageError(
         "Losses of this step cannot be weighed by one number, so the result would not be that of "
-        f"one process. {_told(losses)}. A loss that is a mean over n items: engine.backward(loss, "
+        f"one process. {told(losses)}. A loss that is a mean over n items: engine.backward(loss, "
         "weight=n), in engine.forward_backward weight=lambda *batch: n. Terms that are means over "
         "different items: divide each by its items of all workers and micro-batches, and write "
         'engine.backward(a * n_a / world.sum(n_a) + b * n_b / world.sum(n_b), reduction="sum"). '
@@ -139,12 +139,12 @@ def other_weights(losses: Sequence[Sequence[str]]) -> str:
     """What to say where `weight=` is not what the `losses`, by worker, are means over."""
     return (
         "weight= is not proportional to what these losses are means over, so that the result is "
-        f"not that of one process: {_told(losses)}. weight= counts as it is given."
+        f"not that of one process: {told(losses)}. weight= counts as it is given."
     )
 
 
-def _told(losses: Sequence[Sequence[str]]) -> str:
-    """The losses of two workers that differ, or of one where all workers have the same."""
+def told(losses: Sequence[Sequence[str]]) -> str:
+    """Describe the losses of two workers that differ, or of one if all workers have the same."""
     other = next((n for n, each in enumerate(losses) if each != losses[0]), 0)
     chosen = [(n, losses[n]) for n in sorted({0, other})]
     return "; ".join(

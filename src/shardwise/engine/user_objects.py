@@ -22,6 +22,7 @@ from shardwise.engine import (
     usage_checks,
     whole_optimizer,
 )
+from shardwise.engine.attribute_values import OptimizerAttributes
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.engine.loss_accumulation import LossAccumulation
@@ -96,6 +97,7 @@ class UserObjects:
         self._forwards = ForwardEvents(spec.models, spec.settings.units)
         if spec.pipeline is not None:
             install(spec.pipeline, spec.models[0])
+        self.attributes = OptimizerAttributes(spec)
         self._hook_optimizers()
 
     def _distribute(self, plan: TensorPlan | None) -> None:
@@ -348,7 +350,9 @@ class UserObjects:
         """The state_dict that `optimizer` would have in one process. Collective."""
         self._take_back_states()
         unit = self._weighting.lasting_unit if for_resume else None
-        return plain_state_dict.make(self.spec, self.states, optimizer, unit, self._resting)
+        made = plain_state_dict.make(self.spec, self.states, optimizer, unit, self._resting)
+        attributes = self.attributes.plain(optimizer)
+        return made | {plain_state_dict.ATTRIBUTES: attributes} if attributes else made
 
     def check_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Raise, on all ranks alike, unless `optimizer` can go on from `state` now. Collective."""
@@ -368,6 +372,8 @@ class UserObjects:
         masters, averages, anchor = self._taken_apart()
         self._resting |= plain_state_dict.refine(masters, optimizer, state)
         plain_state_dict.give(optimizer, state)
+        if (attributes := state.get(plain_state_dict.ATTRIBUTES)) is not None:
+            self.attributes.take_plain(optimizer, attributes, self._world.say_once)
         self._rebuild_states(masters, averages, anchor)
         if wide and self.spec.settings.reduce_dtype == "fp32":
             self.states.gradients.widen()

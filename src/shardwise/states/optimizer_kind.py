@@ -114,6 +114,11 @@ def attributes_of(optimizer: optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def common_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The entries of an optimizer's `state` that belong to no parameter."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
 def wrapped_optimizer(optimizer: optim.Optimizer) -> tuple[str, optim.Optimizer] | None:
     """The attribute of `optimizer` that holds another optimizer, with that one; None without."""
     for name, value in vars(optimizer).items():

@@ -15,6 +15,7 @@ the start.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from shardwise.states import optimizer_attributes
 from shardwise.states.existing_optimizer_state import ExistingState
 from shardwise.states.host_storage import HostCopy
 from shardwise.states.inner_optimizer import InnerOptimizer
-from shardwise.states.optimizer_kind import may_fuse
+from shardwise.states.optimizer_kind import common_state, may_fuse
 from shardwise.states.optimizer_lr_and_options import ParameterGroup, write_back
 from shardwise.states.parameters import Parameters
 from shardwise.states.storage import MemoryStorage, Span, Storage, in_spans, spans_of
@@ -172,7 +173,10 @@ class OptimizerState:
         if groups[0].stays:
             return UsersOptimizer(intervals, groups, fused=False, leads=leads)
         fused = not groups[0].together and _fuses(groups[0], intervals[0])
-        return InnerOptimizer(intervals, groups, fused=fused, leads=leads)
+        inner = InnerOptimizer(intervals, groups, fused=fused, leads=leads)
+        common = common_state(held(groups[0].optimizer))
+        inner.inner.state.update(common if leads else copy.deepcopy(common))
+        return inner
 
     def restart(self, states: Mapping[nn.Parameter, Mapping[str, Any]], borders: Set[int]) -> None:
         """Forget all state, and have that of `states` by parameter: tensors of it are Blanks, for
@@ -200,6 +204,15 @@ class OptimizerState:
         copies = [inner for inner in self.inners if not isinstance(inner, UsersOptimizer)]
         write_back([inner.options for inner in copies])
         optimizer_attributes.write_back([inner.attributes for inner in copies])
+
+    def return_common_state(self) -> None:
+        """Give the user's optimizers the state that belongs to no parameter, where copies keep it.
+
+        Every copy has counted the same there.
+        """
+        for inner in self.inners:
+            if inner.attributes.leads and inner.inner is not inner.attributes.user:
+                held(inner.attributes.user).update(common_state(inner.inner.state))
 
     def _sums_of(self, inner: InnerOptimizer, sums: Sequence[Storage]) -> list[Storage]:
         return [self._sum_of(self.intervals[i], sums[i]) for i in self.buckets_of(inner)]

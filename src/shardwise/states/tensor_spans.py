@@ -33,6 +33,9 @@ MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 OUTER, ISLAND = "outer", "island"
 """Those that islands have more: alike on all, and of each."""
 
+ATTRIBUTES = "attributes"
+"""The set of tensors that optimizers keep in attributes."""
+
 MASTER = "master"
 """The key under which masters stand among the optimizer's tensors."""
 

@@ -6,6 +6,7 @@ on the placement: a cause is named only if taking it away makes the difference g
     split        random_split draws by a generator of its own, alike on all ranks
     draws        what is drawn after a step is drawn alike on all ranks
     loss         losses are multiplied by a number
+    weight       losses are weighed by what their graphs show, whatever the script says
     lr           learning rates are those of the reference, step by step
     dropout      nothing is dropped
     sum          sums over ranks that the script makes itself give back what they are given
@@ -102,6 +103,20 @@ def _loss(factor: float) -> None:
         return through(self, lambda *part: loss_of(*part) * factor, *batch, **kw)
 
     engine.backward, engine.forward_backward = scaled, scaled_through
+
+
+def _weight(value: Any) -> None:
+    engine: Any = shardwise.Engine
+
+    def unweighted(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(plain)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return plain(self, *args, **{**kwargs, "weight": None, "reduction": "mean"})
+
+        return call
+
+    engine.backward = unweighted(engine.backward)
+    engine.forward_backward = unweighted(engine.forward_backward)
 
 
 def _lr(rates: Mapping[str, list[list[float]]]) -> None:
@@ -269,6 +284,7 @@ _ALL: dict[str, Callable[[Any], None]] = {
     "split": _split,
     "draws": _draws,
     "loss": _loss,
+    "weight": _weight,
     "lr": _lr,
     "dropout": _dropout,
     "sum": _sum,

@@ -305,6 +305,17 @@ def clue(compared: Comparison, other: Training, *, against: bool) -> str:
     if apart := suspects.astray(other):
         names = ", ".join(name for _, name in apart[: suspects.MANY])
         return f"Workers have other values of {names}: look at what forward writes there."
+    if told := other.facts.get("losses"):
+        return (
+            f"weight={suspects.lines(other.facts, 'weight')} does not fit what the graphs of the "
+            f"losses show: {told[0]}. Give the number of items that each loss is a mean over."
+        )
+    if summed := suspects.lines(other.facts, "reduction sum"):
+        return (
+            'The models are fed the same, and the losses that reduction="sum" adds up differ in '
+            f"their sum{summed}. Each has to be a sum over items, divided by the same number on "
+            "all workers: loss.sum() / world.sum(n), not loss.mean() * n."
+        )
     if first.number and first.loss > TOLERANCE:
         return (
             "The models are fed the same and the loss differs: look at the forward and the loss "

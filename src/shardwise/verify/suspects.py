@@ -36,6 +36,7 @@ def worth_a_trial(
     )
     return [
         *_of_data(facts, comparison, first, size, ahead),
+        *_of_weight(facts),
         *_of_loss(reference, other, first, size),
         *learning_rates.suspects(reference, other, size),
         *_of_model(facts),
@@ -141,6 +142,38 @@ _TO_DIVIDE = {
     "deepspeed": "write train_batch_size, the total, without train_micro_batch_size_per_gpu",
     "transformers": "divide per_device_train_batch_size by the number of workers",
     "lightning": "divide batch_size by the number of workers",
+}
+
+
+def _of_weight(facts: Mapping[str, Any]) -> Iterator[Suspect]:
+    """A given weight that is not what a loss is a mean over, and means that are averaged."""
+    if facts.get("losses") and facts.get("weight"):
+        yield Suspect(
+            name="weight",
+            words=f"weight={lines(facts, 'weight')} is not what this loss is a mean over "
+            f"({facts['losses'][0]}). Weighed by what its graph shows, the runs agree. Leave "
+            "weight= out.",
+            alter={"weight": True},
+        )
+    by_library = facts.get("reduction ddp by a library") and facts.get("bridge")
+    if not by_library and not facts.get("reduction ddp"):
+        return
+    how = f'reduction="ddp"{lines(facts, "reduction ddp")}'
+    fix = "Leave reduction= out."
+    if by_library:
+        how, fix = by_library[-1], _EXACT_MEAN.get(by_library[-1], "This is how it works.")
+    yield Suspect(
+        name="reduction",
+        words=f"{how} averages the losses of the workers, and each is a mean over another number "
+        f"of items. Weighed by their items, the runs agree. {fix}",
+        alter={"weight": True},
+    )
+
+
+_EXACT_MEAN = {
+    "accelerate": "Write Accelerator(exact_mean=True).",
+    "transformers": "Write Trainer(..., exact_mean=True).",
+    "lightning": "Write ShardwiseStrategy(exact_mean=True).",
 }
 
 

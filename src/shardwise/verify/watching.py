@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise
+from shardwise.engine import usage_checks
 from shardwise.world import World
 
 OURS = tuple(f"{Path(str(each.__file__)).parent}{os.sep}" for each in (shardwise, torch))
@@ -136,6 +137,7 @@ def watch(facts: Facts) -> None:
     for name in DROPOUTS:
         _noted_dropout(name, facts)
     _noted_attention(facts)
+    _note_weights(facts)
     _follow_engines(facts)
 
 
@@ -182,6 +184,34 @@ def _noted_attention(facts: Facts) -> None:
         return plain(*args, **kwargs)
 
     F.scaled_dot_product_attention = noting
+
+
+def _note_weights(facts: Facts) -> None:
+    """Note where losses are given a weight or a reduction, and weights that contradict graphs."""
+    engine: Any = shardwise.Engine
+    for name in ("backward", "forward_backward"):
+        setattr(engine, name, _noting_weight(getattr(engine, name), facts))
+    plain = usage_checks.other_weights
+
+    @wraps(plain)
+    def noting(losses: Sequence[Sequence[str]]) -> str:
+        facts.note("losses", usage_checks.told(losses))
+        return plain(losses)
+
+    usage_checks.other_weights = noting
+
+
+def _noting_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
+    @wraps(plain)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        by = "" if caller(1) is not None else " by a library"
+        if kwargs.get("weight") is not None:
+            facts.note(f"weight{by}", user_line())
+        if (reduction := kwargs.get("reduction", "mean")) != "mean":
+            facts.note(f"reduction {reduction}{by}", user_line())
+        return plain(self, *args, **kwargs)
+
+    return noting
 
 
 def _follow_engines(facts: Facts) -> None:

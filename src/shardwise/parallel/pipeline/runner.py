@@ -267,11 +267,15 @@ class PipelineRunner:
         weight, _, share = batch.parts[action.micro]
         if action.kind != "W":
             self._prepare_backward(batch, micro, weight, share)
-        if action.kind == "I":
+        assert micro.backward is not None
+        in_one_piece = (
+            action.kind == "I" and bool(micro.run.received) and micro.backward.is_in_one_piece
+        )
+        if action.kind == "I" and not in_one_piece:
             self._input_backward(micro)
             return
-        assert micro.backward is not None
-        del batch.passes[stage, action.micro]
+        if not in_one_piece:
+            del batch.passes[stage, action.micro]
         with batch.collect(
             weight,
             micro.factor,
@@ -279,9 +283,13 @@ class PipelineRunner:
             by_hand=micro.backward.writes_grads_itself,
             among=among,
         ):
-            micro.backward.weight_backward()
-            if not micro.backward.inputs_done:
-                self._send_input_gradients(micro.run)
+            # The second half of a pass that went in one piece has nothing left to do. It may still
+            # be the last one of the step, after which buckets start.
+            if not micro.backward.is_done:
+                micro.backward.weight_backward()
+                if not micro.backward.inputs_done:
+                    self._send_input_gradients(micro.run)
+                    micro.backward.inputs_done = True
         self._keep_tied_gradients(batch, weight, micro.factor)
 
     def _receive_tied_gradients(

@@ -8,6 +8,7 @@ kept, for both halves need them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,6 +50,35 @@ class SplitBackward:
         called."""
         return self._groups is not None
 
+    @cached_property
+    def _graph(self) -> tuple[list[Any], dict[Any, Any]]:
+        """The nodes of the roots, and the graph below them from the leaves upwards."""
+        torch_backward = _torch_backward()
+        find = torch_backward._get_grad_fn_or_grad_acc
+        nodes = [node for root in self._roots if (node := find(root)) is not None]
+        return nodes, torch_backward.construct_reverse_graph(nodes)
+
+    @property
+    def is_in_one_piece(self) -> bool:
+        """Whether the graph cannot be split: a reentrant checkpoint has only one backward.
+
+        Raises UsageError for one that must not compute all gradients either.
+        """
+        _, reverse = self._graph
+        if not any(isinstance(node, CheckpointFunction._backward_cls) for node in reverse):
+            return False
+        if self._inputs is not None:
+            raise UsageError(
+                "torch.utils.checkpoint(..., use_reentrant=True) in a layer computes the gradients "
+                "of all engines of its graph, and here are several. Write use_reentrant=False."
+            )
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether both halves have been run."""
+        return self.inputs_done and not self._roots and self._groups is None
+
     def input_backward(self) -> None:
         """Run the first half: the gradients of the leaves, into their `grad`."""
         self.inputs_done = True
@@ -68,23 +98,17 @@ class SplitBackward:
                 handle.remove()
         for leaf, grad in zip(self._leaves, found, strict=True):
             leaf.grad = grad
+        del self._graph
         self._groups = groups
         if groups is not None:
             self._roots, self._grads = [], []
 
     def _find_boundary(self) -> list[dict[str, Any]] | None:
         """Groups of parameters with the nodes at the boundary; None where a root is not reached
-        from the leaves. Raises UsageError for a graph that runs in one piece only."""
+        from the leaves."""
         torch_backward = _torch_backward()
         find = torch_backward._get_grad_fn_or_grad_acc
-        nodes = [node for root in self._roots if (node := find(root)) is not None]
-        reverse = torch_backward.construct_reverse_graph(nodes)
-        if any(isinstance(node, CheckpointFunction._backward_cls) for node in reverse):
-            raise UsageError(
-                "--schedule zero-bubble runs backward in two halves, and "
-                "torch.utils.checkpoint(..., use_reentrant=True) in a layer has only one. Write "
-                "use_reentrant=False, or --schedule 1f1b."
-            )
+        nodes, reverse = self._graph
         inputs = [node for leaf in self._leaves if (node := find(leaf)) is not None]
         reached, _ = torch_backward.reverse_closure(inputs, set(), reverse)
         if any(node not in reached for node in nodes):
@@ -107,6 +131,7 @@ class SplitBackward:
                 self._roots, self._grads, retain_graph=keep_graph, inputs=inputs
             )
         self._roots, self._grads, self._groups = [], [], None
+        vars(self).pop("_graph", None)
 
 
 def _torch_backward() -> Any:
