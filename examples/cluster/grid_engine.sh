@@ -17,10 +17,10 @@ set -eu
 # Grid Engine starts a login shell, whose profile sets PATH: activate the environment here.
 . "$VENV/bin/activate"
 
-# PE_HOSTFILE lists the hosts and their slots. `qrsh -inherit` starts the ranks on the other hosts
-# under Grid Engine's control: it needs no ssh keys, accounts their usage, and ends them with the
-# job.
-exec shardwise run --ssh "qrsh -inherit" "$@"
+# PE_HOSTFILE lists the hosts and their slots. shardwise run starts the ranks on the other hosts by
+# `qrsh -inherit`, under Grid Engine's control: it needs no ssh keys, accounts their usage, and ends
+# them with the job. `--ssh ssh` would use ssh.
+exec shardwise run "$@"
 
 # Or by MPI. Open MPI and MPICH read PE_HOSTFILE too, and start their ranks by qrsh. --bind-to none
 # lets a rank's threads have more than one core; with MPICH leave it out.

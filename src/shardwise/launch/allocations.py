@@ -51,8 +51,12 @@ class Allocation:
 
     @property
     def ssh(self) -> str | None:
-        """The command that reaches the hosts in place of ssh; None for ssh itself."""
-        return "oarsh" if self.scheduler == "OAR" and shutil.which("oarsh") else None
+        """The command that reaches the hosts in place of ssh; None for ssh itself.
+
+        The scheduler counts and ends what it starts, and many clusters forbid ssh between hosts.
+        """
+        command = _INSTEAD_OF_SSH.get(self.scheduler)
+        return command if command and shutil.which(command.split()[0]) else None
 
     def __str__(self) -> str:
         return f"{self.scheduler} ({self.variable})"
@@ -91,6 +95,8 @@ def _grid_engine(text: str) -> list[str]:
 def _per_host(text: str) -> list[str]:
     return [f"[{word}]" if word.count(":") > 1 else word for word in dict.fromkeys(text.split())]
 
+
+_INSTEAD_OF_SSH = {"OAR": "oarsh", "Grid Engine": "qrsh -inherit"}
 
 _SOURCES = (
     _Source("PBS", "PBS_NODEFILE", True, _per_slot),
