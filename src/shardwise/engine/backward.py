@@ -23,7 +23,6 @@ from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
 from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
 from shardwise.parallel.pipeline.runner import LookAtLoss, Part, PipelineRunner
-from shardwise.placement import DEVICE
 from shardwise.states import parameters_at_rest
 from shardwise.timeline import span
 
@@ -119,8 +118,7 @@ class BackwardRunner:
         found: list[tuple[LossTerms, float]] = []
 
         def look_at(loss: Tensor, number: int) -> None:
-            rows = micro[number][0]
-            found.append((self._read(loss, rows), factors[number]))
+            found.append((loss_terms.read(loss, micro[number][0]), factors[number]))
 
         share = self._share(of, summed=summed)
         # Of a mean a micro-batch is as large a part as it has rows; sums count whole.
@@ -205,13 +203,8 @@ class BackwardRunner:
         if loss is None:
             return UNKNOWN
         if batch is None:
-            return self._read(loss, None)
-        return self._read(loss, max(batch.samples, 1), total=batch.total)
-
-    def _read(self, loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
-        # What was offloaded is fetched in the order of backward, and not for a look at it.
-        look = self._spec.settings.offload_activations == DEVICE
-        return loss_terms.read(loss, rows, total=total, look=look)
+            return loss_terms.read(loss, None)
+        return loss_terms.read(loss, max(batch.samples, 1), total=batch.total)
 
     def _share(self, batch: Batch | None, *, summed: bool) -> float:
         replicas = self._spec.replicas

@@ -142,8 +142,8 @@ class ModuleHook:
         self._open.append(_OpenForward(recording, saving, sys.exc_info()[1]))
         if saving is not None:
             saving.__enter__()
-        # Unfollowed by modes that follow the user's operations, and below all levels of torch.func:
-        # what is made here lasts.
+        # Not seen by modes that follow the user's operations, and below all levels of torch.func:
+        # tensors that are made here outlive those levels.
         with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
             self._manager.enter(self._number, self._index, module)
             if recording and not refers:
@@ -222,7 +222,7 @@ def unpack_of_others(unpack: Any) -> Any:
 
 
 def _below_all_levels(tensor: Tensor) -> Tensor:
-    """Return what the levels of torch.func have wrapped into `tensor`."""
+    """Return the plain tensor inside the wrappers of torch.func."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
@@ -257,7 +257,7 @@ _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 def _make_way_for_functorch() -> None:
-    """Let torch.func be used inside of forwards: it looks the function up at each call."""
+    """Allow torch.func inside of forwards: it looks the function up at each call."""
     torch.autograd.graph.disable_saved_tensors_hooks = _without_references
 
 
