@@ -85,7 +85,10 @@ class BackwardRunner:
             part = float(factor), (), share
             loss = self._stage_by_stage(loss, part, last=last, keep_graph=retain_graph)
         else:
-            self._seed_autograd(loss, factor, share, last=last, keep_graph=retain_graph)
+            is_sole = last and not divisor and self._weighting.is_sole(factor, share)
+            self._seed_autograd(
+                loss, factor, share, last=last, is_sole=is_sole, keep_graph=retain_graph
+            )
         self._end(loss, term, divisor, share, compares=compares)
 
     def forward_backward(
@@ -154,6 +157,7 @@ class BackwardRunner:
         states.gradients.abandon()
         self._objects.buffers.abandon()
         self._accumulation.clear()
+        self._weighting.clear()
         self._state.totals = None
 
     @contextmanager
@@ -251,12 +255,18 @@ class BackwardRunner:
         share: float,
         *,
         last: bool,
+        is_sole: bool = False,
         keep_graph: bool = False,
     ) -> None:
         """Run autograd from `loss`, whose gradient counts `factor` times; it is that `share` of the
-        loss of one process."""
-        seed, rest = self._weighting.seed(loss, factor, share)
-        with self._collecting(factor, rest, last=last, keep_graph=keep_graph):
+        loss of one process. If it `is_sole`, no other loss of this step is expected."""
+        if not self._weighting.settle():
+            self._objects.states.gradients.abandon()
+        is_sole = is_sole and not self._accumulation.backwards
+        seed, rest = self._weighting.seed(loss, factor, share, is_sole=is_sole)
+        # Without its weight a loss does not count 0 times: the step is skipped then.
+        counts = 1.0 if is_sole else factor
+        with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
             torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
         reached = self._objects.states.gradients.reached
         if not reached and not isinstance(factor, Tensor) and factor > 0:
