@@ -241,6 +241,8 @@ class BackwardRunner:
         self._objects.buffers.after_backward(term.batch, self._world.current_batch.own_rows)
         self._world.current_batch.train()
         self._accumulation.add(loss, term, divisor, share, compares=compares)
+        if self._accumulation.backwards > 1 and len(kinds := self._accumulation.kinds) > 1:
+            start_lines.announce_kinds(self._world, self._spec, kinds)
         self._randoms.reseed()  # by micro-shard in the exact mode; else only a step reseeds
         # Last: from here to the step `param.grad` raises at any use, since its value is a sum
         # that is still being made.
