@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
@@ -55,6 +56,32 @@ def cross_entropy(out, labels, **how):
 def boxes(out, kept):
     """A loss over what a row has of something: other numbers of it in each row."""
     return tokens(out)[kept]
+
+
+class Fused(torch.autograd.Function):
+    """A function of somebody's own: only the tensors that it saves are known of it."""
+
+    @staticmethod
+    def forward(ctx, out, classes, labels):
+        ctx.save_for_backward(out, classes, labels)
+        with torch.enable_grad():
+            return Fused.of(out, classes, labels)
+
+    @staticmethod
+    def of(out, classes, labels):
+        return F.cross_entropy(tokens(out).flatten(0, 1) @ classes, labels.flatten())
+
+    @staticmethod
+    def backward(ctx, grad):
+        *of, labels = (each.detach() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            of = [each.requires_grad_() for each in of]
+            return *torch.autograd.grad(Fused.of(*of, labels), of, grad), None
+
+
+def fused(model, out, labels):
+    classes = model[2].weight[:CLASSES, :CLASSES].clone()
+    return Fused.apply(out, classes, labels)
 
 
 LOSSES = {
@@ -187,6 +214,10 @@ LOSSES = {
     "a sum by the rows": lambda m, out, y, ys, kept: out.square().sum() / len(out),
     "a sum times one by the rows": lambda m, out, y, ys, kept: out.square().sum() * (1 / len(out)),
     "dot": lambda m, out, y, ys, kept: torch.dot(out[:, 0], out[:, 1].detach()) / len(out),
+    "fused": lambda m, out, y, ys, kept: fused(m, out, ys.clamp(min=0)),
+    "in a checkpoint": lambda m, out, y, ys, kept: checkpoint(
+        cross_entropy, out, ys.clamp(min=0), use_reentrant=False
+    ),
 }
 
 
@@ -253,6 +284,10 @@ def mixed(out, ys):
     return cross_entropy(out, ys) + 0.1 * out.square().mean()
 
 
+def fused_of_ignored(out, ys):
+    return Fused.apply(out, torch.eye(CLASSES, dtype=torch.float64, requires_grad=True), ys)
+
+
 def refused(world, name):
     loss_of, how, _ = REFUSED[name]
     model, (x, _, ys, _) = net(), data()
@@ -268,6 +303,11 @@ def refused(world, name):
 REFUSED = {
     "means over different items": (mixed, "backward", r"a mean over \d+ items \(cross_entropy\)"),
     "in forward_backward": (cross_entropy, "forward_backward", r"weight=lambda \*batch: n"),
+    "other numbers of labels in a function of one's own": (
+        fused_of_ignored,
+        "backward",
+        r"one that cannot be read \(Fused, of \d+ elements\)",
+    ),
     "a sum beside a mean": (
         lambda out, ys: out.square().mean() + out.square().sum(),
         "backward",

@@ -74,6 +74,30 @@ def test_a_tiny_model_and_batches_that_add_up_are_not_misread(group):
     )
 
 
+def kinds_case(world, weight):
+    """Two batches in one step, whose losses are means over elements and over rows."""
+    model, said = nn.Linear(3, 4), io.StringIO()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=False)
+    with contextlib.redirect_stderr(said):
+        for _ in range(2):
+            x = world.share(torch.ones(4, 3))
+            engine.backward(model(x).square().mean(), weight=weight and len(x))
+            x = world.share(torch.ones(4, 3))
+            loss = nn.functional.cross_entropy(model(x), torch.zeros(len(x), dtype=torch.int64))
+            engine.backward(loss, weight=weight and len(x))
+            stats = engine.step()
+    engine.close()
+    return said.getvalue(), stats.weight
+
+
+def test_means_over_items_of_several_kinds_are_named_once(group):
+    said, _ = group(2)(kinds_case, None)[0]
+    assert said.count("means over items of several kinds (mean, cross_entropy)") == 1
+    said, weight = group(2)(kinds_case, True)[0]
+    assert "several kinds" not in said
+    assert weight == 8
+
+
 def test_states_on_a_disk(group):
     where = f"nvme:{on_a_disk()}"
     known = "  model: 66.0k parameters in 4 units, state 528.4 kB per worker (replicated: 1.1 MB)"

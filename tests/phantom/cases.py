@@ -394,6 +394,58 @@ def one_step(
     return found
 
 
+def backward_kernels(
+    world: World, zero: int, kind: str, blocks: int = 3
+) -> tuple[int, dict[str, int]]:
+    """Kernels, and synchronisations by cause, of `engine.backward` in mid-run, whose weight is
+    "read" from the graph, where it is on the device, or "said"."""
+    from tests.phantom.streams import Device
+
+    world.engines = 0
+    model = Model(WIDTH, blocks).to(world.device)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=zero)
+    order = Device.order
+    for step in range(4):
+        x, y = world.share(batch(world, step))
+        y[0] = -100
+        loss = loss_of(model, x.float(), y)
+        order.begin()
+        engine.backward(loss, **({"weight": len(x)} if kind == "said" else {}))
+        found = sum(order.kernels.values()), dict(order.synchronisations)
+        engine.step()
+    engine.close()
+    return found
+
+
+def several_backwards(world: World, zero: int) -> None:
+    """Steps with one and two backwards of weights on the device, the first of which may be 0: the
+    same as in plain PyTorch."""
+    model, optimizer = made(world)
+    plain, other = made(world)
+    engine = sw.Engine(model, optimizer, zero=zero, bucket_mb=0.01)
+    for step, kept in enumerate([(3,), (3, 5), (4,), (0, 5), (8,), (0, 0), (0,), (6,), (6, 0)]):
+        losses, total = [], max(sum(kept), 1)
+        for number, count in enumerate(kept):
+            x, y = batch(world, 10 * step + number)
+            y[count:] = -100
+            world.share((x, y))
+            engine.backward(loss_of(model, x, y))
+            if count:
+                losses.append(loss_of(plain, x, y) * count / total)
+        stats = engine.step()
+        assert stats.weight == sum(kept)
+        assert stats.skipped == (not losses)
+        if losses:
+            other.zero_grad()
+            torch.stack(losses).sum().backward()
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+            other.step()
+            assert abs(stats.grad_norm - float(norm)) < 1e-9 * float(norm), step
+    for mine, theirs in zip(values_of(engine, model), plain.state_dict().values(), strict=True):
+        assert torch.allclose(mine, theirs.cpu(), rtol=1e-9, atol=1e-11)
+    engine.close()
+
+
 def bytes_held(
     world: World, settings: dict[str, Any], named: dict[str, str]
 ) -> tuple[int, int, int]:

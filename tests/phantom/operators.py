@@ -220,6 +220,7 @@ def install() -> None:
         ("_to_copy", _to_copy),
         # One kernel for many tensors, which torch would else take apart here.
         ("_foreach_copy_", partial(run, aten._foreach_copy_.default)),
+        ("_foreach_mul.Tensor", partial(run, aten._foreach_mul.Tensor)),
         ("empty.memory_format", _empty),
         ("empty_strided", _empty_strided),
     ):

@@ -84,6 +84,31 @@ def test_kernels_of_a_step_do_not_grow_with_batch_norms(phantom):
     assert kernels(6) == kernels(2)
 
 
+def test_a_weight_on_the_device_costs_one_worker_nothing(phantom):
+    """It cancels out if it is the only one of the step."""
+    kernels = {}
+    for kind in ("read", "said"):
+        ((kernels[kind], waits),) = phantom(1, cases.backward_kernels, 0, kind)
+        assert not waits
+    assert kernels["read"] <= kernels["said"] + 2, kernels
+
+
+def test_a_weight_on_the_device_costs_a_few_kernels_for_each_bucket(phantom):
+    more = {}
+    for blocks in (1, 4):
+        found = [
+            [kernels for kernels, _ in phantom(2, cases.backward_kernels, 1, kind, blocks)]
+            for kind in ("read", "said")
+        ]
+        more[blocks] = [read - said for read, said in zip(*found, strict=True)]
+    assert more[4] == more[1]
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_another_backward_after_a_weight_was_left_out(phantom, zero):
+    phantom(1, cases.several_backwards, zero)
+
+
 @pytest.mark.full
 def test_kernels_of_a_step_of_sharded_parameters_grow_with_units_alone(phantom):
     def found(**shape):

@@ -132,19 +132,65 @@ def test_a_constant_is_no_certain_number_of_items():
     assert read(made(lambda m, out, y: out.square().sum() / ROWS), ROWS).guessed == []
 
 
-def test_a_loss_in_a_checkpoint_is_read():
-    found = read(
-        made(lambda m, out, y: checkpoint(F.cross_entropy, out, y, use_reentrant=False)), ROWS
-    )
-    assert found.main.items == ROWS
+class Fused(torch.autograd.Function):
+    """Cross entropy of a linear layer, as libraries fuse them."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, table, labels):
+        ctx.save_for_backward(hidden, weight, table, labels)
+        return F.cross_entropy(hidden @ weight.float().T, labels)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError("only the graph is looked at")
 
 
-def test_what_hooks_keep_is_not_unpacked():
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_fused_loss_has_one_number_for_each_row(tokens):
+    """Weights, tables and positions are the same for any number of rows."""
+    weight = nn.Parameter(torch.randn(3, 4))
+    found = set()
+    for rows in (6, 4, 3, 2, 1):
+        hidden = torch.randn(rows * tokens, 4) @ nn.Parameter(torch.randn(4, 4))
+        labels, table = torch.ones(rows * tokens, dtype=torch.int64), torch.arange(tokens)
+        (term,) = read(Fused.apply(hidden, weight.bfloat16(), table, labels), rows).terms
+        assert term.kind == "unread"
+        found.add(term.items / rows)
+        labels[0] = -100
+        (fewer,) = read(Fused.apply(hidden, weight.bfloat16(), table, labels), rows).terms
+        assert term.items - fewer.items == 1
+    assert len(found) == 1
+
+
+def test_saved_tensors_are_read_only_without_hooks():
+    """A hook may run a forward again, or read a disk."""
     unpacked = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
-        loss = made(MEANS["an empty mask"][0])
-    read(loss, ROWS, look=False)
-    assert all(tensor.numel() == 1 for tensor in unpacked)
+
+    def by_hand(model, out, y):
+        return (out.mean(1) * HALF).sum() / HALF.sum()
+
+    for loss_of in (by_hand, MEANS["an empty mask"][0], MEANS["ignored labels"][0]):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpacked.append):
+            loss = made(loss_of)
+        (term,) = read(loss, ROWS).terms
+        assert term.kind == "unread"
+    assert not unpacked
+
+
+def test_a_loss_in_a_checkpoint_is_not_run_again():
+    runs = []
+
+    def cross_entropy(out, y):
+        runs.append(1)
+        return F.cross_entropy(out, y)
+
+    found = read(
+        made(lambda m, out, y: checkpoint(cross_entropy, out, y, use_reentrant=False)), ROWS
+    )
+    assert [(t.kind, t.items, t.source) for t in found.terms] == [
+        ("unread", ROWS, "cross_entropy in a checkpoint")
+    ]
+    assert len(runs) == 1
 
 
 def test_long_sums_do_not_recurse():

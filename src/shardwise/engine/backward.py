@@ -23,7 +23,6 @@ from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
 from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
 from shardwise.parallel.pipeline.runner import LookAtLoss, Part, PipelineRunner
-from shardwise.placement import DEVICE
 from shardwise.states import parameters_at_rest
 from shardwise.timeline import span
 
@@ -86,7 +85,10 @@ class BackwardRunner:
             part = float(factor), (), share
             loss = self._stage_by_stage(loss, part, last=last, keep_graph=retain_graph)
         else:
-            self._seed_autograd(loss, factor, share, last=last, keep_graph=retain_graph)
+            is_sole = last and not divisor and self._weighting.is_sole(factor, share)
+            self._seed_autograd(
+                loss, factor, share, last=last, is_sole=is_sole, keep_graph=retain_graph
+            )
         self._end(loss, term, divisor, share, compares=compares)
 
     def forward_backward(
@@ -119,8 +121,7 @@ class BackwardRunner:
         found: list[tuple[LossTerms, float]] = []
 
         def look_at(loss: Tensor, number: int) -> None:
-            rows = micro[number][0]
-            found.append((self._read(loss, rows), factors[number]))
+            found.append((loss_terms.read(loss, micro[number][0]), factors[number]))
 
         share = self._share(of, summed=summed)
         # Of a mean a micro-batch is as large a part as it has rows; sums count whole.
@@ -156,6 +157,7 @@ class BackwardRunner:
         states.gradients.abandon()
         self._objects.buffers.abandon()
         self._accumulation.clear()
+        self._weighting.clear()
         self._state.totals = None
 
     @contextmanager
@@ -205,13 +207,8 @@ class BackwardRunner:
         if loss is None:
             return UNKNOWN
         if batch is None:
-            return self._read(loss, None)
-        return self._read(loss, max(batch.samples, 1), total=batch.total)
-
-    def _read(self, loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
-        # What was offloaded is fetched in the order of backward, and not for a look at it.
-        look = self._spec.settings.offload_activations == DEVICE
-        return loss_terms.read(loss, rows, total=total, look=look)
+            return loss_terms.read(loss, None)
+        return loss_terms.read(loss, max(batch.samples, 1), total=batch.total)
 
     def _share(self, batch: Batch | None, *, summed: bool) -> float:
         replicas = self._spec.replicas
@@ -244,6 +241,8 @@ class BackwardRunner:
         self._objects.buffers.after_backward(term.batch, self._world.current_batch.own_rows)
         self._world.current_batch.train()
         self._accumulation.add(loss, term, divisor, share, compares=compares)
+        if self._accumulation.backwards > 1 and len(kinds := self._accumulation.kinds) > 1:
+            start_lines.announce_kinds(self._world, self._spec, kinds)
         self._randoms.reseed()  # by micro-shard in the exact mode; else only a step reseeds
         # Last: from here to the step `param.grad` raises at any use, since its value is a sum
         # that is still being made.
@@ -258,12 +257,18 @@ class BackwardRunner:
         share: float,
         *,
         last: bool,
+        is_sole: bool = False,
         keep_graph: bool = False,
     ) -> None:
         """Run autograd from `loss`, whose gradient counts `factor` times; it is that `share` of the
-        loss of one process."""
-        seed, rest = self._weighting.seed(loss, factor, share)
-        with self._collecting(factor, rest, last=last, keep_graph=keep_graph):
+        loss of one process. If it `is_sole`, no other loss of this step is expected."""
+        if not self._weighting.settle():
+            self._objects.states.gradients.abandon()
+        is_sole = is_sole and not self._accumulation.backwards
+        seed, rest = self._weighting.seed(loss, factor, share, is_sole=is_sole)
+        # Without its weight a loss does not count 0 times: the step is skipped then.
+        counts = 1.0 if is_sole else factor
+        with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
             torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
         reached = self._objects.states.gradients.reached
         if not reached and not isinstance(factor, Tensor) and factor > 0:

@@ -163,7 +163,8 @@ def build_state(
     # Where islands add their gradients up, seeds are alike on all of them.
     estimated_by = spec.data_group if spec.staleness is None else spec.world_group
     crosses = spec.settings.sync_batch_norm and spec.data_group.size > 1
-    weighting = GradientWeighting(scale, estimated_by, aggregation, crosses=crosses)
+    alone = world.size == 1 and spec.micro_shards is None
+    weighting = GradientWeighting(scale, estimated_by, aggregation, crosses=crosses, alone=alone)
     objects = UserObjects(world, spec, accumulation, weighting, tensor_plan)
     return EngineState(world, number, spec, objects, scale, aggregation, weighting, accumulation)
 

@@ -14,7 +14,9 @@ it. A loss that is a sum (reduction="sum" or "ddp") always has a seed of 1.
 
 The unit is the last step's total weight over its total of shares. So the rest is 1, and costs
 nothing, as long as weights are proportional to rows and batches have one size. It is not 1 for
-weights such as tokens, around a short batch, and if a 16-bit loss rounds its seed. With
+weights such as tokens, around a short batch, and if a 16-bit loss rounds its seed. The weight of
+the only backward of a step on the only worker cancels out: it is left out (`is_sole`). If another
+backward follows after all, the unit becomes the one for which the first rest is 1. With
 --sync-batch-norm the seed has the whole factor: gradients cross between ranks inside the graph
 there, and a rest that is applied afterwards would multiply those of other ranks' losses too.
 """
@@ -132,13 +134,25 @@ class GradientWeighting:
     """Computes the seeds of backward and the divisor of the gradients, alike on all ranks."""
 
     def __init__(
-        self, scale: LossScale, group: Collectives, parts: Aggregation, *, crosses: bool = False
+        self,
+        scale: LossScale,
+        group: Collectives,
+        parts: Aggregation,
+        *,
+        crosses: bool = False,
+        alone: bool = False,
     ) -> None:
+        """`alone`: one worker makes the whole step, in any order of sums."""
         self._scale = scale
         self._group = group
         self._parts = parts
         self._crosses = crosses
         """Whether gradients cross between ranks inside the graph."""
+        self._alone = alone
+        self._sole: tuple[float | Tensor, float] | None = None
+        """The weight and the share of this step's only backward so far, if its weight was left
+        out."""
+        self._had_several = False
         self._unit: float | None = None
         self._varies = False
         """Whether weights are others than 1, so that units differ by no powers of two alone."""
@@ -153,16 +167,37 @@ class GradientWeighting:
             total, count = self._parts.first_step(rows[:, 0].tolist())
             self.follow(total, count, self._parts.first_step(rows[:, 1].tolist())[0])
 
+    def is_sole(self, weight: float | Tensor, share: float) -> bool:
+        """Whether the first backward of a step is probably its only one, on the only worker."""
+        has_weight = isinstance(weight, Tensor) or weight > 0
+        return self._alone and not self._had_several and has_weight and share > 0
+
+    def settle(self) -> bool:
+        """Prepare for another backward of the step. Returns False if the gradients so far must be
+        dropped: their weight is 0 after all, and they may be NaN.
+
+        Waits for a GPU that has the weight of the first one, which the next steps avoid.
+        """
+        if self._sole is None:
+            return True
+        weight, share = float(self._sole[0]), self._sole[1]
+        self._sole = None
+        if weight > 0:
+            self._unit = weight / share
+        return weight > 0
+
     def seed(
-        self, loss: Tensor, weight: float | Tensor, share: float
+        self, loss: Tensor, weight: float | Tensor, share: float, *, is_sole: bool = False
     ) -> tuple[Tensor, float | Tensor]:
         """Return the seed of a backward of `loss`, in its dtype, and the factor by which its
         gradients are still to be multiplied. The first call is collective.
 
-        `share` is the part of the one-process loss that `loss` is.
+        `share` is the part of the one-process loss that `loss` is. If it `is_sole`, its weight is
+        left out.
         """
         self.begin(weight, share)
-        whole = weight / self._divisor
+        self._sole = (weight, share) if is_sole else None
+        whole = share * self._scale.value if is_sole else weight / self._divisor
         if self._crosses and isinstance(whole, Tensor):
             # In fp64 on its device. Reading it would wait for the device.
             narrow = whole.to(loss.dtype)
@@ -180,7 +215,14 @@ class GradientWeighting:
 
     def divisor(self, total_weight: float) -> float:
         """The number that turns summed gradients into their mean, by division."""
+        if self._sole is not None:
+            return self._sole[1] * self._scale.value
         return total_weight / self._divisor
+
+    def clear(self, *, several: bool | None = None) -> None:
+        """Begin another step; the one before had `several` backwards, if it was made."""
+        self._sole = None
+        self._had_several = self._had_several if several is None else several
 
     def follow(self, total_weight: float, count: int, shares: float) -> None:
         """Take the total weight of a step with `count` backwards, whose seeds add up to `shares`,

@@ -198,6 +198,12 @@ class LossAccumulation:
         ]
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The operations of those losses of the step that are weighed by numbers of their own."""
+        mains = [t.terms.main for t in self._terms if not (t.given or t.repeated)]
+        return tuple(dict.fromkeys(main.source for main in mains if main is not None))
+
+    @property
     def read_first(self) -> LossTerms | None:
         """What the graph of the step's first loss says, where that is its weight."""
         first = self._terms[0] if self._terms else None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from shardwise.engine.step_statistics import Number
+from shardwise.model.activation_offload import Kept
+from shardwise.model.unit_hooks import unpack_of_others
 
 Kind = Literal["mean", "sum", "unread"]
 
@@ -36,9 +38,9 @@ Kind = Literal["mean", "sum", "unread"]
 class Term:
     """A part of a loss that depends on the batch.
 
-    `items` is how many items a "mean" is over. For a "sum" it is 1. For a term that could not be
-    "unread" it is what can be compared between ranks instead: elements that went into it. `source`
-    names the operation. `has_rows` says whether its first dimension is that of the batch.
+    `items` is how many items a "mean" is over. For a "sum" it is 1. For a term that is "unread" it
+    is a number that is the same for each row on all ranks if they have the same share of labels.
+    `source` names the operation. `has_rows` says whether its first dimension is that of the batch.
     """
 
     kind: Kind
@@ -123,13 +125,13 @@ def _words(term: Term) -> str:
     return f"a mean over {count} items ({term.source})"
 
 
-def read(loss: Tensor, rows: int | None, *, total: int = 0, look: bool = True) -> LossTerms:
+def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
     """Read the terms of `loss`, a scalar of a batch of `rows` rows.
 
-    All ranks together have `total` rows. With `look`, tensors that autograd has saved may be read:
-    hooks on them may give them out only once.
+    All ranks together have `total` rows. A tensor that a hook keeps for autograd is not read: it
+    may be on a disk, or come from a forward that torch.utils.checkpoint would run again for it.
     """
-    walk = _Walk(rows, total, look)
+    walk = _Walk(rows, total)
     if loss.grad_fn is not None:
         walk.visit(loss.grad_fn, 0, _Scale())
     # Equal terms are one: a sum over the rows in Python has as many terms as there are rows.
@@ -145,7 +147,7 @@ class _Scale:
     """The scaling of a scalar on its way to the loss.
 
     `factor` is the product of the known numbers that it was multiplied by. `count` is the number
-    that it was divided by, or None.
+    that it was divided by, or None; NaN if a hook keeps it.
     """
 
     factor: float = 1.0
@@ -256,7 +258,6 @@ class _Walk:
 
     rows: int | None
     total: int
-    look: bool
     terms: list[Term] = field(default_factory=list)
     curved: list[str] = field(default_factory=list)
     guessed: list[float] = field(default_factory=list)
@@ -313,19 +314,20 @@ class _Walk:
             yield (*first, _BENT if is_curved else scale)
         else:
             edge = second if first[0] is None else first
-            number = node._saved_self if first[0] is None else node._saved_other
+            number = _saved(node, "self" if first[0] is None else "other")
             if name == "Div" and first[0] is None:
                 self.curved.append("reciprocal")
                 yield (*edge, _BENT)
             elif name == "Div":
                 yield (*edge, self._divided(scale, number, edge[0]))
-            elif isinstance(number, Tensor) and number.device.type != "cpu":
+            elif number is None or (isinstance(number, Tensor) and number.device.type != "cpu"):
                 yield (*edge, scale)
             else:
                 factor = scale.factor * _known(number)
                 yield (*edge, replace(scale, factor=factor, is_multiplied=True))
 
     def _divided(self, scale: _Scale, number: Any, child: Any) -> _Scale:
+        number = math.nan if number is None else number
         if isinstance(number, Tensor) and number.device.type == "cpu":
             number = _known(number)
         count = number if scale.count is None else scale.count * number
@@ -373,12 +375,15 @@ class _Walk:
         sizes = _sizes(*_edges(node)[0])
         numel = math.prod(sizes)
         has_rows = sizes[:1] == (self.rows,)
+        total = _saved(node, "total_weight") if name.startswith("NllLoss") else None
         if node._saved_reduction == _SUM:
-            is_nll = name.startswith("NllLoss")
-            counted = _number(node._saved_total_weight) if is_nll else numel
+            counted = numel if total is None else _number(total)
             self._sum(counted, numel, source, scale, has_rows=True)
+        elif total is not None:
+            self._mean(_number(total), source, scale)
         elif name.startswith("NllLoss"):
-            self._mean(_number(node._saved_total_weight), source, scale)
+            labels = numel // (sizes[1] if len(sizes) > 1 else sizes[0])
+            self.terms.append(Term("unread", float(labels), f"{source} in a checkpoint"))
         else:
             items = (sizes[0] if len(sizes) > 1 else 1) if name in _BY_ROWS else numel
             self._mean(float(items), source, scale, has_rows=has_rows)
@@ -395,6 +400,9 @@ class _Walk:
         """Add a sum of `numel` elements. `counted` of them are not masked. It is a mean if it was
         divided by their number."""
         source, count, factor = source.lower(), scale.count, abs(scale.factor)
+        if isinstance(count, float) and math.isnan(count):
+            self.terms.append(Term("unread", float(numel), source))
+            return
         known = {self.rows, numel} | ({scale.siblings} if numel == 1 else set())
         if isinstance(count, Tensor) or (count is not None and isinstance(counted, Tensor)):
             # If all is masked, the divisor is no count, but often the 1 of clamp(min=1).
@@ -422,19 +430,22 @@ class _Walk:
     def _counted(self, node: Any) -> Any:
         """How many elements of what `node` made count, by the mask that left out the others; None
         without one that is known."""
-        while self.look and node is not None:
+        while node is not None:
             name = _kind(node)
             if name in ("NllLoss", "NllLoss2D"):
-                return _number((node._saved_target != _signed(node._saved_ignore_index)).sum())
+                target = _saved(node, "target")
+                ignored = _signed(node._saved_ignore_index)
+                return None if target is None else _number((target != ignored).sum())
             if name == "MaskedFill":
-                return _number((~node._saved_mask).sum())
+                mask = _saved(node, "mask")
+                return None if mask is None else _number((~mask).sum())
             edges = _edges(node)
+            first = node.next_functions[0][0] is not None if node.next_functions else False
             if name == "Where" and len(edges) == 1:
-                first = node.next_functions[0][0] is not None
-                return _number((node._saved_condition == first).sum())
+                mask = _saved(node, "condition")
+                return None if mask is None else _number((mask == first).sum())
             if name == "Mul" and len(edges) == 1:
-                first = node.next_functions[0][0] is not None
-                mask = node._saved_other if first else node._saved_self
+                mask = _saved(node, "other" if first else "self")
                 if isinstance(mask, Tensor) and mask.numel() > 1:
                     # Without signs: only a mask of zeros counts nothing. Advantages may sum to 0.
                     return _number(mask.double().abs().sum() * (_numel(node, 0) // mask.numel()))
@@ -443,15 +454,25 @@ class _Walk:
         return None
 
     def _unread(self, node: Any) -> None:
-        """A term that nothing is known of: count what went into it."""
-        edges = [(child, n) for child, n in _edges(node) if _kind(child) != "AccumulateGrad"]
-        items: Number = float(sum(_numel(child, number) for child, number in edges))
-        if self.look and _is_opaque(node):
-            saved = [t for t in node.saved_tensors if t is not None]
+        """A term that nothing is known of: count what went into it of the batch."""
+        sizes = [_sizes(*edge) for edge in _edges(node) if not _of_parameters(edge[0])]
+        items: Number = float(self._largest(sizes))
+        if _is_opaque(node):
+            saved = [kept for raw in node._raw_saved_tensors if (kept := _kept(raw)) is not None]
+            labels = [t for t in saved if t.dtype == torch.int64 and self._largest([t.shape])]
+            items += float(self._largest([t.shape for t in labels]))
             # Labels that are negative are usually left out of a mean.
-            for labels in (t for t in saved if t.dtype == torch.int64 and t.numel() > 1):
-                items = items + _number((labels >= 0).sum())
+            for each in labels:
+                items = items - _number((each < 0).sum())
         self.terms.append(Term("unread", items, node.name().removesuffix("Backward")))
+
+    def _largest(self, shapes: Iterable[Sequence[int]]) -> int:
+        """The elements of the largest tensor that has as many for each row of the batch.
+
+        Tables and positions have the same size for any number of rows, and are mostly smaller.
+        """
+        of_rows = (shape for shape in shapes if shape and shape[0] % (self.rows or 1) == 0)
+        return max(map(math.prod, of_rows), default=0)
 
 
 def _kind(node: Any) -> str:
@@ -487,14 +508,25 @@ def _is_times_zero(node: Any) -> bool:
     """Whether `node` multiplies by the number 0, which is not on a GPU."""
     if _kind(node) != "Mul" or len(_edges(node)) != 1:
         return False
-    side = "other" if node.next_functions[0][0] is not None else "self"
-    raw = getattr(node, f"_raw_saved_{side}", None)
-    if raw is None:  # a number of Python's
-        return bool(getattr(node, f"_saved_{side}") == 0)
-    saved = raw.data  # what a hook keeps is not unpacked
-    if not isinstance(saved, Tensor) or saved.numel() != 1 or saved.device.type != "cpu":
+    number = _saved(node, "other" if node.next_functions[0][0] is not None else "self")
+    if isinstance(number, Tensor) and (number.numel() != 1 or number.device.type != "cpu"):
         return False
-    return _known(saved) == 0
+    return number is not None and _known(number) == 0
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Return the tensor or number that `node` has saved under `name`; None if a hook keeps it."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    return getattr(node, f"_saved_{name}") if raw is None else _kept(raw)
+
+
+def _kept(raw: Any) -> Tensor | None:
+    """Return a tensor that autograd has saved; None if it has none, or if a hook keeps it."""
+    kept: Any = raw.data
+    if isinstance(kept, Kept):  # by hooks of ours, which let it pass
+        return kept.tensor
+    is_hooked = unpack_of_others(raw.unpack_hook) is not None
+    return kept if isinstance(kept, Tensor) and not is_hooked else None
 
 
 def _is_zeros(node: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -116,6 +117,17 @@ def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: 
         world.print(
             f"  this loss is a sum divided by {number:g}, which is taken for the number of its "
             'items: if it is a constant, write reduction="sum"'
+        )
+
+
+def announce_kinds(world: World, spec: EngineSpec, kinds: Sequence[str]) -> None:
+    """A line, once, on a step whose losses of several batches are means over items of several
+    `kinds`."""
+    if not spec.settings.quiet:
+        world.say_once(
+            f"losses of one step are means over items of several kinds ({', '.join(kinds)}). Each "
+            "counts by the number of its items. To weigh them by rows, write for each of them "
+            "engine.backward(loss, weight=rows)."
         )
 
 

@@ -380,6 +380,7 @@ class StepRunner:
         if totals.several and self._spec.settings.reduce_dtype == "fp32":
             gradients.widen()
         self._accumulation.clear()
+        state.weighting.clear(several=totals.several)
         state.totals = None
         state.parameters_changed()
 

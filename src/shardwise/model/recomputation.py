@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.errors import ModelError
 from shardwise.model import module_hooks, unit_attributes
 from shardwise.model.buffers import version_of
 
@@ -48,7 +49,16 @@ class RecomputedForward:
         if torch.compiler.is_compiling():  # the user compiles the whole: torch traces checkpoints
             return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
         call = _RecomputedCall(self, args, kwargs)
-        return checkpoint(call, *call.tensors(), use_reentrant=False)
+        tensors = call.tensors()
+        before = [version_of(tensor) for tensor in tensors]
+        made = checkpoint(call, *tensors, use_reentrant=False)
+        if [version_of(tensor) for tensor in tensors] != before:
+            raise ModelError(
+                f"A {type(self.unit).__name__} writes to its input in place, and its forward runs "
+                "again in backward (--activations recomputed), then with the changed input. Begin "
+                "it with x = x.clone(), or leave recomputation out."
+            )
+        return made
 
     def undo(self) -> None:
         """Give the unit its forward back."""

@@ -8,8 +8,8 @@ replaced by a reference to where they are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,6 +56,9 @@ class UnitManager(Protocol):
     def touch(self, number: int) -> None:
         """Unit `number` is needed in a backward."""
 
+    def keep(self, number: int | None = None) -> None:
+        """Keep unit `number`, or all that are whole, until the next backward has ended."""
+
     @property
     def reference_of(self) -> Callable[[Tensor], SavedReference | None]:
         """Makes the reference to save instead of a tensor, if its memory is a unit's."""
@@ -78,6 +81,7 @@ class UnitHooks:
 
     def attach(self, wanted: Sequence[tuple[nn.Module, int]]) -> None:
         """Hook the `wanted`, modules with the number of the unit that they need."""
+        _make_way_for_functorch()
         for place in [place for place in self._handles if place not in wanted]:
             for handle in self._handles.pop(place):
                 handle.remove()
@@ -131,12 +135,19 @@ class ModuleHook:
             return
         if torch.is_grad_enabled() and self._hooks.before is not None and self._manager.is_idle:
             self._hooks.before()
-        saving = _saving(self._manager) if torch.is_grad_enabled() else None
-        self._open.append(_OpenForward(torch.is_grad_enabled(), saving, sys.exc_info()[1]))
+        recording = torch.is_grad_enabled()
+        # Inside torch.func.grad and vjp autograd saves parameters themselves.
+        refers = recording and _hooks_are_enabled()
+        saving = _saving(self._manager) if refers else None
+        self._open.append(_OpenForward(recording, saving, sys.exc_info()[1]))
         if saving is not None:
             saving.__enter__()
-        with torch._C.DisableTorchFunction():  # whoever follows the user's operations
+        # Not seen by modes that follow the user's operations, and below all levels of torch.func:
+        # tensors that are made here outlive those levels.
+        with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
             self._manager.enter(self._number, self._index, module)
+            if recording and not refers:
+                self._manager.keep(self._number)
 
     @_untraced
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -151,17 +162,20 @@ class ModuleHook:
             opened.saving.__exit__()
         if opened.recording:
             for tensor in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
-                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                    tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
+                # torch.func differentiates inside of its levels while the unit is kept.
+                plain = _below_all_levels(tensor) if isinstance(tensor, Tensor) else tensor
+                if isinstance(plain, Tensor) and plain.grad_fn is not None:
+                    plain.register_hook(self._reached)  # type: ignore[no-untyped-call]
         ignored = suppress(CollectiveError) if failed else nullcontext()  # the first error is shown
-        with ignored, torch._C.DisableTorchFunction():
+        with ignored, torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
             self._manager.leave(self._number, failed=failed)
 
     @_untraced
     def _reached(self, grad: Tensor) -> None:
         del grad
         if self._manager is not None:
-            self._manager.touch(self._number)
+            with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
+                self._manager.touch(self._number)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
         return ModuleHook(None, self._number, self._index)
@@ -194,8 +208,57 @@ class _ReferenceHooks:
     def unpack(self, saved: Any) -> Any:
         """The tensor that `saved` was kept of."""
         if isinstance(saved, SavedReference):
-            return self.manager.fetch(saved)
+            with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
+                return self.manager.fetch(saved)
         return saved if self.outer is None else self.outer[1](saved)
+
+
+def unpack_of_others(unpack: Any) -> Any:
+    """Return the hook that unpacks tensors which are no parameters, if `unpack` is a hook of ours;
+    None if nothing was packed."""
+    while isinstance(hooks := getattr(unpack, "__self__", None), _ReferenceHooks):
+        unpack = None if hooks.outer is None else hooks.outer[1]
+    return unpack
+
+
+def _below_all_levels(tensor: Tensor) -> Tensor:
+    """Return the plain tensor inside the wrappers of torch.func."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+@contextmanager
+def _without_references(error_message: str) -> Iterator[None]:
+    """Stands in for torch.autograd.graph.disable_saved_tensors_hooks.
+
+    torch.func.grad and vjp refuse hooks that are on already, as ours are inside of a forward. So
+    ours are off inside the block, and units stay whole instead.
+    """
+    taken: list[tuple[Any, Any]] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks = getattr(top[0], "__self__", None)
+        if not isinstance(hooks, _ReferenceHooks):
+            break
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        taken.append(top)
+        if torch.is_grad_enabled():
+            hooks.manager.keep()
+    try:
+        with _disable_saved_tensors_hooks(error_message):
+            yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+_hooks_are_enabled: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+
+
+def _make_way_for_functorch() -> None:
+    """Allow torch.func inside of forwards: it looks the function up at each call."""
+    torch.autograd.graph.disable_saved_tensors_hooks = _without_references
 
 
 def _saving(manager: UnitManager) -> saved_tensors_hooks | None:

@@ -29,41 +29,68 @@ class Backward:
 
     `reduces`: buckets are sent to the other ranks in it. `is_first`: none has been yet in this
     step, so that a buffer which is kept holds no sum. `empty`: whatever arrives (perhaps NaN) is
-    thrown away; else it is multiplied by `factor`, None for 1. `weight` is set where the device
-    alone knows whether that is zero.
+    thrown away; else it is multiplied by `factor`, None for 1. `is_zero` is what `empty` says if
+    the device alone knows the weight.
     """
 
     reduces: bool
     is_first: bool
     empty: bool = False
     factor: float | Tensor | None = None
-    weight: Tensor | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether gradients stay as they are."""
-        return self.factor is None and self.weight is None
+    is_zero: Tensor | None = None
 
     def weighted(self, grad: Tensor) -> Tensor:
         """`grad` times the factor, not rounded to 16 bit before it is in the bucket; zeros where
         the weight is zero."""
-        if self.factor is not None:
-            grad = (grad.float() if grad.dtype in NARROW else grad) * self.factor
-        if self.weight is None:
-            return grad
+        grad = self._multiplied([grad])[0]
         # A product with zero would keep a NaN.
-        return torch.where(self.weight == 0, torch.zeros_like(grad), grad)
+        return grad if self.is_zero is None else torch.where(self.is_zero, 0.0, grad)
+
+    def _multiplied(self, grads: list[Tensor]) -> list[Tensor]:
+        """`grads` times the factor, in one call for those of a kind."""
+        factor = self.factor
+        if factor is None:
+            return grads
+        grads = [grad.float() if grad.dtype in NARROW else grad for grad in grads]
+        if isinstance(factor, Tensor):
+            return list(torch._foreach_mul(grads, factor.to(grads[0].dtype)))
+        return list(torch._foreach_mul(grads, factor))
 
     def put(self, grad: Tensor, target: Tensor, *, adds: bool) -> None:
-        """Write `grad`, weighted, to `target`, or add it to what is there."""
-        factor = self.factor
-        if factor is not None and self.weight is None and grad.dtype == target.dtype and not adds:
-            # One pass, and no memory for the product; 16-bit numbers are multiplied in fp32 here.
-            torch.mul(grad, factor, out=target)
-        elif adds:
+        """Write `grad`, weighted, to `target`, or add it to what is there.
+
+        What is written is not made zero here: `clean` does that for a whole bucket.
+        """
+        if adds:
             target.add_(self.weighted(grad))
+        elif self.factor is None:
+            target.copy_(grad)
+        elif grad.dtype == target.dtype and not (
+            isinstance(self.factor, Tensor) and grad.dtype in NARROW
+        ):
+            # One pass, and no memory for the product; 16-bit numbers are multiplied in fp32 here,
+            # except by a tensor, which would be rounded to 16 bits.
+            torch.mul(grad, self.factor, out=target)
         else:
-            target.copy_(self.weighted(grad))
+            target.copy_(self._multiplied([grad])[0])
+
+    def put_all(self, grads: list[Tensor], targets: list[Tensor]) -> None:
+        """Write `grads`, weighted, to `targets`, as `put` does."""
+        if targets:
+            torch._foreach_copy_(targets, self._multiplied(grads))
+
+    def add_all(self, grads: list[Tensor], targets: list[Tensor]) -> None:
+        """Add `grads`, weighted, to `targets`."""
+        if targets:
+            several = self.is_zero is None
+            weighted = self._multiplied(grads) if several else [self.weighted(g) for g in grads]
+            torch._foreach_add_(targets, weighted)
+
+    def clean(self, *written: Tensor | None) -> None:
+        """Make memory zero that `put` has `written`, if nothing in it counts."""
+        for memory in written:
+            if memory is not None and self.is_zero is not None:
+                memory.masked_fill_(self.is_zero, 0.0)
 
 
 class BucketFill:
@@ -200,7 +227,7 @@ class BucketFill:
         grads: dict[bool, list[Tensor]] = {False: [], True: []}
         views = self._reducer.views(self.bucket, buffer, self._onto)
         absent = list(views.gaps)
-        adds, plain, found = self._adds, self._backward.plain, []
+        adds, found = self._adds, []
         with unguarded():
             taken = [self._taken(place) for place in range(len(views.targets))]
         for place, (parts, grad) in enumerate(zip(views.targets, taken, strict=True)):
@@ -210,16 +237,16 @@ class BucketFill:
                 continue
             again = adds or self._has[place]
             targets[again] += parts
-            grads[again] += views.parts(place, grad if plain else self._backward.weighted(grad))
+            grads[again] += views.parts(place, grad)
             found.append(self.indices[place])
-        if targets[False]:
-            torch._foreach_copy_(targets[False], grads[False])
-        if targets[True]:
-            torch._foreach_add_(targets[True], grads[True])
-        if not adds and absent:
-            # A borrowed buffer holds another bucket's gradients.
-            torch._foreach_zero_(absent)
-        return found, grads[False] + grads[True]
+        self._backward.put_all(grads[False], targets[False])
+        self._backward.add_all(grads[True], targets[True])
+        if not adds:
+            self._backward.clean(buffer, self._onto)
+            if absent:
+                # A borrowed buffer holds another bucket's gradients.
+                torch._foreach_zero_(absent)
+        return found, targets[False] + targets[True]
 
 
 def refuse_sparse(named: NamedParameter, grad: Tensor) -> None:

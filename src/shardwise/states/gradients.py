@@ -158,7 +158,7 @@ class Gradients:
             is_first=reductions == 0,
             empty=not isinstance(weight, Tensor) and weight == 0,
             factor=None if isinstance(factor, float) and factor == 1.0 else factor,
-            weight=weight if isinstance(weight, Tensor) else None,
+            is_zero=weight == 0 if isinstance(weight, Tensor) else None,
         )
         for fill in self._now:
             fill.begin(self._backward)

@@ -89,5 +89,12 @@ class _Views:
 
 
 def _memory(tensor: Any) -> int:
-    """The storage of a tensor; 0 where it has none."""
-    return 0 if tensor.layout is not torch.strided else tensor.untyped_storage()._cdata
+    """The storage of a tensor; 0 where it has none.
+
+    A tensor of a level of torch.func has none. torch refuses to write to what it wraps.
+    """
+    if tensor.layout is not torch.strided:
+        return 0
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return 0
+    return int(tensor.untyped_storage()._cdata)

@@ -127,6 +127,11 @@ class Residency:
         """Whether a backward is still to come over a forward that was recorded."""
         return bool(self._tape)
 
+    def keep(self, number: int | None = None) -> None:
+        """Keep unit `number`, or all that are whole, until the next backward has ended: autograd
+        saves their parameters themselves, and no references to them."""
+        self._whole.keep(number)
+
     # -- backward -------------------------------------------------------------------------
 
     def open_backward(self) -> None:
@@ -141,11 +146,16 @@ class Residency:
             return
         self._finish_turns(self._recorded() if self._gathers.collective else (), failed=failed)
         self._pass = None
+        if not keep_graph:
+            self._forget_forwards()
         self._whole.let_go_of_all()
         self._whole.allow_writes(False)
-        if not keep_graph:
-            self._tape.clear()
-            self._backwards = 0
+
+    def _forget_forwards(self) -> None:
+        """No backward will come over the forwards so far."""
+        self._tape.clear()
+        self._backwards = 0
+        self._whole.end_keeping()
 
     def _recorded(self) -> list[int]:
         """The units that a backward may come to. What is lasting may be needed first or last: it
@@ -212,8 +222,7 @@ class Residency:
 
     def settled(self) -> None:
         """Parameters have changed: show those that are always shown anew. Collective."""
-        self._tape.clear()
-        self._backwards = 0
+        self._forget_forwards()
         self._whole.renew()
 
     @contextmanager
@@ -308,9 +317,8 @@ class Residency:
         self._order.drop(self)
         for unit in self.units:
             unit.depth = 0
+        self._forget_forwards()
         self._whole.let_go_of_all()
-        self._tape.clear()
-        self._backwards = 0
 
     def rest_in_child(self) -> None:
         """In a forked child: take the values of gathered units away, which lie in buffers that the

@@ -29,13 +29,15 @@ class Unit:
     """A part of the model that is gathered as a whole.
 
     `lasting`: kept from the end of a forward to the end of its backward. `always`: whole all the
-    time, since no module says when it is needed.
+    time, since no module says when it is needed. `kept`: whole until the next backward has ended,
+    because autograd has saved the parameters themselves.
     """
 
     name: str
     buckets: list[ShardedBucket]
     lasting: bool = False
     always: bool = False
+    kept: bool = False
     gather: Gather | None = field(default=None, repr=False)
     wholes: list[WholeBucket] = field(default_factory=list, repr=False)
     depth: int = 0
@@ -101,8 +103,9 @@ class WholeUnits:
     # -- rest -----------------------------------------------------------------------------
 
     def let_go(self, unit: Unit) -> None:
-        """Put a unit to rest, unless it is needed: always, or in a forward under way."""
-        if not (unit.depth or unit.always):
+        """Put a unit to rest, unless it is needed: always, in a forward under way, or in the next
+        backward."""
+        if not (unit.depth or unit.always or unit.kept):
             self._rest(unit)
 
     def let_go_of_all(self, *, but_lasting: bool = False) -> None:
@@ -110,6 +113,16 @@ class WholeUnits:
         for unit in list(self._whole):
             if not (but_lasting and unit.lasting):
                 self.let_go(unit)
+
+    def keep(self, number: int | None) -> None:
+        """Keep unit `number`, or all that are whole, until `end_keeping`."""
+        for unit in list(self._whole) if number is None else [self._units[number]]:
+            unit.kept = True
+
+    def end_keeping(self) -> None:
+        """Let units that were kept rest with the others."""
+        for unit in self._units:
+            unit.kept = False
 
     def allow_writes(self, allowed: bool) -> None:
         """Between passes what stays whole may be read and not written: it is a temporary copy, and

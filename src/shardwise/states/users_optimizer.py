@@ -18,6 +18,7 @@ from typing import Any
 from torch import optim
 
 from shardwise.states.inner_optimizer import InnerOptimizer
+from shardwise.states.offload_read_ahead import SpanInUse
 from shardwise.states.optimizer_lr_and_options import ParameterGroup
 from shardwise.states.storage import Storage
 
@@ -38,20 +39,11 @@ class UsersOptimizer(InnerOptimizer):
         """The options of the user's own group."""
         return group.options
 
-    def step(
-        self,
-        sums: Sequence[Storage],
-        used: Sequence[bool],
-        factor: float,
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        """Update from the reduced `sums` of each interval times `factor`; `used` is by parameter.
+    def _set_divisor(self, factor: float) -> None:
+        """The user's optimizer gets gradients that are divided already."""
 
-        The optimizer steps even if no parameter had a gradient, as it would in one process.
-        """
-        spans = self._taken(0, sums)
-        if then is not None:
-            then()
+    def _update(self, spans: Sequence[SpanInUse], used: Sequence[bool], factor: float) -> None:
+        # The optimizer steps even if no parameter had a gradient, as it would in one process.
         with self._masters_shown():
             for span in spans:
                 for segment in span.segments:

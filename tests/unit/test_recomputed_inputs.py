@@ -1,0 +1,23 @@
+"""A recomputed unit that writes to its input in place is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import ModelError
+from shardwise.model.recomputation import RecomputedForward
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        return x.mul_(2).tanh()
+
+
+def test_a_unit_that_writes_to_its_input_is_not_recomputed():
+    unit = InPlace()
+    RecomputedForward(unit, compiled=False)
+    with pytest.raises(ModelError, match=r"InPlace writes to its input in place.*x\.clone\(\)"):
+        unit(torch.ones(3, requires_grad=True) * 1.0)
+    plain = nn.Tanh()
+    RecomputedForward(plain, compiled=False)
+    plain(torch.ones(3, requires_grad=True) * 1.0).sum().backward()
