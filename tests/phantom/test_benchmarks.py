@@ -599,7 +599,9 @@ def test_gpu_first_on_the_simulated_device(python, tmp_path):
     assert rows["background"]["stall_ms"] >= rows["background"]["call_ms"] > 0
 
 
-def test_gpu_first_on_the_cpu(tmp_path):
+def test_gpu_first_on_the_cpu(warm_host, monkeypatch, tmp_path):
+    for name, value in warm_host.environ().items():
+        monkeypatch.setenv(name, value)
     figures, _, code = first(sys.executable, tmp_path, "two-ranks", "plan")
     assert figures["machine"]["device"] == "cpu"
     ours = [f"shardwise-{zero}-gloo" for zero in range(4)]
