@@ -163,7 +163,9 @@ def _table(name: str, step: Figures) -> Table | None:
         ]
     head = ["", "parameters", "tokens/s", "peak GB"]
     return head, [
-        [
+        [key, row["why"], "", ""]
+        if "why" in row
+        else [
             key,
             ("at least " if row["cut"] else "") + f"{row['parameters'] / 1e9:.2f}B",
             _number(row["tokens_per_s"], ",.0f"),

@@ -414,8 +414,10 @@ def largest(run: Run) -> None:
     for name, found in whole["tried"].items():
         sizes = {int(layers): each for layers, each in found["runs"].items()}
         if not sizes:
-            why = list(found["failed"].values()) or ["no time was left"]
-            run.tell(name, error=why[-1])
+            why = [*found["failed"].values(), "no time is left"][0]
+            # A size that took too long is the end of the budget, and no failure.
+            took_too_long = why.startswith(("more than", "no time"))
+            run.tell(name, why=why, error="" if took_too_long else why)
             continue
         layers = max(sizes)
         workload = Gpt(**whole["workload"] | {"layers": layers})

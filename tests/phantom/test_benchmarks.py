@@ -656,6 +656,7 @@ def test_gpu_first_reports_what_failed(modules):
             "right": step | {"rows": cases},
             "fast": step | {"rows": {"result": result}},
             "save": step | {"rows": {}, "error": "OSError: full"},
+            "largest": step | {"rows": {"plain": {"why": "more than 9 s", "error": ""}}},
         },
     }
     wrong = report.failures(figures)
@@ -665,6 +666,7 @@ def test_gpu_first_reports_what_failed(modules):
     lines = report.lines(figures)
     assert len(lines) <= 60
     assert lines[-1] == "102 failed"
+    assert "plain  more than 9 s" in [line.rstrip() for line in lines]
 
 
 @pytest.mark.parametrize(
