@@ -81,8 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: dict[str, Any] = {"machine": facts, "scale": options.scale, "steps": {}}
     options.out.mkdir(parents=True, exist_ok=True)
     chosen = [step for step in STEPS if step.name in options.steps]
-    scale = (options.budget - REPORTING) / sum(step.share for step in STEPS)
-    until = begun
+    # On a cold machine the first import of torch takes a while: no step pays for it alone.
+    until = time.monotonic()
+    left = begun + options.budget - REPORTING - until
+    scale = left / sum(step.share for step in STEPS)
     for step in chosen:
         until += step.share * scale
         if step is chosen[-1]:
