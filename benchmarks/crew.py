@@ -1,5 +1,6 @@
 """The ranks of one contender, seen from the process that starts and times them."""
 
+import contextlib
 import json
 import math
 import os
@@ -213,7 +214,9 @@ class _Lines:
         return self._connection.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+        # If the rank has gone, `receive` returns None, and the crew says what the rank wrote.
+        with contextlib.suppress(ConnectionError):
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
         """The next message, or None when the rank has gone."""

@@ -56,6 +56,8 @@ def look(line: Line, steps: int, told: list[dict[str, Any]], seen: list[dict[str
     for name in ("launches", "synchronisations"):
         counts = [each[name] for each in seen if each[name] is not None]
         line.device[name] = max(counts) / steps if counts else None
+    if why := next((each["why_not"] for each in seen if each.get("why_not")), ""):
+        line.device["not_profiled"] = why
     for way in ("up", "down"):
         copies = max((each["copies"][way] for each in seen), key=lambda c: c["nbytes"] or 0)
         nbytes, took = copies["nbytes"], copies["took"]

@@ -71,17 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     console = Console(width=120, highlight=False, markup=False)
     facts = machine.describe() | {"device": "cpu"}
-    with contextlib.suppress(RuntimeError):  # no GPU: the CPU takes its place
+    try:
         facts |= machine.describe_device(crew.PYTHON)
-    if facts["device"] == "cpu" and options.scale != "tiny":
-        console.print("gpu_first: no GPU here. SCALE=tiny runs the steps on the CPU.")
-        return 2
+    except RuntimeError as error:  # no GPU: at tiny sizes the CPU takes its place
+        if options.scale != "tiny":
+            console.print(f"gpu_first: {error}. SCALE=tiny runs the steps on the CPU.")
+            return 2
     options.out = options.out.resolve()  # ranks have working directories of their own
     figures: dict[str, Any] = {"machine": facts, "scale": options.scale, "steps": {}}
     options.out.mkdir(parents=True, exist_ok=True)
     chosen = [step for step in STEPS if step.name in options.steps]
-    scale = (options.budget - REPORTING) / sum(step.share for step in STEPS)
-    until = begun
+    # On a cold machine the first import of torch takes a while: no step pays for it alone.
+    until = time.monotonic()
+    left = begun + options.budget - REPORTING - until
+    scale = left / sum(step.share for step in STEPS)
     for step in chosen:
         until += step.share * scale
         if step is chosen[-1]:
@@ -110,8 +113,11 @@ def _run(
     record: dict[str, Any] = {"rows": {}, "error": "", "cut": False}
     begun = time.monotonic()
     # The disk of OUT: /tmp may be in memory, which the nvme tier refuses.
-    with tempfile.TemporaryDirectory(dir=options.out, prefix=".first-") as folder:
-        rows = Path(folder) / "rows"
+    # A rank that is being killed may still write: what is left of the folder is no failure.
+    with tempfile.TemporaryDirectory(
+        dir=options.out, prefix=".first-", ignore_cleanup_errors=True
+    ) as folder:
+        rows, words = Path(folder) / "rows", Path(folder) / "stderr"
         rows.touch()
         job = {
             "step": name,
@@ -125,19 +131,19 @@ def _run(
         (Path(folder) / "job.json").write_text(json.dumps(job))
         # The step imports the tests on a GPU from the root of the repository.
         path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(HERE.parent)])
-        process = subprocess.Popen(
-            [*crew.PYTHON, str(HERE / "gpu_first_steps.py"), folder],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"TMPDIR": folder, "PYTHONPATH": path},
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
+        with words.open("wb") as stderr:
+            # No pipe: the compiler's workers may hold its other end after the step has ended.
+            process = subprocess.Popen(
+                [*crew.PYTHON, str(HERE / "gpu_first_steps.py"), folder],
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                env=os.environ | {"TMPDIR": folder, "PYTHONPATH": path},
+                start_new_session=True,
+            )
         try:
-            _, said = process.communicate(timeout=max(seconds, 0.0))
+            process.wait(timeout=max(seconds, 0.0))
         except subprocess.TimeoutExpired:
-            record["cut"], said = True, ""
+            record["cut"] = True
         finally:
             # Ranks are children of the step: its whole group is killed, also after Ctrl-C.
             with contextlib.suppress(ProcessLookupError):
@@ -147,10 +153,12 @@ def _run(
             with contextlib.suppress(json.JSONDecodeError):  # cut off while it was written
                 row = json.loads(line)
                 record["rows"][row.pop("key")] = row
-    if process.returncode and not record["cut"]:
-        words = said.strip().splitlines() or [f"it ended with {process.returncode}"]
-        record["error"] = words[-1][:300]
-        print("\n".join(words[-15:]), file=sys.stderr)
+        said = words.read_text(errors="replace")
+    if process.returncode:
+        if not record["cut"]:
+            why = report.exception_in(said) or f"it ended with {process.returncode}"
+            record["error"] = why[:300]
+        print("\n".join(said.splitlines()[-15:]), file=sys.stderr)
     return record | {"seconds": round(time.monotonic() - begun, 1)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,16 +48,32 @@ def failures(figures: Figures) -> list[str]:
             if row.get("error"):
                 found.append(f"{name}: {key}: {row['error']}")
             found += [
-                # The last line of a note is the exception, the first says which rank.
-                f"{name}: {line['label']}: {line['note'].splitlines()[-1]}"
+                f"{name}: {line['label']}: {exception_in(line['note'])}"
                 for line in row.get("contenders", ())
                 if line["note"].startswith(("failed", "does not fit"))
+            ]
+            found += [
+                f"{name}: {line['label']}: not profiled: {line['not_profiled'].splitlines()[-1]}"
+                for line in row.get("contenders", ())
+                if line.get("not_profiled")
             ]
             if not row.get("losses_agree", True):
                 apart = f"{row['loss_disagreement']:.1e}"
                 found.append(f"{name}: losses of the contenders differ by {apart}")
         found += [f"{name}: {wrong}" for wrong in _wrong_bytes(step)]
     return found
+
+
+def exception_in(text: str) -> str:
+    """Return the line of the last exception in `text`, else its last line.
+
+    CUDA errors have further lines of advice, and libraries warn when a process ends.
+    """
+    lines = text.strip().splitlines() or [""]
+    return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])
+
+
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Failed|Fit|Interrupt|Skipped)(:|$)")
 
 
 def _wrong_bytes(step: Figures) -> Iterator[str]:
@@ -146,7 +163,9 @@ def _table(name: str, step: Figures) -> Table | None:
         ]
     head = ["", "parameters", "tokens/s", "peak GB"]
     return head, [
-        [
+        [key, row["why"], "", ""]
+        if "why" in row
+        else [
             key,
             ("at least " if row["cut"] else "") + f"{row['parameters'] / 1e9:.2f}B",
             _number(row["tokens_per_s"], ",.0f"),

@@ -247,7 +247,7 @@ def _race(run: Run, field: Sequence[Contender], compiled: str) -> None:
     # Ranks of ZERO_3 agree on an order of gathers in their first twenty steps.
     first = 3 if run.is_tiny else 20
     steps = 2 if run.is_tiny else 10
-    plans = [Plan(rounds=2, steps=steps, warm_up=first), Plan(rounds=2, steps=steps, warm_up=4)]
+    plans = [Plan(rounds=2, steps=steps, warm_up=warm_up, look_after=2) for warm_up in (first, 4)]
     with _started(run, field, result) as started:
 
         @contextmanager
@@ -271,7 +271,6 @@ def two_ranks(run: Run) -> None:
 
     def weigh(line: Line, ranks: Crew) -> None:
         told = ranks.take(1).told
-        line.peak = max((each["peak"] for each in told if "peak" in each), default=None)
         if "bytes" in told[0]:
             zero = int(line.key.removeprefix("shardwise-")[0])
             held = formulas.held(zero, "device", "fp32", told[0]["bytes"]["numel"], 2)
@@ -390,6 +389,11 @@ def save(run: Run) -> None:
 # -- largest: the largest model that trains, with the time that is left ------------------------
 
 
+MOST_LAYERS = 28
+"""5.9B parameters, whose states take 95 GB: what needs more than the host's memory may end the
+whole run, and not only the process that asked for it."""
+
+
 def largest(run: Run) -> None:
     """Doubles the layers until they do not fit, ours before plain PyTorch."""
     left = run.until - time.monotonic() - 3
@@ -402,7 +406,7 @@ def largest(run: Run) -> None:
     if run.is_tiny:
         command += ["--width", "32", "--vocabulary", "64", "--sequence", "8", "--most", "2"]
     else:
-        command += ["--first", "16"]
+        command += ["--first", "16", "--most", str(MOST_LAYERS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not written.exists():
         raise RuntimeError((done.stderr.strip().splitlines() or ["largest.py said nothing"])[-1])
@@ -410,8 +414,10 @@ def largest(run: Run) -> None:
     for name, found in whole["tried"].items():
         sizes = {int(layers): each for layers, each in found["runs"].items()}
         if not sizes:
-            why = list(found["failed"].values()) or ["no time was left"]
-            run.tell(name, error=why[-1])
+            why = [*found["failed"].values(), "no time is left"][0]
+            # A size that took too long is the end of the budget, and no failure.
+            took_too_long = why.startswith(("more than", "no time"))
+            run.tell(name, why=why, error="" if took_too_long else why)
             continue
         layers = max(sizes)
         workload = Gpt(**whole["workload"] | {"layers": layers})
@@ -421,7 +427,7 @@ def largest(run: Run) -> None:
             parameters=workload.parameters,
             tokens_per_s=sizes[layers]["tokens"],
             peak_bytes=sizes[layers]["peak"],
-            cut=found["cut"],
+            cut=found["cut"] or layers == MOST_LAYERS,
             error="",
         )
 

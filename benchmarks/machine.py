@@ -90,19 +90,28 @@ def _memory() -> str:
 
 
 def _versions() -> list[tuple[str, str]]:
-    installed = {d.name.lower(): d.version for d in metadata.distributions()}
+    # A distribution without metadata has no name.
+    installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
     return [(name, installed[name]) for name in PACKAGES if name in installed]
 
 
 def _commit() -> str:
-    """The commit that was measured, marked when files had changed since."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """The commit that was measured, marked when files had changed since.
+
+    COMMIT names it where there is no repository, as in a copy of the files.
+    """
+    if named := os.environ.get("COMMIT"):
+        return named
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:  # no git
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 

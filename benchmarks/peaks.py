@@ -28,6 +28,7 @@ _H100_SXM = {"bf16": 989.4, "tf32": 494.7, "fp32": 66.9}
 PEAKS = {
     "NVIDIA H100 80GB HBM3": Peak(**_H100_SXM, source=f"{_HOPPER}, SXM5"),
     "NVIDIA H100 PCIe": Peak(bf16=756.0, tf32=378.0, fp32=51.2, source=f"{_HOPPER}, PCIe"),
+    "NVIDIA H100 NVL": Peak(bf16=835.5, tf32=417.5, fp32=60.0, source="NVIDIA H100 NVL datasheet"),
     "NVIDIA H200": Peak(**_H100_SXM, source="NVIDIA H200 datasheet (SXM): the H100's arithmetic"),
     "NVIDIA A100-SXM4-80GB": Peak(
         bf16=312.0, tf32=156.0, fp32=19.5, source="NVIDIA A100 datasheet (SXM)"

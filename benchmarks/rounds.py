@@ -60,6 +60,9 @@ class Plan:
     steps: int
     keep: bool = False
     warm_up: int = WARM_UP
+    look_after: int = 1
+    """The round of a contender that is followed by the look at it. For crews that stay alive the
+    last one, if the look slows down the steps after it, as a profiler may."""
 
 
 def measure(
@@ -91,8 +94,9 @@ def take_round(
     look: Look | None = None,
     budget: Budget | None = None,
 ) -> None:
-    """Add one round to each contender's line. `look` comes after its first timed steps, and weighs
-    the resident sets if left out; a turn for which the `budget` has no time is left out."""
+    """Add one round to each contender's line. `look` comes after its timed steps of round
+    `plan.look_after`, and weighs the resident sets if left out; a turn for which the `budget` has
+    no time is left out."""
     budget = budget or Budget()
     for contender in _rotated(contenders, number):
         line = lines[contender.key]
@@ -121,8 +125,11 @@ def _turn(
         with start(contender) as crew:
             stint = crew.take(plan.warm_up + plan.steps)
             line.rounds.append(step_times(stint.ends)[plan.warm_up - 1 :])
+            if peaks := [each["peak"] for each in stint.told if "peak" in each]:
+                line.peak = max(peaks)
             if len(line.rounds) == 1:
                 line.losses = mean_losses(stint.losses) if contender.same_work else []
+            if len(line.rounds) == plan.look_after:
                 look(line, crew)
     except NotInstalled as error:
         line.note = f"not installed: {error}"

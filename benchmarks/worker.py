@@ -56,6 +56,8 @@ def _serve(channel: Any, spec: dict[str, Any]) -> None:
         torch.cuda.set_device(job.device)
         job.told["peak"] = torch.cuda.max_memory_allocated
     step = contender.build(job, **spec["options"])
+    if job.on_gpu:
+        torch.cuda.empty_cache()  # others may train before this rank's turn
     _say(channel, ready=True, empty=empty)
     batches = cycle(job.batches())
     for line in channel:

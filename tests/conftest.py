@@ -26,11 +26,13 @@ def pytest_configure() -> None:
 
     The launcher keeps to what it inherits, and is tested for what these do. Examples of hypothesis
     have no time limit of their own: a busy machine is no failure. Tensors of tests are small:
-    several threads of torch would wait for each other in busy loops, on cores that ranks need.
+    several threads of torch would wait for each other in busy loops, on cores that ranks need. So
+    would those of the programs that tests start, unless a test sets the variable itself.
     """
     make_own()
     _check_packages()
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     hypothesis.settings.register_profile("unhurried", deadline=None)
     hypothesis.settings.load_profile("unhurried")
     for number, plain in (

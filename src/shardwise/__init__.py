@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from shardwise.world import World, start_timeline, stop_timeline
     from shardwise.world import current as world
 
-    __version__: str
+__version__ = "0.1.0"
+"""Kept here, since the package also runs from a copy of its files, without installed metadata."""
 
 __all__ = [
     "Attention",
@@ -66,10 +67,6 @@ def __getattr__(name: str) -> Any:
         return getattr(_imported(_HOMES[name]), name)
     if name in ("errors", "lr", "world"):
         return _imported(f"shardwise.{name}")
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("shardwise")
     from importlib.util import find_spec
 
     # `from shardwise import` would ask this function for the module, without end.

@@ -8,13 +8,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 
-from shardwise import config
+from shardwise import __version__, config
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.checkpoint.deepspeed.commands import zero_to_fp32
 from shardwise.errors import LaunchError, ShardwiseError
@@ -365,7 +364,7 @@ def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: b
 
 
 @click.group(cls=Commands, invoke_without_command=True)
-@click.version_option(version("shardwise"), message="shardwise %(version)s")
+@click.version_option(__version__, message="shardwise %(version)s")
 @click.pass_context
 def _shardwise(ctx: click.Context) -> None:
     """Train a PyTorch model on many devices exactly as it trains on one."""

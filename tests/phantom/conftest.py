@@ -59,6 +59,14 @@ def phantom() -> Iterator[Phantom]:
 
 
 @pytest.fixture(scope="session")
+def warm_host() -> Iterator[WarmPython]:
+    """A process without a device, which programs are forked from."""
+    made = WarmPython(processes=1)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
 def warm_device(phantom: Phantom) -> Iterator[WarmPython]:
     """A process with a simulated device, which programs are forked from."""
     made = WarmPython("tests.phantom.warm", processes=1)

@@ -5,6 +5,8 @@ time it has none. What it does not run (DDP and FSDP2, which reach into CUDA its
 torch.compile) goes through the same code on the CPU.
 """
 
+import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -297,7 +299,26 @@ def test_a_profile_is_read(modules):
 
 def test_a_profile_that_saw_no_device_has_no_figures(modules):
     seen = importlib.import_module("device_trace").seen_in(EVENTS[:1])
-    assert seen.launches is seen.synchronisations is None
+    assert seen.launches is seen.synchronisations is seen.copies["up"].nbytes is None
+    line = importlib.import_module("figures").Line("a", "a")
+    importlib.import_module("device_report").look(
+        line, 2, [{"peak": 5}], [dataclasses.asdict(seen)]
+    )
+    assert line.peak == 5
+    assert line.device["not_profiled"] == "the trace has no calls of CUDA"
+    assert line.device["up"]["bytes"] is None
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_a_profile_that_cannot_be_read_leaves_the_steps(modules, monkeypatch):
+    trace = importlib.import_module("device_trace")
+    monkeypatch.setattr(trace, "seen_in", lambda events: {}["traceEvents"])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with trace.recorded() as seen:
+        taken = torch.ones(1) + 1
+    assert taken.item() == 2
+    assert seen().launches is None
+    assert seen().why_not == "KeyError: 'traceEvents'"
 
 
 def test_per_step_and_of_the_rank_that_has_most(modules):
@@ -364,7 +385,10 @@ RANK = """
     channel = socket.socket(fileno=int(fd)).makefile("rw")
     say = lambda **message: (channel.write(json.dumps(message) + chr(10)), channel.flush())
     ends = json.loads(spec)["options"]["ends"]
-    if ends == "full":
+    if ends == "gone":
+        say(ready=True, empty=None)
+        sys.exit("no more")
+    elif ends == "full":
         say(full="Traceback: ...\\ntorch.OutOfMemoryError: CUDA out of memory.")
     elif ends == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -402,6 +426,18 @@ def test_why_a_contender_has_no_figures(modules, tmp_path, ends, note):
     rounds.take_round(0, [taker], lines, plan, start, lambda turn: None, budget=budget)
     assert lines["a"].note == note
     assert not lines["a"].rounds
+
+
+def test_a_rank_that_is_gone_is_a_failure_of_its_contender(modules, tmp_path):
+    crew, contenders, workloads = map(importlib.import_module, ("crew", "contenders", "workloads"))
+    (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
+    crew.PYTHON = [sys.executable, str(tmp_path / "rank.py")]
+    taker = contenders.Contender(key="a", label="a", module="a", options={"ends": "gone"})
+    with crew.Crew(taker, workloads.CONFIGURATIONS["A"], 1, 30) as ranks:
+        ranks._processes[0].wait()
+        for ask in (ranks.release, ranks.release, lambda: ranks.take(1)):
+            with pytest.raises(crew.CrewFailed, match="rank 0 died; it wrote:\nno more"):
+                ask()
 
 
 def test_who_cannot_be_profiled_keeps_his_times(modules):
@@ -456,6 +492,42 @@ def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
     assert lines["a"].note == ""
     assert lines["a"].rounds == [[1.0]]
     assert lines["b"].note.startswith("left out")
+
+
+def test_a_look_may_come_after_the_last_round(modules):
+    """A profiler may slow down all steps after it."""
+    rounds, figures, contenders, crew = map(
+        importlib.import_module, ("rounds", "figures", "contenders", "crew")
+    )
+
+    class Ready:
+        def take(self, steps):
+            return crew.Stint([list(range(steps))], [[1.0] * steps], [[]], [{"peak": 9}])
+
+    line, looks = figures.Line("a", "A"), []
+    taker = contenders.Contender(key="a", label="A", module="a")
+    plan = rounds.Plan(rounds=2, steps=2, look_after=2)
+    for number in range(2):
+        rounds.take_round(
+            number,
+            [taker],
+            {"a": line},
+            plan,
+            lambda taker: contextlib.nullcontext(Ready()),
+            lambda turn: None,
+            lambda line, ranks, round_=number: looks.append(round_),
+        )
+        assert line.peak == 9
+        assert line.losses
+    assert looks == [1]
+
+
+def test_the_commit_is_named_where_there_is_no_git(modules, monkeypatch, tmp_path):
+    machine = importlib.import_module("machine")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.describe()["commit"] == "unknown"
+    monkeypatch.setenv("COMMIT", "0123abc")
+    assert machine.describe()["commit"] == "0123abc"
 
 
 # -- scripts/gpu first ------------------------------------------------------------------------
@@ -527,7 +599,9 @@ def test_gpu_first_on_the_simulated_device(python, tmp_path):
     assert rows["background"]["stall_ms"] >= rows["background"]["call_ms"] > 0
 
 
-def test_gpu_first_on_the_cpu(tmp_path):
+def test_gpu_first_on_the_cpu(warm_host, monkeypatch, tmp_path):
+    for name, value in warm_host.environ().items():
+        monkeypatch.setenv(name, value)
     figures, _, code = first(sys.executable, tmp_path, "two-ranks", "plan")
     assert figures["machine"]["device"] == "cpu"
     ours = [f"shardwise-{zero}-gloo" for zero in range(4)]
@@ -582,6 +656,7 @@ def test_gpu_first_reports_what_failed(modules):
             "right": step | {"rows": cases},
             "fast": step | {"rows": {"result": result}},
             "save": step | {"rows": {}, "error": "OSError: full"},
+            "largest": step | {"rows": {"plain": {"why": "more than 9 s", "error": ""}}},
         },
     }
     wrong = report.failures(figures)
@@ -591,6 +666,24 @@ def test_gpu_first_reports_what_failed(modules):
     lines = report.lines(figures)
     assert len(lines) <= 60
     assert lines[-1] == "102 failed"
+    assert "plain  more than 9 s" in [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("rank 0: Traceback\nValueError: wrong", "ValueError: wrong"),
+        (
+            "torch.AcceleratorError: CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`",
+            "torch.AcceleratorError: CUDA error: out of memory",
+        ),
+        ("crew.CrewFailed: rank 0: no\n[W1] destroy_process_group", "crew.CrewFailed: rank 0: no"),
+        ("does not fit: torch.OutOfMemoryError: no", "does not fit: torch.OutOfMemoryError: no"),
+        ("", ""),
+    ],
+)
+def test_the_line_of_an_exception_is_found(modules, text, line):
+    assert importlib.import_module("gpu_first_report").exception_in(text) == line
 
 
 def test_the_page_about_speed_has_the_newest_figures(modules):

@@ -85,6 +85,7 @@ def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     assert short[-1].startswith("| **Shardwise ZERO_2** | ")
 
 
+@pytest.mark.full
 def test_a_split_pair_gives_what_the_whole_one_does() -> None:
     tiny = ["--width", "8", "--hidden", "12", "--rows", "4", "--repeats", "2"]
     shown = run("model_parallel.py", *tiny)  # it compares the gradients
@@ -121,6 +122,7 @@ def test_a_convolutional_network(tmp_path: Path) -> None:
         assert line["losses"] == pytest.approx(lines["plain"]["losses"], abs=5e-5)
 
 
+@pytest.mark.full
 def test_the_hot_path(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     once = ["--ranks", "1", "--rows", "3", "--rounds", "1", "--steps", "2"]
@@ -144,6 +146,7 @@ def test_the_cost_of_a_timeline(tmp_path: Path) -> None:
     assert "The target is 1.02." in shown
 
 
+@pytest.mark.full
 def test_primitives() -> None:
     shown = run("collectives.py", "--ranks", "2", "--mb", "1", "--repeats", "2")
     for name in ("reduce_scatter_single", "isend/irecv", "Gloo.barrier", "Shared.all_gather"):
@@ -340,7 +343,6 @@ def test_ways_to_save(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["figures.json"]
 
 
-@pytest.mark.full
 @pytest.mark.full
 def test_three_faults(tmp_path: Path) -> None:
     path = tmp_path / "counts.json"

@@ -1,5 +1,6 @@
 """Scripts for Accelerate and Trainer that name nothing of ours, and how they are started."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from tests.system.cluster import Cluster
 from tests.system.launcher import Launcher, Ran, script
 from tests.system.test_launchers import SETTINGS, TORCHRUN, mpirun, run, slurm
+from tests.system.warm import WarmPython
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
@@ -116,11 +118,13 @@ def test_what_cannot_be_adopted(shardwise: Launcher) -> None:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+def text(tmp_path_factory: pytest.TempPathFactory, warm_with_libraries: WarmPython) -> str:
     """A folder with a text, a tokenizer and the configuration of a tiny model."""
     pytest.importorskip("transformers", reason="the transformers package is not there")
     folder = str(tmp_path_factory.mktemp("text"))
-    subprocess.run([sys.executable, script("clm_files"), folder], check=True, timeout=120)
+    environ = os.environ | dict(warm_with_libraries.environ())
+    words = [sys.executable, script("clm_files"), folder]
+    subprocess.run(words, check=True, timeout=120, env=environ)
     return folder
 
 

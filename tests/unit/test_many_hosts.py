@@ -299,7 +299,6 @@ class TestSsh:
             (81, "cd: no", "h2 has no folder /home/me/my work, where this run starts. Put"),
             (127, "", "h2 has no /opt/py. Install the same Python there"),
             (1, "/opt/py: No module named 'shardwise'", "/opt/py on h2 cannot import shardwise.l"),
-            (1, "x.PackageNotFoundError: No package", "/opt/py on h2 cannot import shardwise.la"),
             (
                 255,
                 "a\nalice@h2: Permission denied (publickey).",

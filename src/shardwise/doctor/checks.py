@@ -9,12 +9,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from shardwise import __version__
 from shardwise.config import Settings
 
 GIB = 2**30
@@ -45,7 +45,7 @@ def of_host(settings: Settings) -> list[Check]:
         Check("Python", platform.python_version()),
         Check("torch", torch.__version__),
         tested(torch.__version__),
-        Check("shardwise", version("shardwise")),
+        Check("shardwise", __version__),
         _devices(),
         Check("backends", ", ".join(_backends())),
         _memory(),

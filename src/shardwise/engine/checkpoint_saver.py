@@ -8,14 +8,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from weakref import WeakMethod, finalize
 
 import torch
 
-from shardwise import exit_handlers
+from shardwise import __version__, exit_handlers
 from shardwise.checkpoint import atomic_folders
 from shardwise.checkpoint.atomic_folders import Draft
 from shardwise.checkpoint.background import BackgroundSave, Copies, reserve
@@ -290,7 +289,7 @@ def _config_of(engine_tensors: EngineTensors) -> dict[str, bytes]:
 def _writer(world: World, engine_tensors: EngineTensors) -> dict[str, Any]:
     """Who wrote it: for people to read, and never looked at."""
     return {
-        "shardwise": version("shardwise"),
+        "shardwise": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "workers": world.size,

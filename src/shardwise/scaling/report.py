@@ -18,6 +18,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from shardwise import __version__
 from shardwise.launch.resources import usable_cores
 from shardwise.scaling.records import Curve, Measured
 from shardwise.scaling.runs import WEAK, MeasuredRun, ScalingPlan
@@ -76,7 +77,7 @@ class ScalingReport:
             "machine": f"{platform.node()}, {_processor()}",
             "cores": str(usable_cores()),
             "threads per worker": threads,
-            "versions": f"shardwise {version('shardwise')}, torch {version('torch')}, "
+            "versions": f"shardwise {__version__}, torch {version('torch')}, "
             f"Python {platform.python_version()}",
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
+from shardwise import __version__
 from shardwise.verify import verdicts
 from shardwise.verify.comparing import Comparison, TensorDifference, growth
 from shardwise.verify.plan import Plan
@@ -60,7 +61,7 @@ class Report:
         """Where it was made."""
         return {
             "machine": platform.node(),
-            "versions": f"shardwise {version('shardwise')}, torch {version('torch')}, "
+            "versions": f"shardwise {__version__}, torch {version('torch')}, "
             f"Python {platform.python_version()}",
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }

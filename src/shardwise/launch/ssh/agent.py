@@ -30,6 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from shardwise import __version__
 from shardwise.errors import LaunchError
 from shardwise.launch import failure_report, network, program
 from shardwise.launch.local_workers import HostTask, LocalWorkers, RankExit
@@ -285,7 +286,7 @@ def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
     """Build the first message: what the launcher wants to know of this host."""
     here = (environ.get("SSH_CONNECTION", "").split(" ") + [""] * 3)[2]
     return {
-        "version": version("shardwise"),
+        "version": __version__,
         "torch": _version("torch"),
         "python": ".".join(map(str, sys.version_info[:3])),
         "time": time.time(),

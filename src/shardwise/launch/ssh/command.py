@@ -103,7 +103,7 @@ def start_failure(options: SshOptions, host: Host, code: int | None, said: str) 
             f"{host.name} has no {options.python}. Install the same Python there, or name one that "
             "all hosts have with --python PATH."
         )
-    if "No module named" in last or "PackageNotFoundError" in last:
+    if "No module named" in last:
         return (
             f"{options.python} on {host.name} cannot import {AGENT}. Install the same version of "
             "shardwise there, or pass on where it is with -x PYTHONPATH."

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
+from shardwise import __version__
 from shardwise.errors import LaunchError
 from shardwise.launch import network, orphan_reaper
 from shardwise.launch.console import STDERR, STDOUT
@@ -247,7 +247,7 @@ class RemoteHost:
         except protocol.ProtocolError as fault:
             self._selector.unregister(self._process.stdout)
             self.give_up(
-                f"{self.share.host.name} says what no agent of shardwise {version('shardwise')} "
+                f"{self.share.host.name} says what no agent of shardwise {__version__} "
                 f"does: {fault}. Install the same version on all hosts, and see what else writes "
                 "to the output there."
             )
@@ -283,10 +283,10 @@ class RemoteHost:
     def _on_hello(self, message: protocol.Message) -> None:
         self.hello = message
         self._offset = time.time() - message["time"]
-        if message["version"] != version("shardwise"):
+        if message["version"] != __version__:
             self.fault = (
                 f"{self.share.host.name} has shardwise {message['version']}, this host "
-                f"{version('shardwise')}. Install the same version on all hosts."
+                f"{__version__}. Install the same version on all hosts."
             )
 
     def _on_ready(self, message: protocol.Message) -> None:
