@@ -65,11 +65,11 @@ def launch(
     log_dir: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> list[Any]:
-    """Call `function(*args)` on each of several ranks of this host, and return what they return.
+    """Call `function(*args)` on each of several ranks of this host, and return their results.
 
     This is `shardwise run` for a function: from a notebook cell, a prompt or a script. The function
-    calls `sw.init` itself. What ranks print is shown with the rank in front, Ctrl-C ends all of
-    them, and when one fails the others are ended. No process outlives the call.
+    calls `sw.init` itself. The output of ranks is shown with the rank in front. Ctrl-C ends all
+    ranks, and so does the failure of one. No process outlives the call.
 
     Args:
         function: What each rank runs.
@@ -89,7 +89,7 @@ def launch(
             `micro_batch_size=8`, `config="run.toml"`. They override all other sources, as flags do.
 
     Returns:
-        What the function returned on each rank, in the order of ranks. Tensors are on the CPU.
+        The value that each rank returned, in the order of ranks. Tensors are on the CPU.
 
     Raises:
         ConfigError: A setting is unknown or wrong. Nothing was started.
@@ -146,7 +146,7 @@ def launch(
         return [function_rank.received(file) for file in results]
 
 
-# -- what is refused before anything starts ----------------------------------------------------
+# -- checks before the start -------------------------------------------------------------------
 
 
 def _refuse_nested() -> None:
@@ -185,7 +185,7 @@ def _check_call(function: Any, args: tuple[Any, ...]) -> None:
         )
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some of C have none
+    except ValueError:  # a function of C
         return
     try:
         signature.bind(*args)
@@ -253,14 +253,14 @@ def _begin(
     results: Sequence[int],
     stack: ExitStack,
 ) -> Begin:
-    """Return what starts a rank that calls the function and writes to its file of `results`.
+    """Return a starter of ranks that call the function and write to their file of `results`.
 
     Raises UsageError if there is no way, with the reason why each fails.
     """
     faults: list[str] = []
     pickled = None if method == "fork" else _pickled_by_reference(function, args, faults)
     if pickled is None and method != "spawn":
-        # Forked ranks see all that the notebook has defined, so this comes before a copy of it.
+        # Preferred to a copy of the function: forked ranks see everything that is in memory.
         if not _has_used_cuda():
             call = partial(function_rank.call, partial(function, *args), results)
             return function_fork.fork(call, results)
@@ -305,8 +305,8 @@ def _pickled_by_reference(
     """Pickle a call that a new process can import; None, with a line in `faults`, if it cannot."""
     if not _is_importable(function):
         faults.append(
-            "spawn: it is defined in a notebook or at a prompt, from which a new process cannot "
-            "import. Put it into a module, and import it from there."
+            "spawn: it is defined in a notebook or at a prompt, and a new process cannot "
+            "import it. Put it into a module."
         )
         return None
     try:
@@ -344,23 +344,23 @@ def _pickled_by_value(
     return dumped
 
 
-# -- what is shown, and how it ends -------------------------------------------------------------
+# -- output, and the end ------------------------------------------------------------------------
 
 
 def _streams() -> dict[int, TextIO]:
-    """Return what Python writes to in place of descriptors 1 and 2, as in a notebook."""
+    """Return the streams that replace descriptors 1 and 2, as in a notebook."""
     pairs = (STDOUT, sys.stdout, sys.__stdout__), (STDERR, sys.stderr, sys.__stderr__)
     found = {}
     for fd, stream, original in pairs:
         if stream is not None:
-            stream.flush()  # what was printed before comes before what the ranks print
+            stream.flush()  # earlier output of the caller is shown first
             if stream is not original:
                 found[fd] = stream
     return found
 
 
 def _raise_if_it_failed(ending: Ending, console: Console) -> None:
-    """Raise what the caller is to see, unless all ranks have returned."""
+    """Raise the error for the caller, unless all ranks have returned."""
     if ending.code == 0:
         return
     if ending.asked is not None:

@@ -12,9 +12,9 @@ from shardwise.launch.environment import REPORTS_VARIABLE
 
 
 def begin_anew(environ: Mapping[str, str]) -> None:
-    """Replace what a forked process has of its parent by what a new one starts with.
+    """Replace the parent's signals, variables and streams by those of a new process.
 
-    Call it in the main thread, once descriptors 0, 1 and 2 are those of this process.
+    Call this in the main thread, after descriptors 0, 1 and 2 were replaced.
     """
     _reset_signals()
     os.environ.clear()
@@ -37,10 +37,10 @@ def _reset_signals() -> None:
 
 
 def _open_streams(*, buffered: bool) -> None:
-    """Open the standard output and error anew, as the interpreter does at its start.
+    """Open the standard output and error as the interpreter does at its start.
 
-    They are other files than the parent's. A terminal is written to line by line. Unbuffered,
-    nothing that was printed is lost when the process is killed.
+    A terminal is written to line by line. Unbuffered, no output is lost when the process is
+    killed.
     """
     for name, fd in (("stdout", 1), ("stderr", 2)):
         old = getattr(sys, f"__{name}__") or getattr(sys, name)  # a notebook replaces the second

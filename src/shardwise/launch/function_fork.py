@@ -1,4 +1,4 @@
-"""Forks the ranks of `sw.launch`, each with all that its parent has in memory.
+"""Forks the ranks of `sw.launch`, each with everything that its parent has in memory.
 
     parent, main thread    ─▶ a new thread ─▶ fork          waits until the rank leads a session
     rank                      the main thread ─▶ descriptors, signals, variables ─▶ the function
@@ -24,13 +24,13 @@ from shardwise.launch import forked
 from shardwise.launch.worker import Begin, Process, Streams
 
 FORKED_IN_THREADS = r".*use of fork\(\) may lead to deadlocks"
-"""What Python 3.12 and later warn of at each fork of a process with threads."""
+"""The warning of Python 3.12 and later at each fork of a process with threads."""
 
 
 def fork(run: Callable[[], None], kept: Collection[int]) -> Begin:
-    """Return what forks a rank that calls `run`, with the descriptors `kept`.
+    """Return a starter that forks a rank. The rank calls `run`, and keeps the descriptors `kept`.
 
-    Call this before the launcher opens anything: a forked rank closes what was opened later, such
+    Call this before the launcher opens anything. A forked rank closes all later descriptors, such
     as the pipe whose end tells the orphan reaper that the launcher is gone.
     """
     before = {*_open_descriptors(), *kept}
@@ -55,7 +55,7 @@ def fork(run: Callable[[], None], kept: Collection[int]) -> Begin:
 class _ForkedRank(ForkProcess):
     """A rank as multiprocessing forks processes, which forgets the parent's own children."""
 
-    # What the rank itself starts is left to its own default.
+    # Processes that the rank itself starts use the default method.
     _start_method = None  # type: ignore[assignment]
 
     def __init__(
@@ -74,7 +74,7 @@ class _ForkedRank(ForkProcess):
         self._says = says
 
     def run(self) -> None:
-        """Become a process of its own, and call the function."""
+        """Cut the ties to the parent, and call the function."""
         atexit._clear()  # they are the parent's
         atexit.register(vars(multiprocessing.util)["_exit_function"])
         os.setsid()
@@ -135,14 +135,14 @@ def _open_descriptors() -> set[int]:
 
 
 def _set_threads() -> None:
-    """Let torch use the threads that the launcher gives this rank: OpenMP has read that already."""
+    """Apply OMP_NUM_THREADS of this rank to torch, which has read the parent's at its import."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
 
 
 def _leave_notebook() -> None:
-    """Let libraries see a plain process: a notebook's display and input belong to its kernel."""
+    """Hide the notebook from libraries: its display and input belong to the kernel."""
     if "IPython" not in sys.modules:
         return
     for name in ("get_ipython", "display"):

@@ -1,4 +1,4 @@
-"""Runs the function of `sw.launch` as one rank, and sends back what it returns.
+"""Runs the function of `sw.launch` as one rank, and sends its value back.
 
     python -m shardwise.launch.function_rank CALL RESULT ...   a new process: the descriptor of the
                                                                pickled call, and one for each rank
@@ -19,11 +19,11 @@ from typing import Any
 from shardwise.errors import LaunchError, UsageError
 from shardwise.launch.environment import RANK_VARIABLE
 
-# -- what a rank does --------------------------------------------------------------------------
+# -- a rank ------------------------------------------------------------------------------------
 
 
 def call(function: Callable[[], Any], results: Sequence[int]) -> None:
-    """Call `function`, and write what it returns to the descriptor of this rank.
+    """Call `function`, and write its value to the descriptor of this rank.
 
     An error is reported like one of a script. Raises SystemExit with the exit code then.
     """
@@ -41,7 +41,7 @@ def call(function: Callable[[], Any], results: Sequence[int]) -> None:
 
 
 def _send(value: Any, fd: int) -> None:
-    import torch  # slow to import, and not needed where the call fails
+    import torch  # slow to import, and not needed if the call fails
 
     os.ftruncate(fd, 0)  # an earlier start of the run may have written here
     os.lseek(fd, 0, os.SEEK_SET)
@@ -57,7 +57,7 @@ def _send(value: Any, fd: int) -> None:
 
 
 def received(file: Any) -> Any:
-    """Return what a rank wrote to `file`, with tensors on the CPU; None if it wrote nothing."""
+    """Return the value that a rank wrote to `file`, with tensors on the CPU. None if it is empty."""
     import torch
 
     if file.seek(0, os.SEEK_END) == 0:  # sys.exit(0) in the function
@@ -91,7 +91,7 @@ def _loaded(data: bytes) -> Callable[[], Any]:
     except (AttributeError, ImportError) as error:
         raise LaunchError(
             f"A new process cannot load the function of sw.launch, or its arguments: {error}. "
-            "Import what they refer to from a module, or write start_method='fork'."
+            "Import everything that they use from a module, or write start_method='fork'."
         ) from error
     finally:
         del current._inheriting  # type: ignore[attr-defined]
@@ -99,12 +99,12 @@ def _loaded(data: bytes) -> Callable[[], Any]:
 
 
 def dumped(pickled: bytes) -> bytes:
-    """Return what `main` loads: the pickled function and arguments, and the main module."""
+    """Return the input of `main`: the pickled function and arguments, and the main module."""
     return pickle.dumps((_preparation(), pickled))
 
 
 def _preparation() -> dict[str, Any]:
-    """Return what multiprocessing's `prepare` needs to import the main module of this process.
+    """Return the data that multiprocessing's `prepare` needs to import our main module.
 
     Its own function for that also settles the start method of this process, which is the user's.
     """

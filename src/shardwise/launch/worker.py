@@ -52,7 +52,7 @@ Begin = Callable[[Mapping[str, str], Sequence[int], Streams], Process]
 
 
 def program(words: Sequence[str]) -> Begin:
-    """Return what starts the program `words`. It raises LaunchError if the system refuses."""
+    """Return a starter of the program `words`. It raises LaunchError if the system refuses."""
 
     def begin(environ: Mapping[str, str], pass_fds: Sequence[int], streams: Streams) -> Process:
         stdin, stdout, stderr = streams
