@@ -263,7 +263,7 @@ def _begin(
         # Preferred to a copy of the function: forked ranks see everything that is in memory.
         if not _has_used_cuda():
             call = partial(function_rank.call, partial(function, *args), results)
-            return function_fork.fork(call, results)
+            return function_fork.fork(call, results, stack)
         faults.append(_USED_CUDA)
     if pickled is None and method != "fork":
         pickled = _pickled_by_value(function, args, faults)

@@ -42,9 +42,11 @@ def children():
 @pytest.fixture(autouse=True)
 def nothing_left():
     """Check that a test leaves neither a process nor a descriptor behind."""
+    gc.collect()
+    gc.disable()  # descriptors must be closed without it
     before = children(), len(os.listdir("/proc/self/fd"))
     yield
-    gc.collect()
+    gc.enable()
     assert (children(), len(os.listdir("/proc/self/fd"))) == before
 
 

@@ -1,4 +1,4 @@
-"""`sw.launch` in scripts, at a prompt and in a notebook: how it ends, and that no process is left."""
+"""`sw.launch` in scripts, at a prompt and in a notebook: how it ends, and that nothing is left."""
 
 import signal
 import subprocess

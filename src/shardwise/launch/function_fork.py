@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import popen_fork
 from multiprocessing.context import ForkProcess
 
@@ -27,8 +27,9 @@ FORKED_IN_THREADS = r".*use of fork\(\) may lead to deadlocks"
 """The warning of Python 3.12 and later at each fork of a process with threads."""
 
 
-def fork(run: Callable[[], None], kept: Collection[int]) -> Begin:
+def fork(run: Callable[[], None], kept: Collection[int], stack: ExitStack) -> Begin:
     """Return a starter that forks a rank. The rank calls `run`, and keeps the descriptors `kept`.
+    `stack` closes ours to it, after it has ended.
 
     Call this before the launcher opens anything. A forked rank closes all later descriptors, such
     as the pipe whose end tells the orphan reaper that the launcher is gone.
@@ -41,6 +42,7 @@ def fork(run: Callable[[], None], kept: Collection[int]) -> Begin:
         rank = _ForkedRank(run, environ, streams, {*opened, said}, says)
         try:
             child = _in_new_thread(lambda: popen_fork.Popen(rank))
+            stack.callback(child.close)
             os.close(says)
             # The rank must lead a process group before anybody may signal that.
             if not os.read(said, 1):
@@ -93,14 +95,14 @@ class _ForkedRank(ForkProcess):
             atexit._run_exitfuncs()
 
 
-def _in_new_thread(function: Callable[[], Process]) -> Process:
+def _in_new_thread(function: Callable[[], popen_fork.Popen]) -> popen_fork.Popen:
     """Call `function` in a thread that has not computed anything yet.
 
     GNU OpenMP keeps its pool of threads for each thread that computes. A process that is forked by
     such a thread waits for ever for the pool, which it does not have. The thread that forks is the
     main thread of the child.
     """
-    made: list[Process] = []
+    made: list[popen_fork.Popen] = []
     failed: list[BaseException] = []
 
     def forks() -> None:

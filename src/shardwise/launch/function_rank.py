@@ -57,7 +57,7 @@ def _send(value: Any, fd: int) -> None:
 
 
 def received(file: Any) -> Any:
-    """Return the value that a rank wrote to `file`, with tensors on the CPU. None if it is empty."""
+    """Return the value that a rank wrote to `file`, with tensors on the CPU; None without one."""
     import torch
 
     if file.seek(0, os.SEEK_END) == 0:  # sys.exit(0) in the function
