@@ -76,8 +76,7 @@ def test_losses_are_those_of_one_process(tmp_path: Path, alone: float) -> None:
     assert last_loss(shown) == pytest.approx(alone, rel=1e-8)
     assert "'placement': 'ZERO_3'" in shown
     kept = Path(re.findall(r"^checkpoint (\S+)", shown, re.MULTILINE)[-1])
-    described = run(tmp_path, "-m", "shardwise", "checkpoint", "info", str(kept))
-    assert "5" in described
+    run(tmp_path, "-m", "shardwise", "checkpoint", "verify", str(kept))
 
 
 def test_goes_on_from_the_last_checkpoint_after_a_worker_was_killed(
