@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardwise.data.loader import Loader
     from shardwise.engine import Engine, Engines
     from shardwise.initialize import init
+    from shardwise.launch_function import launch
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
     from shardwise.parallel.tensor.attention import Attention
@@ -34,6 +35,7 @@ __all__ = [
     "cross_entropy",
     "errors",
     "init",
+    "launch",
     "lr",
     "on_meta",
     "plan",
@@ -65,7 +67,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: the command line starts without torch."""
     if name in _HOMES:
         return getattr(_imported(_HOMES[name]), name)
-    if name in ("errors", "lr", "world"):
+    if name in ("errors", "launch", "lr", "world"):
         return _imported(f"shardwise.{name}")
     from importlib.util import find_spec
 

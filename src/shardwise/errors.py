@@ -5,6 +5,7 @@
     │   ├── PlacementError   an illegal row of the placement table
     │   └── BadSchedule      keywords that a schedule does not take (shardwise.deepspeed)
     ├── LaunchError          a run that cannot start: no such script, a port in use
+    │   └── RankFailed       a rank of sw.launch failed; raised in the process that called it
     ├── ModelError           a model or optimizer that cannot be trained as asked
     │   ├── ModelMismatch    ranks built different models
     │   └── BrokenView       user code replaced a tensor that the engine owns
@@ -63,6 +64,19 @@ class BadSchedule(ConfigError, ValueError):
 
 class LaunchError(ShardwiseError):
     """A run that cannot start, or a process that cannot find the others."""
+
+
+class RankFailed(LaunchError):
+    """A rank of `sw.launch` failed, in the process that called it; the message ends with the
+    traceback of that rank.
+
+    `rank` is the first that failed, and `exit_code` the one of the run, as `shardwise run` has it.
+    """
+
+    def __init__(self, message: str, *, rank: int | None, exit_code: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
 
 
 class ModelError(ShardwiseError):

@@ -356,6 +356,11 @@ def current() -> World:
     return _current
 
 
+def has_joined() -> bool:
+    """Return whether this process has called `shardwise.init`."""
+    return _current is not None
+
+
 class _Module(ModuleType):
     """This module, which can be called: `shardwise.world()` is the world of this process."""
 

@@ -13,7 +13,7 @@ import pytest
 from shardwise.errors import LaunchError
 from shardwise.launch import orphan_reaper
 from shardwise.launch.local_workers import HostTask, LocalWorkers, RankExit
-from shardwise.launch.worker import Worker, WorkerStreams
+from shardwise.launch.worker import Worker, WorkerStreams, program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -42,8 +42,9 @@ def open_files() -> list[str]:
 
 def test_one_that_cannot_start_leaves_no_file_open() -> None:
     before = open_files()
+    begin, worker = program(["/no/such/program"]), Worker(0, lambda stream, data: None)
     with pytest.raises(LaunchError, match="/no/such/program cannot be started: No such file"):
-        Worker(0, lambda stream, data: None).start(["/no/such/program"], {}, [], WorkerStreams())
+        worker.start(begin, {}, [], WorkerStreams())
     assert open_files() == before
 
 

@@ -10,8 +10,10 @@ import io
 import os
 import select
 import sys
+from codecs import getincrementaldecoder
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import TextIO
 
 from shardwise.launch.screen import LiveRows, Screen, prefix, prefix_width
 from shardwise.printable import as_utf8
@@ -25,14 +27,26 @@ class Console:
     `size` is the number of ranks; `piped` when what they write comes through us, as it must with
     more than one. `terminal` is the descriptor of the terminal that rank 0 draws live on, None
     without one. `broken` says why where an output cannot be written any more, "" until then.
+    `streams` are what Python writes to in place of descriptors, such as those of a notebook.
     """
 
-    def __init__(self, size: int, environ: Mapping[str, str], *, piped: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        environ: Mapping[str, str],
+        *,
+        piped: bool = False,
+        streams: Mapping[int, TextIO] | None = None,
+    ) -> None:
         self.size = size
-        self.piped = piped or size > 1
+        self._streams = streams or {}
+        self._decoders = {fd: getincrementaldecoder("utf-8")("replace") for fd in self._streams}
+        self.piped = piped or size > 1 or bool(streams)
         self.broken = ""
         self._lost: set[int] = set()
-        self._terminals = [fd for fd in (STDOUT, STDERR) if os.isatty(fd)]
+        self._terminals = [
+            fd for fd in (STDOUT, STDERR) if fd not in self._streams and os.isatty(fd)
+        ]
         self._color = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         live = bool(self._terminals) and self.piped and environ.get("TERM") != "dumb"
         self.terminal = self._terminals[0] if live else None
@@ -78,6 +92,10 @@ class Console:
 
     def _write(self, fd: int, data: bytes) -> None:
         """Write all of `data`, also where someone has set our output to non-blocking."""
+        if fd in self._streams:
+            self._streams[fd].write(self._decoders[fd].decode(data))
+            self._streams[fd].flush()
+            return
         while data and fd not in self._lost:
             try:
                 data = data[os.write(fd, data) :]

@@ -161,7 +161,8 @@ def read(folder: Path) -> dict[int, ErrorReport]:
 
 
 OURS = Path(__file__).parents[1]
-_ADOPT = OURS / "adopt.py"
+_BEFORE_USERS = {OURS / "adopt.py", OURS / "launch" / "function_rank.py"}
+"""Files whose refusals are whole sentences although no line of the user's led to them."""
 
 
 def refusal_sentence(error: BaseException) -> str:
@@ -170,7 +171,7 @@ def refusal_sentence(error: BaseException) -> str:
         return ""
     files = _files(error.__traceback__)
     users = [number for number, file in enumerate(files) if is_users(file)]
-    if not users and _ADOPT in files:  # --adopt was refused, before any line of the script
+    if not users and not _BEFORE_USERS.isdisjoint(files):
         return _said(error)
     if not users or not any(OURS in file.parents for file in files[users[-1] :]):
         return ""

@@ -225,7 +225,7 @@ def unjoined_copies(size: int) -> str:
     """The closing words of a run of `size` ranks, none of which joined the others."""
     return (
         f"\nshardwise: no rank called sw.init or hvd.init: unless a library joined them, {size} "
-        "copies of the script have run, each by itself with all of the work. To train as one: "
+        "copies of the program have run, each by itself with all of the work. To train as one: "
         "world = sw.init() and an sw.Engine, or shardwise.horovod in a script of Horovod's.\n"
     )
 

@@ -4,6 +4,7 @@ import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TextIO
 
 from shardwise.launch import environment, program
 from shardwise.launch.console import Console
@@ -60,10 +61,12 @@ class Job:
         asks = "--help" in self.words[1:] or self.words[1:] == ("-h",)
         return self.is_python and not asks and not program.joins_itself(self.words[0])
 
-    def console(self, environ: Mapping[str, str]) -> Console:
-        """The screen that this run needs."""
+    def console(
+        self, environ: Mapping[str, str], streams: Mapping[int, TextIO] | None = None
+    ) -> Console:
+        """The screen that this run needs; `streams` take the place of our descriptors 1 and 2."""
         piped = self.log_dir is not None or self.shown is not None or len(self.shares) > 1
-        return Console(self.size, environ, piped=piped)
+        return Console(self.size, environ, piped=piped, streams=streams)
 
     def outputs(self, console: Console) -> list[WorkerOutput]:
         """Make the output of each rank. Raises LaunchError where logs cannot be written."""

@@ -17,7 +17,7 @@ from shardwise.launch.identity import Identity
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.progress import Progress
 from shardwise.launch.restarts import SAVED
-from shardwise.launch.worker import OutputSource, Worker, WorkerStreams
+from shardwise.launch.worker import Begin, OutputSource, Worker, WorkerStreams, program
 
 Hear = Callable[[int, int, bytes], None]
 """Takes a rank, a stream, and what has come on it; b"" ends the stream."""
@@ -71,6 +71,7 @@ class LocalWorkers:
     """The ranks of `task`, as processes of this host; their error files lie in `folder`.
 
     `left` is called with each that ended, `saves` with the signal to end before which one saves.
+    `begin` starts a process of another kind than the command of `task`.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class LocalWorkers:
         hear: Hear,
         left: Callable[[RankExit], None],
         saves: Callable[[signal.Signals], None],
+        begin: Begin | None = None,
     ) -> None:
         self._task = task
+        self._begin = begin or program(task.command)
         self._folder = folder
         self._reaper = reaper
         self._selector = selector
@@ -120,7 +123,7 @@ class LocalWorkers:
     def _start(
         self, worker: Worker, environ: dict[str, str], fds: list[int], outlet: WorkerStreams
     ) -> None:
-        worker.start(self._task.command, environ, fds, outlet)
+        worker.start(self._begin, environ, fds, outlet)
 
     def listen(self) -> None:
         """Pass on what the ranks write, as it comes."""

@@ -15,19 +15,36 @@ from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.restarts import Ending
 from shardwise.launch.signals import Signals
 from shardwise.launch.supervisor import Supervisor
+from shardwise.launch.worker import Begin
 
 
 def run(job: Job) -> int:
     """Run `job` to its end and return the exit code. Raises LaunchError when it cannot start."""
     command = program.command(job.words[0], job.words[1:], module=job.module)
     console = job.console(os.environ)
+    ending = _ending(job, console, command)
+    console.say(ending.words)
+    return ending.code
+
+
+def run_begun(job: Job, console: Console, begin: Begin) -> Ending:
+    """Run `job` to its end with ranks that `begin` starts, and return how it ended.
+
+    Raises LaunchError when it cannot start.
+    """
+    return _ending(job, console, (), begin)
+
+
+def _ending(
+    job: Job, console: Console, command: tuple[str, ...], begin: Begin | None = None
+) -> Ending:
     with Signals() as signals:
         allowed = restarts.Restarts(job.restarts)
-        once = partial(_once, job, command, console, signals)
+        once = partial(_once, job, command, console, signals, begin)
         if job.elastic_islands:
             once = partial(island_run.once, job, command, console, signals, allowed)
         try:
-            return restarts.repeated(allowed, once, console.say)
+            return restarts.last_ending(allowed, once, console.say)
         finally:
             (private_files.folder_path() / private_files.commit_file(job.run)).unlink(
                 missing_ok=True
@@ -35,7 +52,13 @@ def run(job: Job) -> int:
             private_files.tidy()
 
 
-def _once(job: Job, command: tuple[str, ...], console: Console, signals: Signals) -> Ending:
+def _once(
+    job: Job,
+    command: tuple[str, ...],
+    console: Console,
+    signals: Signals,
+    begin: Begin | None,
+) -> Ending:
     """Start all ranks, and watch them to their end."""
     address = LOOPBACK if job.interface is None else network.address_of_interface(job.interface)
     with network.listen(address, job.port) as meeting, network.reserve_port(address) as spare:
@@ -46,7 +69,7 @@ def _once(job: Job, command: tuple[str, ...], console: Console, signals: Signals
         with OrphanReaper(folder) as reaper:
             supervisor = Supervisor(console, outputs, signals, grace=job.grace, joins=job.joins)
             sinks = supervisor.hear, supervisor.left, supervisor.saves_first
-            workers = LocalWorkers(task, folder, reaper, supervisor.selector, *sinks)
+            workers = LocalWorkers(task, folder, reaper, supervisor.selector, *sinks, begin)
             with closing(supervisor):
                 workers.start(meeting)
                 meeting.close()

@@ -1,7 +1,8 @@
 """Decides whether a run that failed starts again, and says so in a line."""
 
+import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.errors import LaunchError
 from shardwise.launch.progress import Progress
@@ -16,20 +17,23 @@ SAVED = 75
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """A failure that is not of the user's asking: `what` happened to whom, and `why`, in words;
-    `progress` is what the ranks had made by then."""
+    `progress` is what the ranks had made by then. `rank` is the one to blame, None for a host."""
 
     what: str
     why: str
     progress: Progress | None
+    rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run ended: its exit code and last words, and the `failure` if it was one."""
+    """How a run ended: its exit code and last words, the `failure` if it was one, and the signal
+    by which someone `asked` for the end."""
 
     code: int
     words: str = ""
     failure: Failure | None = None
+    asked: signal.Signals | None = None
 
 
 class Restarts:
@@ -78,19 +82,27 @@ class Restarts:
 
 def repeated(restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]) -> int:
     """Run `once`, again and again while `restarts` allows it, and return the exit code."""
+    ending = last_ending(restarts, once, say)
+    say(ending.words)
+    return ending.code
+
+
+def last_ending(
+    restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]
+) -> Ending:
+    """Run `once`, again and again while `restarts` allows it. Return how it ended the last time,
+    with all that is left to say."""
     ending = once()
     while ending.failure is not None:
         again, line = restarts.after(ending.failure)
-        say(line if again else ending.words + line)
         if not again:
-            return ending.code
+            return replace(ending, words=ending.words + line)
+        say(line)
         try:
             ending = once()
         except LaunchError as error:
-            say(f"\nshardwise: it cannot start again. {error}\n")
-            return ending.code
-    say(ending.words)
-    return ending.code
+            return replace(ending, words=f"\nshardwise: it cannot start again. {error}\n")
+    return ending
 
 
 def _where(progress: Progress) -> str:

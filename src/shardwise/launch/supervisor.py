@@ -231,10 +231,10 @@ class Supervisor:
         # Ranks that would have saved may be killed before, by a second signal: that is no good end.
         ended_well = all(end.code == 0 for end in self._ends())
         if judged is None and not lost and (saved or (self._saving and ended_well)):
-            return Ending(code=SAVED if saved else 0)
+            return Ending(code=SAVED if saved else 0, asked=self._asked)
         if self._asked is not None:
             unsaved = failure_report.unsaved_line(self._asked, self._progress())
-            return Ending(code=128 + self._asked, words=lost + unsaved)
+            return Ending(code=128 + self._asked, words=lost + unsaved, asked=self._asked)
         if lost and (judged is None or failure_report.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
@@ -294,7 +294,7 @@ class Supervisor:
         return Ending(
             code=code,
             words=failure_report.lost_hosts(self._losses) + words,
-            failure=Failure(what=what, why=why, progress=self._progress()),
+            failure=Failure(what=what, why=why, progress=self._progress(), rank=judged.rank),
         )
 
     def _progress(self) -> Progress | None:

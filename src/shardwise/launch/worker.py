@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from shardwise.errors import LaunchError
 from shardwise.launch import orphan_reaper
@@ -33,6 +34,42 @@ class WorkerStreams:
     drawn: tuple[int, ...] = ()
     window: tuple[int, int] | None = None
     reads: bool = False
+
+
+class Process(Protocol):
+    """A child process that leads a session, and so a process group, of its own."""
+
+    pid: int
+    returncode: int | None
+
+
+Streams = tuple[int | None, int | None, int | None]
+"""Descriptors for the standard input, output and error of a process. None keeps ours, and
+`subprocess.DEVNULL` is an empty input."""
+
+Begin = Callable[[Mapping[str, str], Sequence[int], Streams], Process]
+"""Starts a process with these variables, inherited descriptors and standard streams."""
+
+
+def program(words: Sequence[str]) -> Begin:
+    """Return a starter of the program `words`. It raises LaunchError if the system refuses."""
+
+    def begin(environ: Mapping[str, str], pass_fds: Sequence[int], streams: Streams) -> Process:
+        stdin, stdout, stderr = streams
+        try:
+            return subprocess.Popen(
+                words,
+                env=environ,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"{words[0]} cannot be started: {error.strerror}.") from None
+
+    return begin
 
 
 class OutputSource:
@@ -89,32 +126,29 @@ class Worker:
 
     def start(
         self,
-        words: Sequence[str],
+        begin: Begin,
         environ: Mapping[str, str],
         pass_fds: Sequence[int],
         outlet: WorkerStreams,
     ) -> None:
         """Start the process. Raises LaunchError when the system refuses."""
+        started = False
         try:
             if outlet.piped:
                 self._connect(outlet)
-            self._process = subprocess.Popen(
-                words,
-                env=environ,
-                stdin=None if outlet.reads else subprocess.DEVNULL,
-                stdout=self._theirs.get(STDOUT),
-                stderr=self._theirs.get(STDERR),
-                pass_fds=pass_fds,
-                start_new_session=True,
-            )
-        except OSError as error:
-            for source in self.sources:
-                os.close(source.fd)
-            self.sources = []
-            raise LaunchError(f"{words[0]} cannot be started: {error.strerror}.") from None
+            stdin = None if outlet.reads else subprocess.DEVNULL
+            streams = stdin, self._theirs.get(STDOUT), self._theirs.get(STDERR)
+            self._process = begin(environ, pass_fds, streams)
+            started = True
+        except OSError as error:  # no pipe, or no terminal
+            raise LaunchError(f"Rank {self.rank} cannot be started: {error.strerror}.") from None
         finally:
             for fd in set(self._theirs.values()):
                 os.close(fd)
+            if not started:
+                for source in self.sources:
+                    os.close(source.fd)
+                self.sources = []
 
     @property
     def group(self) -> int:
@@ -128,8 +162,8 @@ class Worker:
 
     def send_to_process(self, number: signal.Signals) -> None:
         """Send a signal to the process, and not to those that it has started."""
-        if self.end is None:
-            self._process.send_signal(number)
+        if self.end is None:  # not reaped, so the number is still that of this process
+            os.kill(self._process.pid, number)
 
     def is_gone(self) -> bool:
         """Whether nothing is left of the process group. From then on its number may be that of

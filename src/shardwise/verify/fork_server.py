@@ -10,10 +10,8 @@ thread runs here and no accelerator is touched, so that a forked process may do 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import fcntl
 import gc
-import io
 import json
 import os
 import selectors
@@ -26,8 +24,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from shardwise.launch import error_file
-from shardwise.launch.environment import REPORTS_VARIABLE
+from shardwise.launch import forked
 from shardwise.verify.rank_client import FREE
 
 IMPORTED = (
@@ -107,9 +104,6 @@ class ForkServer:
 
     def _become(self, asked: dict[str, Any], files: list[int]) -> None:
         """Be the rank that was asked for: its files, environment, folder, group and signals."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._selector.close()
         for each in (self._listener, self._woken, self._wakes):
             each.close()
@@ -124,16 +118,10 @@ class ForkServer:
             os.dup2(fd, wanted)
             os.close(fd)
         os.setpgid(0, 0)
-        os.environ.clear()
-        os.environ.update(asked["environ"])
         os.chdir(asked["folder"])
-        if REPORTS_VARIABLE in os.environ:  # as `import shardwise` does in a rank
-            error_file.watch_exceptions()
         # What multiprocessing spawns finds the script from there.
         vars(import_module("multiprocessing.process"))["ORIGINAL_DIR"] = asked["folder"]
-        if os.environ.get("PYTHONFAULTHANDLER"):
-            faulthandler.enable()
-        _open_streams(buffered=not os.environ.get("PYTHONUNBUFFERED"))
+        forked.begin_anew(asked["environ"])
         # Each process that is started draws its own seeds; random does so by itself after a fork.
         # Of torch's generators, the one of the CPU alone begins with a seed that is drawn.
         import_module("numpy").random.seed()
@@ -173,26 +161,6 @@ class ForkServer:
             _signal(group, signal.SIGKILL)
         for pid in self._children:
             os.waitpid(pid, 0)
-
-
-def _open_streams(*, buffered: bool) -> None:
-    """Open the standard output and error anew, as the interpreter does at its start.
-
-    The files of a rank are others than those of the warm process: a terminal is written to line by
-    line. Unbuffered, nothing that was printed is lost when a rank is killed.
-    """
-    for name, fd in (("stdout", 1), ("stderr", 2)):
-        old = getattr(sys, name)
-        file = os.fdopen(fd, "wb", -1 if buffered else 0, closefd=False)
-        stream = io.TextIOWrapper(
-            file,
-            encoding=old.encoding,
-            errors=old.errors,
-            line_buffering=name == "stderr" or file.isatty(),
-            write_through=not buffered,
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
 
 
 def _signal(group: int, number: int) -> bool:
