@@ -115,10 +115,10 @@ def test_mpirun_trains_over_two_hosts_with_equal_losses(
     job: Callable[..., str], expected: list[str], tmp_path: Path, component: str, name: str
 ) -> None:
     """mpirun reads PE_HOSTFILE itself, and starts its daemon on the other host by qrsh."""
-    words = f"{mpirun(component)} -n 4 python {LOSSES}"
     # MPICH's ranks meet by the process that has started them, which is not that of a warm program.
-    cold = "unset TESTS_WARM" if component == "mpich" else ""
-    out = job(*FOUR, job_script(tmp_path, cold, words))
+    cold = "env -u TESTS_WARM" if component == "mpich" else ""
+    words = f"{mpirun(component)} -n 4 {cold} python {LOSSES}"
+    out = job(*FOUR, job_script(tmp_path, words))
     assert "4 worker(s)" in out
     assert steps(out) == expected
 
