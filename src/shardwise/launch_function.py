@@ -155,8 +155,10 @@ def _refuse_nested() -> None:
             "sw.launch ran while a new process was importing the script. Put the call below "
             '`if __name__ == "__main__":`.'
         )
-    size = launcher_detection.detect(os.environ).size
-    if RANK_VARIABLE in os.environ or size > 1:
+    # A notebook may run in a job, whose variables say nothing of ranks yet.
+    is_rank = RANK_VARIABLE in os.environ
+    size = (launcher_detection.identify if is_rank else launcher_detection.around_command)().size
+    if is_rank or size > 1:
         raise UsageError(
             f"sw.launch starts ranks, and this process is one of the {size} ranks of a run itself. "
             "Call the function directly here."
