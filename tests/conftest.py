@@ -78,11 +78,12 @@ def group() -> Iterator[Groups]:
 
 
 @pytest.fixture
-def solo(monkeypatch: pytest.MonkeyPatch) -> World:
+def solo(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A world of one rank as `shardwise.init` makes it, without a process group."""
     world = World(Identity(launcher="python"), Solo(), torch.device("cpu"))
     monkeypatch.setattr(worlds, "_current", world)
-    return world
+    yield world
+    world.preemption.forget()  # a save listens for signals, which other tests send themselves
 
 
 @pytest.fixture

@@ -629,9 +629,9 @@ def test_gpu_first_whole_on_the_cpu(tmp_path):
 
 def test_gpu_first_is_cut_off_in_time_and_keeps_its_rows(tmp_path):
     begun = time.monotonic()
-    figures, shown, _ = first(sys.executable, tmp_path, "right", "save", budget=14)
+    figures, shown, _ = first(sys.executable, tmp_path, "right", "save", budget=6)
     assert time.monotonic() - begun < 30
-    assert figures["steps"]["save"]["cut"]
+    assert any(step["cut"] for step in figures["steps"].values())
     assert "cut off" in shown
     assert not list(tmp_path.glob(".first-*"))
 

@@ -22,6 +22,7 @@ CUDA_ALONE = {
     "horovod/basics.py": "the version of NCCL",
     "horovod/script_checks.py": "quotes a line of Horovod's guide",
     "initialize.py": "gives each rank a device that NCCL can use",
+    "launch_function.py": "a fork after CUDA was used is refused",
     "lightning/adoption.py": "Lightning's name for the device that ranks are put on",
     "lightning/training.py": "the same, the other way round",
     "model/meta/deferred_init.py": "torch's attribute, for what users ask",
