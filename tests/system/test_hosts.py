@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -251,11 +252,13 @@ class TestRefusing:
         assert f"shardwise: {python} on node2 cannot import shardwise.launch.ssh.agent" in ran.err
 
     def test_a_host_with_another_version(self, shardwise: Launcher, hosts: Lab) -> None:
-        old = shardwise.folder / "old" / "shardwise-0.0.1.dist-info"
-        old.mkdir(parents=True)
-        (old / "METADATA").write_text("Metadata-Version: 2.1\nName: shardwise\nVersion: 0.0.1\n")
-        source = Path(__file__).parents[2] / "src"
-        path = f"PYTHONPATH={old.parent}:{source}"
+        source = Path(__file__).parents[2] / "src" / "shardwise"
+        old = shardwise.folder / "old" / "shardwise"
+        shutil.copytree(source, old, ignore=shutil.ignore_patterns("__pycache__"))
+        front = (source / "__init__.py").read_text()
+        changed = re.sub(r'__version__ = "[^"]*"', '__version__ = "0.0.1"', front)
+        (old / "__init__.py").write_text(changed)
+        path = f"PYTHONPATH={old.parent}"
         ran = shardwise.run(*over(hosts, "-H", "node1,node2", "-x", path), "true")
         assert (ran.code, ran.out) == (2, "")
         assert re.match(r"shardwise: node2 has shardwise 0.0.1, this host \d", ran.err)

@@ -119,7 +119,8 @@ class TestStarting:
     def test_flags_reach_the_ranks_and_outer_runs_do_not(self, shardwise: Launcher) -> None:
         ran = shardwise.run(
             *("run", "-n", "1", "--zero", "2", "--no-overlap", "--config", "c.toml", "env"),
-            env={"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "x", "OMP_NUM_THREADS": "3"},
+            env={"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "x", "OMP_NUM_THREADS": "3"}
+            | {"MASTER_PORT": "1", "SHARDWISE_ALONE": "1"},  # a run by itself, in each outer rank
             **self.config(shardwise, "seed = 1"),
         )
         values = dict(line.split("=", 1) for line in ran.lines() if "=" in line)
@@ -128,6 +129,7 @@ class TestStarting:
         ours = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         assert {name: values.get(name) for name in ours} == ours
         assert values["OMP_NUM_THREADS"] == "3"
+        assert "SHARDWISE_ALONE" not in values
 
     def config(self, shardwise: Launcher, text: str) -> dict[str, str]:
         (shardwise.folder / "c.toml").write_text(text)
