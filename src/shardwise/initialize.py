@@ -73,10 +73,10 @@ def enter(
     identity = collectives.place(identity, chosen.timeout, chosen.rendezvous)
     try:
         device = _device(identity, chosen.device, sharing=chosen.transport == "gloo")
-        collectives.check_all(identity, "")
     except LaunchError as error:
         collectives.check_all(identity, str(error))
         raise
+    collectives.check_all(identity, "")
     if device.type == "cpu":
         host_memory.keep(os.environ)
     group = _joined(identity, device, chosen, on_meeting)

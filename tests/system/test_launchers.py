@@ -176,6 +176,17 @@ def test_two_processes_of_one_rank_do_not_train(here: Launcher) -> None:
     assert ran.out == ""
 
 
+def test_a_rank_that_lacks_its_device_is_named_by_the_others(here: Launcher) -> None:
+    """Ranks that do not know their local rank meet before they choose a device."""
+    each = "SHARDWISE_RANK=$r SHARDWISE_SIZE=2 SHARDWISE_RENDEZVOUS=$PWD/"
+    device = "CUDA_VISIBLE_DEVICES= SHARDWISE_DEVICE=$([ $r = 1 ] && echo cuda || echo cpu)"
+    line = f"for r in 0 1; do {each} {device} {sys.executable} {script('parity')} & done; wait"
+    ran = run(here, "sh", "-c", line)
+    assert "rank 0 of 2: Rank 1 cannot take part: 2 ranks run on this host, but it" in ran.err
+    assert "rank 1 of 2: 2 ranks run on this host, but it shows 0 GPU(s)" in ran.err
+    assert ran.out == ""
+
+
 def test_ranks_of_a_hydra_that_tells_no_local_rank(here: Launcher, expected: str) -> None:
     """As old versions do: ranks find each other by the address of mpiexec."""
     line = f"unset MPI_LOCALRANKID MPI_LOCALNRANKS; exec {sys.executable} {script('parity')}"

@@ -153,17 +153,19 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
 
 
 def check_all(identity: Identity, refusal: str) -> None:
-    """Raise LaunchError on all ranks that met in `place` if one has a `refusal`, such as a device
-    that it lacks: the others would wait for it. Collective."""
+    """Tell the ranks that met in `place` why this one cannot take part, such as a device that it
+    lacks; "" if it can. Collective.
+
+    Raises LaunchError if another rank cannot: this one would wait for it.
+    """
     if _met is None:
-        if refusal:
-            raise LaunchError(refusal)
         return
-    said = _told_by_all(identity, _met.store, "refusal", refusal)
-    if refusal:
-        raise LaunchError(refusal)
+    try:
+        said = _told_by_all(identity, _met.store, "refusal", refusal)
+    except (RuntimeError, ValueError) as error:
+        raise _cannot_join(identity, error) from error
     for rank, text in enumerate(said):
-        if text:
+        if text and not refusal:  # the caller raises its own
             raise LaunchError(f"Rank {rank} cannot take part: {text}").blaming([rank])
 
 

@@ -129,7 +129,7 @@ def written(place: Path, file: RendezvousFile) -> Iterator[None]:
 
 
 def began(pid: int) -> str:
-    """Return when a process of this host started, in ticks since the boot; "" if it is gone."""
+    """Return when a process of this host started, in ticks since the boot; "" if unseen."""
     try:
         return processes.stat(pid)[3]
     except OSError:
@@ -207,11 +207,8 @@ def name_by_process() -> str:
     of them is a known launcher, the parent is taken.
     """
     pid = launcher_process() or os.getppid()
-    try:
-        began = processes.stat(pid)[3]
-    except OSError:  # no /proc, or one that hides other users' processes
-        began = "an unknown time"
-    return f"process {pid} started at {began}"
+    # There may be no /proc, or one that hides other users' processes.
+    return f"process {pid} started at {began(pid) or 'an unknown time'}"
 
 
 def _name_by_hydra(identity: Identity) -> str | None:

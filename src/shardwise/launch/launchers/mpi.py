@@ -109,6 +109,8 @@ def pmi(environ: Environ) -> Identity | None:
     say more. But a Hydra that was started inside a task leaves that task's variables in its ranks.
     """
     identity = None if "MPI_LOCALRANKID" in environ else _PMI.read(environ)
+    if identity is None:
+        return None
     for read in (slurm.detect, *schedulers.READERS):
         try:
             if say_the_same(identity, read(environ)):
@@ -118,9 +120,9 @@ def pmi(environ: Environ) -> Identity | None:
     return _in_step(identity, environ)
 
 
-def _in_step(identity: Identity | None, environ: Environ) -> Identity | None:
+def _in_step(identity: Identity, environ: Environ) -> Identity:
     """Add the name of the run, if Hydra made itself a step of a Slurm allocation."""
-    if identity is None or identity.job is not None or identity.on_one_host:
+    if identity.job is not None or identity.on_one_host:
         return identity
     in_step = slurm.in_step(environ)
     return replace(identity, job=f"hydra in {slurm.step_name(environ)}") if in_step else identity

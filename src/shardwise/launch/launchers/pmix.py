@@ -59,10 +59,10 @@ def read(environ: Environ) -> Identity | None:
     Raises LaunchError for a rank of PRRTE whose server did not answer: a scheduler's variables are
     then those of PRRTE's daemon, which is one task on each host.
     """
-    if PMIX.size in environ and not (_is_prrte(environ) or "PALS_RANKID" not in environ):
-        return None
     if PMIX.size in environ:
-        return PMIX.read(environ)
+        # Around a rank of PRRTE the variables of PALS are those of its daemon.
+        is_pals = "PALS_RANKID" in environ and not _is_prrte(environ)
+        return None if is_pals else PMIX.read(environ)
     if _is_prrte(environ) and not _SAYS_RANK & environ.keys():
         names = ("PMIX_RANK", "PMIX_NAMESPACE")
         raise LaunchError(refusal([f"{name}={environ[name]}" for name in names if name in environ]))
