@@ -32,10 +32,10 @@ from typing import Any
 import machine
 import plan_docs
 from faults import ranks_of
-from shardwise.simulation.failure_classes import FailureClass, Topology
-from shardwise.simulation.goodput import simulate
-from shardwise.simulation.run_model import RunModel
-from shardwise.simulation.trial import Trial
+from shardwise.tools.simulate.failure_classes import FailureClass, Topology
+from shardwise.tools.simulate.goodput import simulate
+from shardwise.tools.simulate.run_model import RunModel
+from shardwise.tools.simulate.trial import Trial
 
 WORKER = Path(__file__).with_name("goodput_worker.py")
 EVERY = 20

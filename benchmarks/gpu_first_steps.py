@@ -183,8 +183,8 @@ def _world(run: Run) -> Any:
     import os
 
     import shardwise as sw
-    from shardwise.launch import environment
-    from shardwise.launch.identity import Identity
+    from shardwise.net import environment
+    from shardwise.net.identity import Identity
 
     listener = socket.create_server(("127.0.0.1", 0))
     identity = Identity(

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import machine
-from shardwise.collectives import Collectives, Gloo
+from shardwise.comm import Collectives, Gloo
 from shardwise.parallel.tensor import known_modules
 from shardwise.parallel.tensor.split_model import TensorParallelModels
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import plan_systems as systems
 import plan_vtrain
-from shardwise.planning.catalogue import Curve, Device
-from shardwise.planning.cluster import Cluster, parse_cluster
-from shardwise.planning.parallelism import Parallelism
-from shardwise.planning.transformer import Transformer
-from shardwise.planning.transformer_clock import Software, step_seconds, transformer_times
+from shardwise.tools.plan.catalogue import Curve, Device
+from shardwise.tools.plan.cluster import Cluster, parse_cluster
+from shardwise.tools.plan.parallelism import Parallelism
+from shardwise.tools.plan.transformer import Transformer
+from shardwise.tools.plan.transformer_clock import Software, step_seconds, transformer_times
 
 SIZES = (0.01, 0.1, 1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 """GFLOP of the catalogue's points of products."""

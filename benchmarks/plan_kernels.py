@@ -4,7 +4,7 @@
 
 Each line is what a process grows by (RssAnon) when a matrix product, a convolution or an LSTM of a
 new shape has run forward and backward and its tensors are gone, beside what
-planning/cpu_kernels.py says. Shapes of no model whose memory is reported are among them.
+tools/plan/cpu_kernels.py says. Shapes of no model whose memory is reported are among them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from shardwise.planning.cpu_kernels import CODE, FIRST_CONVOLUTION, FIRST_LSTM, LSTM, product_buffer
-from shardwise.planning.record import Operation
 from shardwise.tiers.host_memory import MMAP_THRESHOLD
+from shardwise.tools.plan.cpu_kernels import (
+    CODE,
+    FIRST_CONVOLUTION,
+    FIRST_LSTM,
+    LSTM,
+    product_buffer,
+)
+from shardwise.tools.plan.record import Operation
 
 PRODUCTS = ((96, 200, 700), (640, 640, 640), (900, 1100, 1300), (300, 900, 3500), (70, 500, 9000))
 """Rows, inner length and columns, each asking for a larger buffer than those before."""

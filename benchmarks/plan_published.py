@@ -33,11 +33,11 @@ from plan_systems import (
     work_of,
 )
 from plan_vtrain import vtrain_table
-from shardwise.placement import Placement
-from shardwise.planning.parallelism import Parallelism
-from shardwise.planning.stages import Bytes
-from shardwise.planning.transformer import Transformer
-from shardwise.planning.transformer_clock import Software
+from shardwise.layout.placement import Placement
+from shardwise.tools.plan.parallelism import Parallelism
+from shardwise.tools.plan.stages import Bytes
+from shardwise.tools.plan.transformer import Transformer
+from shardwise.tools.plan.transformer_clock import Software
 
 
 def main() -> None:

@@ -26,13 +26,13 @@ from rich.console import Console
 
 import machine
 import plan_docs
-from shardwise.placement import Placement
-from shardwise.planning.calibrate import calibrate
-from shardwise.planning.catalogue import read_catalogue
-from shardwise.planning.choice import Choice
-from shardwise.planning.clock import ScriptClock
-from shardwise.planning.cluster import parse_cluster
-from shardwise.planning.observe import ObservedStep, Script, observe_sizes
+from shardwise.layout.placement import Placement
+from shardwise.tools.plan.calibrate import calibrate
+from shardwise.tools.plan.catalogue import read_catalogue
+from shardwise.tools.plan.choice import Choice
+from shardwise.tools.plan.clock import ScriptClock
+from shardwise.tools.plan.cluster import parse_cluster
+from shardwise.tools.plan.observe import ObservedStep, Script, observe_sizes
 
 SCRIPT = Path(__file__).with_name("plan_step.py")
 FIRST = "A"

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from plan_systems import NETWORK, Line, constant, gpt, megatron, seconds_of
-from shardwise.planning.parallelism import Parallelism
-from shardwise.planning.transformer import Transformer
+from shardwise.tools.plan.parallelism import Parallelism
+from shardwise.tools.plan.transformer import Transformer
 
 
 def vtrain_table(folder: Path | None) -> Iterator[str]:

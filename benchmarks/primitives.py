@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.collectives import Collectives, Gloo
-from shardwise.collectives.same_host import share_memory
+from shardwise.comm import Collectives, Gloo
+from shardwise.comm.same_host import share_memory
 
 Operation = Callable[[], object]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from contenders import Contender
-from shardwise.wire import BLOCK, Wire
+from shardwise.islands.wire import BLOCK, Wire
 from workloads import Gpt
 
 WIRES = {

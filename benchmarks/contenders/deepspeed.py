@@ -47,7 +47,7 @@ def build(job: Job, *, stage: int, offload: str = "none", library: str = "deepsp
 def _name_rank(job: Job) -> None:
     """Set the variables by which shardwise.deepspeed knows who it is, and where it computes."""
     from contenders.shardwise import identity
-    from shardwise.launch import environment
+    from shardwise.net import environment
 
     os.environ |= environment.identity_variables(identity(job))
     os.environ |= {"SHARDWISE_QUIET": "on", "SHARDWISE_DEVICE": str(job.setting.device)}

@@ -5,7 +5,7 @@ import os
 import shardwise.horovod as hvd
 from contenders.shardwise import identity
 from job import Job, Step
-from shardwise.launch import environment
+from shardwise.net import environment
 
 
 def build(job: Job) -> Step:

@@ -14,7 +14,7 @@ def join(job: Job, under: str) -> None:
     if under == "shardwise":
         import shardwise as sw
         from contenders.shardwise import identity
-        from shardwise.launch import environment
+        from shardwise.net import environment
 
         os.environ |= environment.identity_variables(identity(job))
         sw.init(reseed=False, quiet=True, device=job.setting.device)

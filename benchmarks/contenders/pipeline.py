@@ -10,7 +10,7 @@ from torch import Tensor
 import shardwise as sw
 from contenders.shardwise import identity
 from job import Job, Step
-from shardwise.launch import environment
+from shardwise.net import environment
 
 
 def build(job: Job, *, transport: str = "auto", **settings: Any) -> Step:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import models
 import shardwise as sw
 from job import Job, Step
-from shardwise.launch import environment
-from shardwise.launch.identity import Identity
+from shardwise.net import environment
+from shardwise.net.identity import Identity
 
 
 def build(job: Job, **options: Any) -> Step:

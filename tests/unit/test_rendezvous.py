@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.collectives import rendezvous
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, rendezvous_file
-from shardwise.launch.identity import Identity
-from shardwise.launch.rendezvous_file import RendezvousFile
+from shardwise.net import environment, rendezvous, rendezvous_file
+from shardwise.net.identity import Identity
+from shardwise.net.rendezvous_file import RendezvousFile
 
 FIRST = Identity(launcher="Slurm", size=2, node=0, address="n1", job="slurm 1.0 0")
 SECOND = replace(FIRST, rank=1, node=1)

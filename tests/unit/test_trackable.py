@@ -71,7 +71,7 @@ class Loaderlike(nn.Module):
 
 
 def test_what_another_engine_tracks_is_tracked() -> None:
-    from shardwise.current_batch import CurrentBatch, StreamShape
+    from shardwise.world.current_batch import CurrentBatch, StreamShape
 
     feed = CurrentBatch()
     stream = feed.open(

@@ -1,7 +1,6 @@
 """Reads and writes checkpoints: files that know nothing of the run that wrote them.
 
 format.py          safetensors by the letter: headers, dtypes, split sets, names of files (pure)
-byte_ranges.py     which bytes of which file a rank's elements are (pure)
 checksum.py        CRC-32 of a tensor from those of its parts (pure)
 json_values.py     values of schedulers and the like as JSON, and back
 file_system.py     opens plain files only; removes what can be removed

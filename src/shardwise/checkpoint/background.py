@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Draft
-from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.checksum import ChecksumPart
 from shardwise.checkpoint.writer import Tensor, TensorSink, Writer
+from shardwise.layout.byte_ranges import ByteRange
 from shardwise.timeline import Row, span
 
 RESERVED = 4096

@@ -15,7 +15,7 @@ import click
 from shardwise.checkpoint.atomic_folders import DOCUMENT
 from shardwise.checkpoint.deepspeed import commands as deepspeed
 from shardwise.errors import CheckpointError
-from shardwise.printable import printable
+from shardwise.messages.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

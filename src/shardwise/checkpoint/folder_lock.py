@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import FolderInUse
-from shardwise.printable import printable
+from shardwise.messages.printable import printable
 
 LOCK = ".lock"
 """The file that is locked, in the folder of a run's checkpoints."""

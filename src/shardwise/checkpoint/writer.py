@@ -19,9 +19,9 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
 
-from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.checksum import ChecksumPart
 from shardwise.checkpoint.format import Placed, TensorFile
+from shardwise.layout.byte_ranges import ByteRange
 
 CHUNK = 8 * 2**20
 """Bytes that are written in one call: while one is on its way the next is summed."""

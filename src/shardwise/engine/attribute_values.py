@@ -35,8 +35,8 @@ from shardwise.checkpoint.tensor_names import listed
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.trackable import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch, UsageError
-from shardwise.optimizer_access import held
-from shardwise.states.optimizer_kind import attributes_of, common_state, is_known
+from shardwise.model.optimizer_access import held
+from shardwise.states.optimizer.optimizer_kind import attributes_of, common_state, is_known
 
 _COMMON = "state"
 """Stands among the attributes for the state that belongs to no parameter."""

@@ -28,8 +28,8 @@ from shardwise.engine.delayed_tensors import FIELD
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
-from shardwise.randomness import GeneratorStates
 from shardwise.timeline import Row, span
+from shardwise.world.randomness import GeneratorStates
 
 T = TypeVar("T")
 

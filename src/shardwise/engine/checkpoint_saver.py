@@ -14,7 +14,7 @@ from weakref import WeakMethod, finalize
 
 import torch
 
-from shardwise import __version__, exit_handlers
+from shardwise import __version__
 from shardwise.checkpoint import atomic_folders
 from shardwise.checkpoint.atomic_folders import Draft
 from shardwise.checkpoint.background import BackgroundSave, Copies, reserve
@@ -26,7 +26,8 @@ from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
 from shardwise.errors import CheckpointError, CheckpointNotWritten, FolderInUse, UsageError
 from shardwise.timeline import Row, span
-from shardwise.world import World, leave
+from shardwise.world import exit_handlers
+from shardwise.world.world import World, leave
 
 
 class CheckpointSaver:

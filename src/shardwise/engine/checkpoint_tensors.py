@@ -16,11 +16,17 @@ from shardwise.engine.delayed_tensors import DelayedTensors
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.frozen_state import idle
 from shardwise.engine.island_tensors import OWN, BesideTensors, IslandTensors, set_name
-from shardwise.shards import Shard
+from shardwise.islands.island_exchange import IslandExchange
+from shardwise.layout.shards import Shard
 from shardwise.states import tensor_spans
-from shardwise.states.existing_optimizer_state import Blank
-from shardwise.states.island_exchange import IslandExchange
-from shardwise.states.tensor_spans import ISLAND, OUTER, ReportedState, TensorSpan, TensorSpans
+from shardwise.states.optimizer.existing_optimizer_state import Blank
+from shardwise.states.tensor_spans import (
+    ISLAND,
+    OUTER,
+    ReportedState,
+    TensorSpan,
+    TensorSpans,
+)
 
 T = TypeVar("T")
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from shardwise import fingerprints
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.engine import initial_values
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import CheckpointError, ModelMismatch
-from shardwise.states.named_parameters import NamedParameter
-from shardwise.states.optimizer_kind import settings_of
+from shardwise.layout import fingerprints
+from shardwise.states.optimizer.optimizer_kind import settings_of
+from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 def check_same_model(spec: EngineSpec) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from shardwise.checkpoint import json_values
 from shardwise.engine.island_report import Report, read, row_of
 from shardwise.engine.island_tensors import BesideTensors, Places
-from shardwise.states.delayed_sums import DelayedSums, Flight
-from shardwise.states.parameters import Parameters
-from shardwise.states.storage import MemoryStorage, Span, Storage
+from shardwise.islands.delayed_sums import DelayedSums, Flight
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.storage.storage import MemoryStorage, Span, Storage
 from shardwise.states.tensor_spans import ISLAND, OUTER
 
 FIELD = "behind"

@@ -36,9 +36,9 @@ from shardwise.engine.step import StepRunner
 from shardwise.engine.step_statistics import StepStats
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
-from shardwise.other_libraries import HintsAtAttributes
+from shardwise.messages.other_libraries import HintsAtAttributes
 from shardwise.parallel.tensor.plan import TensorPlan
-from shardwise.world import current as current_world
+from shardwise.world.world import current as current_world
 
 _engines: WeakSet[Engine] = WeakSet()
 

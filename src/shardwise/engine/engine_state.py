@@ -23,7 +23,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
 from shardwise.model.loss_scale import LossScale
 from shardwise.parallel.tensor.plan import TensorPlan
-from shardwise.world import World
+from shardwise.world.world import World
 
 
 @dataclass(eq=False)

@@ -13,9 +13,9 @@ from torch import Tensor, nn, optim
 
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.optimizer_access import held
-from shardwise.states.optimizer_kind import OptimizerKind, placed
-from shardwise.states.optimizer_trial import examine
+from shardwise.model.optimizer_access import held
+from shardwise.states.optimizer.optimizer_kind import OptimizerKind, placed
+from shardwise.states.optimizer.optimizer_trial import examine
 
 
 class _Group:

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.collectives import ElasticRun
-from shardwise.current_batch import Batch
+from shardwise.comm import ElasticRun
 from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
 from shardwise.errors import ConfigError
+from shardwise.world.current_batch import Batch
 
 
 class Checkpoints(Protocol):

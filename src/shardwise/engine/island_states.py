@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from shardwise.engine import island_report
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.states.anchor import VALUE, Anchor, Kept
-from shardwise.states.delayed_sums import DelayedSums
-from shardwise.states.gradients import Gradients
-from shardwise.states.interval_gather import IntervalGather
-from shardwise.states.island_exchange import IslandExchange
-from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.parameters import Parameters
-from shardwise.states.storage_factory import StorageFactory
-from shardwise.wire import Wire
+from shardwise.islands.anchor import VALUE, Anchor, Kept
+from shardwise.islands.delayed_sums import DelayedSums
+from shardwise.islands.island_exchange import IslandExchange
+from shardwise.islands.wire import Wire
+from shardwise.states.gradients.gradients import Gradients
+from shardwise.states.optimizer.interval_gather import IntervalGather
+from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.storage.storage_factory import StorageFactory
 
 WEIGHT = "weight"
 """The key of what is kept beside the anchor: by parameter what steps have weighed since its

@@ -19,13 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.bucket_layout import Bucket
-from shardwise.checkpoint.byte_ranges import extents
 from shardwise.checkpoint.format import TensorSpec, dtype_name
-from shardwise.states.anchor import RESIDUAL, SENT, VALUE, VELOCITY
-from shardwise.states.island_exchange import IslandExchange
-from shardwise.states.parameters import Parameters
-from shardwise.states.storage import MemoryStorage, Span, Storage
+from shardwise.islands.anchor import RESIDUAL, SENT, VALUE, VELOCITY
+from shardwise.islands.island_exchange import IslandExchange
+from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.byte_ranges import extents
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.storage.storage import MemoryStorage, Span, Storage
 from shardwise.states.tensor_spans import ISLAND, OPTIMIZER, OUTER, TensorSpan, state_name
 
 OWN, MEAN = "own", "mean"

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint import tensor_names as names
 from shardwise.checkpoint.atomic_folders import DOCUMENT, lacks_document
-from shardwise.checkpoint.byte_ranges import Extent, clipped
 from shardwise.checkpoint.deepspeed.as_checkpoint import fields_of
 from shardwise.checkpoint.deepspeed.as_checkpoint import verify as verify_save
 from shardwise.checkpoint.deepspeed.folders import find
@@ -31,11 +30,12 @@ from shardwise.engine.checkpoint_tensors import EngineTensors
 from shardwise.engine.delayed_tensors import FIELD
 from shardwise.engine.optimizer_fields import OptimizerFields
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+from shardwise.layout.byte_ranges import Extent, clipped
+from shardwise.layout.shards import Shard
 from shardwise.model.buffers import write
-from shardwise.shards import Shard
 from shardwise.states import tensor_spans
-from shardwise.states.existing_optimizer_state import Blank
-from shardwise.states.named_parameters import NamedParameter
+from shardwise.states.optimizer.existing_optimizer_state import Blank
+from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.tensor_spans import (
     ATTRIBUTES,
     ISLAND,

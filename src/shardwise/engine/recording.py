@@ -20,7 +20,7 @@ from shardwise.engine.engine_state import EngineState
 from shardwise.engine.step_statistics import StepStats
 from shardwise.model.module_records import ForwardInputs, Named, tensors_beside
 from shardwise.states.tensor_spans import ReportedState, TensorSpan, state_name
-from shardwise.tensor_log import Fed, Part, TensorLog
+from shardwise.world.tensor_log import Fed, Part, TensorLog
 
 
 class Recording:

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from shardwise.checkpoint import document, json_values
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Draft
-from shardwise.checkpoint.byte_ranges import byte_ranges, clipped, share
 from shardwise.checkpoint.checksum import ChecksumPart, joined
 from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
 from shardwise.checkpoint.writer import CHUNK, TensorSink, Writer, create
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.engine import consistency, delayed_tensors
 from shardwise.engine.checkpoint_tensors import (
     EngineTensors,
@@ -27,7 +26,8 @@ from shardwise.engine.checkpoint_tensors import (
     spec_of,
 )
 from shardwise.errors import CheckpointError, CheckpointNotWritten
-from shardwise.states.existing_optimizer_state import Blank
+from shardwise.layout.byte_ranges import byte_ranges, clipped, share
+from shardwise.states.optimizer.existing_optimizer_state import Blank
 from shardwise.states.tensor_spans import (
     ATTRIBUTES,
     AVERAGE,

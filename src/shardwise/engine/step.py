@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shardwise.collectives import Handle
+from shardwise.comm import Handle
 from shardwise.engine import closures, consistency, diagnosis, start_lines, usage_checks
 from shardwise.engine.backward import BackwardRunner
 from shardwise.engine.bounded_staleness import BoundedStaleness
@@ -33,7 +33,7 @@ from shardwise.engine.recording import Recording
 from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel.pipeline import LayerTimes
-from shardwise.states.gradient_norm import clip_coefficient
+from shardwise.states.gradients.gradient_norm import clip_coefficient
 from shardwise.states.whole_gradients import WholeGradients
 from shardwise.timeline import recorder, span
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.export import plain_state, write_model
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.engine import consistency, initial_values, unit_assignment
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec

@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.bucket_layout import Bucket, Slot
-from shardwise.checkpoint.byte_ranges import Extent, extents, of_whole
-from shardwise.collectives import Collectives
-from shardwise.shards import Shard
-from shardwise.states.ema import Averages
-from shardwise.states.existing_optimizer_state import Blank
-from shardwise.states.interval_gather import on_host
-from shardwise.states.named_parameters import NamedParameter
-from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.parameters import Parameters
-from shardwise.states.sharded_bucket import ShardedBucket
-from shardwise.states.storage import MemoryStorage, Storage
-from shardwise.states.update_intervals import UpdateSegment
+from shardwise.comm import Collectives
+from shardwise.layout.bucket_layout import Bucket, Slot
+from shardwise.layout.byte_ranges import Extent, extents, of_whole
+from shardwise.layout.shards import Shard
+from shardwise.states.optimizer.ema import Averages
+from shardwise.states.optimizer.existing_optimizer_state import Blank
+from shardwise.states.optimizer.interval_gather import on_host
+from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.parameters.named_parameters import NamedParameter
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.parameters.sharded_bucket import ShardedBucket
+from shardwise.states.parameters.update_intervals import UpdateSegment
+from shardwise.states.storage.storage import MemoryStorage, Storage
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 """The sets of tensors that there are."""

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.errors import UsageError
-from shardwise.states.gradient_accumulator import GradientBucket
-from shardwise.states.gradients import Gradients
-from shardwise.states.lost_writes import fingerprint
-from shardwise.states.parameters import Parameters
-from shardwise.states.parameters_at_rest import unguarded
+from shardwise.states.gradients.gradient_accumulator import GradientBucket
+from shardwise.states.gradients.gradients import Gradients
+from shardwise.states.parameters.lost_writes import fingerprint
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.parameters.parameters_at_rest import unguarded
 from shardwise.states.tensor_spans import gathered
 
 

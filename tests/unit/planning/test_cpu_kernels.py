@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from shardwise.planning.cpu_kernels import copied_bytes, product_buffer, product_buffers
-from shardwise.planning.fake_operators import grouped_mm, lstm_workspace
-from shardwise.planning.record import Operation
+from shardwise.tools.plan.cpu_kernels import copied_bytes, product_buffer, product_buffers
+from shardwise.tools.plan.fake_operators import grouped_mm, lstm_workspace
+from shardwise.tools.plan.record import Operation
 
 
 def product(rows, inner, columns, dtype="float32"):

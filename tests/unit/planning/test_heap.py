@@ -1,7 +1,7 @@
 """The simulated heap: what is reused, what is not, and what is a mapping of its own."""
 
-from shardwise.planning.heap import ALIGNED, HEADER, Heap
 from shardwise.tiers.host_memory import MAPPED
+from shardwise.tools.plan.heap import ALIGNED, HEADER, Heap
 
 MB = 2**20
 

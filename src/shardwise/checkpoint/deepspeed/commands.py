@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.errors import CheckpointError
-from shardwise.printable import printable
+from shardwise.messages.printable import printable
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.deepspeed.save import Save

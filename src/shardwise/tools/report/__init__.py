@@ -1,0 +1,1 @@
+"""The look that plots and pages share."""
