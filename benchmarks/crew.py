@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import Contender
-from link import INTERFACE, Link, words_of
+from link import INTERFACE, Link
 from workloads import Setting, Workload, told
 
 HERE = Path(__file__).parent
@@ -29,7 +29,11 @@ SAMPLE_EVERY = 0.01
 
 
 class CrewFailed(Exception):
-    """A rank raised, died or did not answer in time; the message ends with what it wrote."""
+    """A rank raised or died; the message ends with its output."""
+
+
+class TooLate(CrewFailed):
+    """A rank gave no answer in time."""
 
 
 class NotInstalled(Exception):
@@ -42,13 +46,11 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Stint:
-    """Some steps of a crew: per rank, the moments in ns at which each ended, the losses, each
-    update (`job.Update`), what else it had to tell (`Job.told`), and what was seen of its device
-    (`device_trace.Seen`, as numbers) where that was asked for."""
+    """Some steps of a crew, by rank: the moments in ns at which each ended, the losses, the answers
+    to `Job.told`, and of traced steps the profile (`device_trace.Seen`, as numbers)."""
 
     ends: list[list[int]]
     losses: list[list[float]]
-    updates: list[list[tuple[int, int, int]]]
     told: list[dict[str, Any]]
     seen: list[dict[str, Any]] = field(default_factory=list)
 
@@ -95,19 +97,15 @@ class Crew:
         """The process of each rank."""
         return [process.pid for process in self._processes]
 
-    def file(self, name: str) -> Path:
-        """The path of a file that the ranks wrote where they run."""
-        return Path(self._folder.name) / name
-
     def take(
         self, steps: int, meanwhile: Callable[[], None] | None = None, *, traced: bool = False
     ) -> Stint:
-        """Train `steps` steps; call `meanwhile` again and again until they are done. What is seen
-        of the device is recorded if they are to be `traced`."""
+        """Train `steps` steps, `traced` by a profiler or not; call `meanwhile` until they are
+        done."""
         for lines in self._lines:
             lines.send({"steps": steps, "traced": traced})
         answers = self._answers(meanwhile)
-        columns = ("ends", "losses", "updates", "told", *(["seen"] if traced else []))
+        columns = ("ends", "losses", "told", *(["seen"] if traced else []))
         return Stint(*([answer[name] for answer in answers] for name in columns))
 
     def release(self) -> None:
@@ -117,7 +115,7 @@ class Crew:
         self._answers()
 
     def close(self) -> None:
-        """End every rank: by hanging up, and then by force."""
+        """Close the sockets, which ends every rank; kill those that stay."""
         for lines in self._lines:
             lines.close()
         for process in self._processes:
@@ -141,7 +139,8 @@ class Crew:
                     "listen_fd": listener.fileno() if rank == 0 and not self._link else None,
                     "addresses": self._link.addresses if self._link else (),
                 }
-                spec = {"module": contender.module, "options": contender.options, "job": job}
+                spec = {"build": contender.build, "options": contender.options, "job": job}
+                # Rank 0 inherits the listening socket: no other process can take its port.
                 fds = [listener.fileno()] if rank == 0 else []
                 self._spawn(rank, spec, fds, contender.environment)
 
@@ -149,8 +148,9 @@ class Crew:
         self, rank: int, spec: dict[str, Any], fds: list[int], environment: Mapping[str, str]
     ) -> None:
         ours, theirs = socket.socketpair()
-        before = words_of(self._link, rank)
+        before: list[str] = []
         if self._link:
+            before = self._link.enter(rank)
             environment = {"GLOO_SOCKET_IFNAME": INTERFACE} | dict(environment)
         with theirs, self._log(rank).open("wb") as log:
             process = subprocess.Popen(
@@ -183,7 +183,7 @@ class Crew:
                 answers[rank] = self._checked(rank, waiting.pop(rank).receive())
             if time.monotonic() > deadline:
                 waited = time.monotonic() - begun
-                raise CrewFailed(f"rank(s) {sorted(waiting)} gave no answer in {waited:.0f} s")
+                raise TooLate(f"rank(s) {sorted(waiting)} gave no answer in {waited:.0f} s")
         return [answers[rank] for rank in range(self.size)]
 
     def _checked(self, rank: int, answer: dict[str, Any] | None) -> dict[str, Any]:
@@ -232,8 +232,8 @@ class _Lines:
 
 
 def _environment(setting: Setting) -> dict[str, str]:
-    """As many threads per rank as it is to have, the loopback, and no setting of the caller's that
-    moves one row. Ranks on the CPU see no GPU."""
+    """Return the variables of a rank: its threads, the loopback, and none of the caller's settings
+    of Shardwise, which would change only our rows. Ranks on the CPU see no GPU."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWISE_")}
     kept |= {
         "OMP_NUM_THREADS": str(setting.threads),

@@ -1,24 +1,40 @@
-"""Losses, norms and rates of 20 steps, beside the real DeepSpeed: the same script and JSON.
+"""Losses, norms and rates, next to the real DeepSpeed: the same script and JSON.
 
     python benchmarks/deepspeed_parity.py                     # all cases, on 1 and 2 ranks
     python benchmarks/deepspeed_parity.py --ranks 2 --only bf16
+    python benchmarks/deepspeed_parity.py --pipeline          # a PipelineModule in two stages
     python benchmarks/deepspeed_parity.py --figures tests/unit/deepspeed_schedules.json
 
-Each library runs all cases in one start of torchrun, with DS_ACCELERATOR=cpu; Adams are torch's
-there too, so that DeepSpeed compiles none. Its first start on several ranks still compiles what it
-has for shared memory, for one minute or two; later ones take seconds. Printed are the largest
-relative differences of the mean loss over the ranks, of the gradient's norm before clipping, where
-DeepSpeed has one, and of the learning rate. With `--figures` the rates and betas of DeepSpeed's
-schedules are written instead, which a test compares ours with.
+Each library runs all cases in one start of torchrun on the CPU; a rank runs this script with
+--worker. Adams are torch's in both, so that DeepSpeed compiles none. Its first start on several
+ranks still compiles code for shared memory, for one minute or two; later starts take seconds.
+Printed are the largest relative differences of the mean loss over the ranks, of the gradient's norm
+before clipping, if DeepSpeed has one, and of the learning rate. With --pipeline a small language
+model trains, whose embedding is its head too, next to plain PyTorch in one process as well. With
+--figures the rates and betas of DeepSpeed's schedules are written, which a test compares ours with.
 """
 
-from __future__ import annotations
-
+import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from beside_deepspeed import both, difference, drive, parser, shown
+import torch
+
+import deepspeed_pipeline
+import figure
+
+LIMIT = 900
+"""Seconds in which one library has trained all cases."""
+
+Rows = list[list[float]]
+"""The figures of each step."""
 
 STEPS = 20
 ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
@@ -119,8 +135,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 def rates(kind: Any, params: dict[str, Any]) -> list[list[float]]:
     """Rates and first betas of two groups, at the start and after each of 24 steps."""
-    import torch
-
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": [weights[0]], "lr": 0.01}, {"params": [weights[1]], "lr": 0.02}]
     optimizer = torch.optim.AdamW(groups)
@@ -148,13 +162,8 @@ def write_figures(path: str) -> None:
     Path(path).write_text(f'{json.dumps(head)[:-1]}, "figures": [\n{lines}\n]}}\n')
 
 
-# -- on a rank ------------------------------------------------------------------------------------
-
-
 def train(deepspeed: Any, config: dict[str, Any]) -> list[list[float]]:
     """Loss (mean over ranks), norm and rate of each step."""
-    import torch
-
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 8)
@@ -185,28 +194,107 @@ def train(deepspeed: Any, config: dict[str, Any]) -> list[list[float]]:
     return rows
 
 
-# -- beside each other ----------------------------------------------------------------------------
+# -- next to each other ------------------------------------------------------------------------
 
 
-def compare(ranks: int, names: list[str]) -> None:
-    """Print a table of all cases on `ranks`."""
-    ours, theirs = both(__file__, ranks, names)
-    print(f"\n| {ranks} rank(s) | loss | norm | rate | last loss |\n|---|---|---|---|---|")
+def both(ranks: int, names: list[str], *flags: str) -> tuple[dict[str, Rows], dict[str, Rows]]:
+    """Return the figures of ours and of DeepSpeed's by case."""
+    found = []
+    for library in ("deepspeed", "shardwise.deepspeed"):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "rows.json"
+            words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            mine = [__file__, "--worker", library, "--out", str(out), "--names", json.dumps(names)]
+            environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+            environ |= {"CUDA_VISIBLE_DEVICES": "", "SHARDWISE_QUIET": "on"}
+            _run([sys.executable, *words, *mine, *flags], environ, library)
+            found.append(json.loads(out.read_text()))
+    theirs, ours = found
+    return ours, theirs
+
+
+def _run(command: list[str], environ: dict[str, str], library: str) -> None:
+    """Run `command`; raise SystemExit with its output if it fails or does not end.
+
+    DeepSpeed compiles at first, and waits forever for a compiler that was killed.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True) as ranks:
+        try:
+            wrote, why = ranks.communicate(timeout=LIMIT), f"failed with {ranks.returncode}"
+        except subprocess.TimeoutExpired:
+            ranks.terminate()  # torchrun ends its workers
+            wrote, why = ranks.communicate(), f"did not end in {LIMIT} s"
+    if ranks.returncode:
+        raise SystemExit("\n".join([f"{library} {why}:", *(text[-4000:] for text in wrote)]))
+
+
+def difference(ours: Rows, theirs: Rows, column: int) -> float:
+    """Return the largest relative difference in a column; NaN if DeepSpeed has no figure."""
+    pairs = [(a[column], b[column]) for a, b in zip(ours, theirs, strict=True)]
+    return max((abs(a - b) / max(abs(b), 1e-12) if a != b else 0.0) for a, b in pairs)
+
+
+def _shown(value: float) -> str:
+    return "-" if value != value else f"{value:.1e}"
+
+
+def compare(ranks: int, names: list[str]) -> list[str]:
+    """Return the table of all cases on `ranks`."""
+    ours, theirs = both(ranks, names)
+    rows = []
     for name in names:
-        cells = shown([difference(ours[name], theirs[name], column) for column in range(3)])
-        print(f"| {name} | {cells} | {ours[name][-1][0]:.6f} |", flush=True)
+        cells = [_shown(difference(ours[name], theirs[name], column)) for column in range(3)]
+        rows.append([name, *cells, f"{ours[name][-1][0]:.6f}"])
+    return figure.table([f"{ranks} rank(s)", "loss", "norm", "rate", "last loss"], rows)
 
 
-def main() -> None:
+def compare_pipelines(replicas: int, names: list[str]) -> list[str]:
+    """Return the table of all cases in two stages on `replicas`."""
+    stages, known = deepspeed_pipeline.STAGES, deepspeed_pipeline.CASES
+    ours, theirs = both(stages * replicas, names, "--pipeline")
+    alone = {clipping: deepspeed_pipeline.plain(replicas, clipping) for clipping in (0.0, 1.0)}
+    rows = []
+    for name in names:
+        values = [difference(ours[name], theirs[name], column) for column in range(2)]
+        values.append(difference(ours[name], alone[known[name][1]], 0))
+        rows.append([name, *map(_shown, values)])
+    title = f"{stages} stages x {replicas} replica(s)"
+    return figure.table([title, "loss", "norm", "loss beside plain PyTorch"], rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run as a worker, compare the two, or write figures."""
-    flags = parser(__doc__, "ranks")
-    flags.add_argument("--figures", help="write what DeepSpeed's schedules do into this file")
-    given = flags.parse_args()
+    flags = figure.parser(__doc__)
+    flags.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="or replicas")
+    flags.add_argument("--only", default="", help="cases whose names contain this")
+    flags.add_argument("--pipeline", action="store_true", help="a PipelineModule in two stages")
+    flags.add_argument("--figures", help="write the rates of DeepSpeed's schedules into this file")
+    for hidden in ("--worker", "--out", "--names"):
+        flags.add_argument(hidden, help=argparse.SUPPRESS)
+    given = flags.parse_args(arguments)
     if given.figures:
         write_figures(given.figures)
-        return
-    known = cases()
-    drive(given, list(known), STEPS, lambda library, name: train(library, known[name]), compare)
+    elif given.worker:
+        deepspeed = import_module(given.worker)
+        deepspeed.init_distributed()
+        found = {
+            name: deepspeed_pipeline.train(deepspeed, *deepspeed_pipeline.CASES[name])
+            if given.pipeline
+            else train(deepspeed, cases()[name])
+            for name in json.loads(given.names)
+        }
+        if deepspeed.comm.get_rank() == 0:
+            Path(given.out).write_text(json.dumps(found))
+    else:
+        figure.begin()
+        torch.set_num_threads(1)  # as each rank has
+        known, table = (
+            (deepspeed_pipeline.CASES, compare_pipelines) if given.pipeline else (cases(), compare)
+        )
+        for size in given.ranks:
+            names = [name for name in known if given.only in name]
+            figure.show("", *table(size, names))
 
 
 if __name__ == "__main__":

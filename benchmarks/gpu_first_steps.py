@@ -19,17 +19,16 @@ from typing import Any
 
 import contenders
 import crew
-import device
-import device_report
 import formulas
 import machine
 import peaks
+import rounds
 import workloads
 from contenders import Contender
 from crew import Crew
-from device_report import DeviceResult
-from figures import Line, disagreement, step_times
-from rounds import Plan, take_round
+from figures import Line, step_times
+from report import Result
+from rounds import Plan
 from workloads import Gpt, Llama, Setting, Workload
 
 LIMIT = 150.0
@@ -52,7 +51,7 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
     },
 }
 
-FSDP2 = replace(contenders.PEERS["fsdp2"][0], options={"reshard": True, "own_cast": True})
+FSDP2 = replace(contenders.FSDP2, options={"reshard": True, "own_cast": True})
 
 FIELD = (
     replace(contenders.PLAIN, label="plain PyTorch"),
@@ -273,9 +272,8 @@ def two_ranks(run: Run) -> None:
         told = ranks.take(1).told
         if "bytes" in told[0]:
             zero = int(line.key.removeprefix("shardwise-")[0])
-            held = formulas.held(zero, "device", "fp32", told[0]["bytes"]["numel"], 2)
             line.device["state_bytes"] = max(each["bytes"]["all"] for each in told)
-            line.device["formula_bytes"] = sum(held.values())
+            line.device["formula_bytes"] = formulas.held(zero, told[0]["bytes"]["numel"], 2)
 
     with _started(run, field, result) as started:
         turn = _in_turn(started)
@@ -292,7 +290,7 @@ def offload(run: Run) -> None:
         options={"reshard": True, "offload": True, "own_cast": True},
     )
     plain = replace(contenders.PLAIN, label="plain PyTorch, all on the device")
-    field = [contenders.on_host(2), cpu, plain, contenders.on_host(3)]
+    field = [contenders.offloaded(2, "cpu"), cpu, plain, contenders.offloaded(3, "cpu")]
     if run.device == "cpu":
         field.remove(cpu)  # FSDP2 offloads from an accelerator only
     result = _result(run, "llama", field)
@@ -364,8 +362,9 @@ def _compare(run: Run, step: str, key: str, flags: str, placements: list[dict[st
 def save(run: Run) -> None:
     """GB/s of a save in the foreground, and the stall of the step by one in the background."""
     folder = str(run.folder / "checkpoint")
-    taker = replace(contenders.on_host(2), module="saving")
-    taker = replace(taker, options=dict(taker.options) | {"folder": folder})
+    taker = contenders.offloaded(2, "cpu")
+    options = dict(taker.options) | {"folder": folder}
+    taker = replace(taker, build="ours:saving", options=options)
     (run.folder / "checkpoint").mkdir()
     with Crew(taker, run.workload("llama"), 1, LIMIT, _setting(run, 1)) as ranks:
         first = ranks.take(5)
@@ -443,10 +442,10 @@ def _result(
     precision: str = "bf16-mixed",
     compiled: str = "",
     ranks: int = 1,
-) -> DeviceResult:
+) -> Result:
     """An empty table of the workload."""
     workload = run.workload(name)
-    return DeviceResult(
+    return Result(
         workload=workload,
         setting=replace(_setting(run, ranks), precision=precision, compiled=compiled),
         ranks=ranks,
@@ -462,7 +461,7 @@ def _setting(run: Run, ranks: int) -> Setting:
 
 
 @contextmanager
-def _started(run: Run, field: Sequence[Contender], result: DeviceResult) -> Any:
+def _started(run: Run, field: Sequence[Contender], result: Result) -> Any:
     """Start all crews in parallel, because imports take most of a start and cores are idle.
 
     Yields a future for each contender's key. Its result raises the exception of the start.
@@ -479,7 +478,7 @@ def _started(run: Run, field: Sequence[Contender], result: DeviceResult) -> Any:
 
 def _round(
     run: Run,
-    result: DeviceResult,
+    result: Result,
     field: Sequence[Contender],
     number: int,
     plan: Plan,
@@ -488,19 +487,14 @@ def _round(
 ) -> None:
     """Take one round; write the figures before each turn, and at the end."""
     by_key = {line.key: line for line in result.lines}
-    look = look or (device.look_at_cpu if run.device == "cpu" else device.look_at_gpu)
+    look = look or (rounds.look_at_cpu if run.device == "cpu" else rounds.look_at_gpu)
 
     def told(words: str) -> None:
         print(f"{run.until - time.monotonic():5.0f} s left  {words}", flush=True)
-        _tell_result(run, result)
+        run.tell("result", **result.as_json())
 
-    take_round(number, field, by_key, plan, turn, told, look)
-    _tell_result(run, result)
-
-
-def _tell_result(run: Run, result: DeviceResult) -> None:
-    agree = disagreement(result.lines) < device_report.AGREE[result.setting.precision]
-    run.tell("result", **device_report.as_json(result), losses_agree=agree)
+    rounds.take_round(number, field, by_key, plan, turn, told, look)
+    run.tell("result", **result.as_json())
 
 
 STEPS = {

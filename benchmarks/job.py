@@ -1,9 +1,7 @@
 """What a contender is given: its place among the ranks, and the same model, data and optimizer
 as every other contender."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
-from residents import disk_bytes
 from workloads import Setting, Workload
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Trains one step on (inputs, targets) and returns this rank's loss."""
-
-Update = tuple[int, int, int]
-"""When an update began and ended (ns, on the clock that all processes of a host share), and the
-bytes that this process read from disks and wrote to them meanwhile."""
-
-HYPERPARAMETERS: dict[str, Any] = {"weight_decay": 0.01, "fused": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +31,8 @@ class Job:
     addresses: tuple[str, ...] = ()
     """Of each rank, where each is on a host of its own; else all are on this one."""
     setting: Setting = field(default_factory=Setting)
-    updates: list[Update] = field(default_factory=list)
     told: dict[str, Callable[[], Any]] = field(default_factory=dict)
     """Questions about a contender that are put to it after each stint, by name."""
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Around what a step does once its gradients are there."""
-        moved, begun = disk_bytes(), time.monotonic_ns()
-        yield
-        ended = time.monotonic_ns()
-        self.updates.append((begun, ended, disk_bytes() - moved))
 
     def join_torch(self) -> None:
         """Make the default process group: over NCCL on GPUs, else over Gloo."""
@@ -132,7 +114,7 @@ class Job:
     @property
     def hyperparameters(self) -> dict[str, Any]:
         """What AdamW is given."""
-        return {"lr": self.workload.lr} | HYPERPARAMETERS
+        return {"lr": self.workload.lr, "weight_decay": 0.01, "fused": True}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """torch's fused AdamW, the fastest there is, on the CPU too."""
@@ -160,10 +142,9 @@ class Job:
             clear()
             loss = loss_of(model, inputs, targets)
             loss.backward()
-            with self.updating():
-                if self.max_norm is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
-                optimizer.step()
+            if self.max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
+            optimizer.step()
             return loss
 
         return step

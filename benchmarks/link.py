@@ -8,7 +8,6 @@ link's, as network cards with offloads do, so that an interface counts the heade
 
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 INTERFACE = "veth0"
@@ -91,8 +90,3 @@ def _run(*words: str) -> str:
 def on_the_wire(payload: float) -> float:
     """`payload` bytes as an interface counts them: packets of 1448 bytes have 66 of headers."""
     return payload * 1514 / 1448
-
-
-def words_of(link: Link | None, end: int) -> Sequence[str]:
-    """What stands before a command at this end; nothing without a link."""
-    return [] if link is None else link.enter(end)

@@ -1,8 +1,11 @@
 """The models, in plain PyTorch, and their data. Every contender trains exactly these."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import llama
 import resnet
@@ -73,6 +76,13 @@ def materialise(model: nn.Module, device: str) -> None:
             module.to_empty(device=device, recurse=False)
             module.reset_parameters()
             _initialise(module)
+
+
+def recompute(model: nn.Module) -> None:
+    """Have each block drop its activations until backward."""
+    for block in blocks(model):
+        forward = block.forward
+        block.forward = partial(checkpoint, forward, use_reentrant=False)
 
 
 Model = GptModel | llama.LlamaModel | resnet.ResNetModel

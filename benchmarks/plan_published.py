@@ -22,6 +22,7 @@ from typing import Any
 import plan_calculon
 import plan_docs
 import plan_tables as tables
+from plan_fit import vtrain_table
 from plan_systems import (
     MEGATRON,
     Line,
@@ -32,7 +33,6 @@ from plan_systems import (
     seconds_of,
     work_of,
 )
-from plan_vtrain import vtrain_table
 from shardwise.placement import Placement
 from shardwise.planning.parallelism import Parallelism
 from shardwise.planning.stages import Bytes
@@ -77,9 +77,9 @@ def _tables(calculon: Path | None) -> Iterator[tuple[str, str, str, Iterable[Lin
     yield "torchtitan, Llama 3.1 8B", TORCHTITAN_CAPTION, "GiB", torchtitan_lines()
 
 
-def _rows(fields: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
+def _rows(fields: str, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
     for row in rows:
-        yield dict(zip(fields, row, strict=True))
+        yield dict(zip(fields.split(), row, strict=True))
 
 
 def zero_lines() -> Iterator[Line]:
@@ -258,7 +258,7 @@ def llama_lines() -> Iterator[Line]:
         (*row, each.model_flops(batch) / row[0] / row[7] / 1e12, batch, each)
         for row, batch, each in zip(tables.LLAMA3, batches, models, strict=True)
     ]
-    fields = [*tables.LLAMA3_FIELDS, "seconds", "batch", "model"]
+    fields = f"{tables.LLAMA3_FIELDS} seconds batch model"
 
     def predict(row: dict[str, Any], factor: float) -> float:
         run = Parallelism(
@@ -304,7 +304,7 @@ LLAMA = Software(0.0, 0.0, Bytes(gradient=4.0))
 
 
 def _first_fitted(
-    fields: Sequence[str], rows: Sequence[Sequence[Any]], key: str, model: Transformer, predict: Any
+    fields: str, rows: Sequence[Sequence[Any]], key: str, model: Transformer, predict: Any
 ) -> Iterator[Line]:
     """Lines whose first fits the factor that the others are predicted with."""
     first, *others = _rows(fields, rows)

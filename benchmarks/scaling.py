@@ -1,4 +1,4 @@
-"""Strong scaling: the same batch on more and more ranks, beside one process.
+"""Strong scaling: the same batch on more and more ranks, next to one process.
 
     python benchmarks/scaling.py --config A --ranks 1,2,4,8 --rows 0,3 --peers ddp,fsdp2 \\
         --rounds 5 --steps 5 --json FILE --plot FILE
@@ -10,165 +10,117 @@ round; a machine can give no more than it has cores, which the plot shows as a l
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 
 import contenders
+import figure
 import machine
 import workloads
 from contenders import PLAIN, Contender
-from crew import Crew, CrewFailed, NotInstalled
-from figures import step_times
+from crew import Crew
+from figures import Line, ratio
 from neighbours import Neighbours, remark
-from report import milliseconds
-from rounds import WARM_UP
-from workloads import Gpt, Workload
+from rounds import Plan, take_round
+from workloads import Gpt
 
 BATCH = 8
 """Rows of a total batch that 8 ranks can cut."""
 
 
-@dataclass
-class Curve:
-    """One contender: by number of ranks, the median ms of a step of each round."""
-
-    label: str
-    ms: dict[int, list[float]] = field(default_factory=dict)
-    note: str = ""
-
-    def speed_up(self, ranks: int, alone: Sequence[float]) -> float | None:
-        """How much faster than one process, within a round and then the median over the rounds."""
-        pairs = zip(alone, self.ms.get(ranks, []), strict=False)
-        found = [whole / part for whole, part in pairs]
-        return median(found) if found else None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and keep; 1 when a contender failed."""
+    """Measure, print and keep; 1 if a contender failed."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    workload = workloads.CONFIGURATIONS[options.config]
+    if isinstance(workload, Gpt):
+        workload = replace(workload, batch=BATCH)
+    workload = workloads.changed(workload, figure.sizes_in(options))
     try:
-        workload = _workload(options.config)
-        takers = contenders.chosen(options.peers, options.rows)[1:]
+        peers = contenders.chosen(options.peers, contenders.PEERS)
         for ranks in options.ranks:
             workloads.check(workload, ranks)
-    except (KeyError, ValueError) as error:
+    except ValueError as error:
         parser.error(str(error))
-    about, neighbours = machine.describe(), Neighbours()
-    console = Console() if sys.stdout.isatty() else Console(width=110)
-    for name, value in about.items():
-        console.print(f"{name:>9}  {value}", highlight=False, soft_wrap=True)
-    curves = {taker.key: Curve(taker.label) for taker in [PLAIN, *takers]}
+    takers = [*peers, *map(contenders.row, options.rows)]
+    facts, neighbours = figure.begin(), Neighbours()
+    # Each number of ranks is a contender of its own, so that ratios are taken within a round.
+    sizes = {f"{taker.key} {n}": n for n in options.ranks for taker in takers} | {PLAIN.key: 1}
+    field = [PLAIN, *(_at(taker, n) for n in options.ranks for taker in takers)]
+    lines = {taker.key: Line(taker.key, taker.label) for taker in field}
+    plan = Plan(rounds=options.rounds, steps=options.steps)
     for number in range(options.rounds):
-        for taker, ranks in _turns(takers, options.ranks, number):
-            _turn(curves[taker.key], taker, workload, ranks, options)
-        _keep(curves, workload, about, options)
-    console.print(_table(list(curves.values()), workload, options.ranks))
-    console.print(remark(neighbours.share()), highlight=False)
+        take_round(
+            number,
+            field,
+            lines,
+            plan,
+            lambda taker: Crew(taker, workload, sizes[taker.key], options.limit),
+            lambda turn: print(turn, file=sys.stderr, flush=True),
+            look=lambda line, crew: None,
+        )
+        curves = {
+            taker.key: {
+                "label": taker.label,
+                "note": "; ".join(lines[key].note for key in _keys(taker, options) if key in lines),
+                "ms": {sizes[key]: lines[key].per_round for key in _keys(taker, options)},
+            }
+            for taker in [PLAIN, *takers]
+        }
+        figure.keep(options, facts, configuration=workloads.told(workload), contenders=curves)
+    speed_up = {
+        taker.label: {
+            sizes[key]: ratio(lines[PLAIN.key], lines[key]) for key in _keys(taker, options)
+        }
+        for taker in [PLAIN, *takers]
+    }
+    rows = []
+    for taker in [PLAIN, *takers]:
+        times = {sizes[key]: lines[key].median for key in _keys(taker, options)}
+        faster = speed_up[taker.label]
+        rows.append(
+            [taker.label]
+            + [
+                f"{figure.milliseconds(times[n])} ({faster[n]:.2f})" if faster.get(n) else ""
+                for n in options.ranks
+            ]
+        )
+    head = [f"{n} ranks" if n > 1 else "1 rank" for n in options.ranks]
+    figure.show(*figure.table([f"{workload.name}, ms/step (speed-up)", *head], rows))
+    figure.show("", remark(neighbours.share()))
     if options.plot:
         import plot  # matplotlib is only needed for this
 
-        alone = curves[PLAIN.key].ms.get(1, [])
-        shown = {
-            curve.label: {n: curve.speed_up(n, alone) for n in options.ranks}
-            for curve in list(curves.values())[1:]
-        }
-        plot.scaling(shown, machine.cores(), options.plot, f"{about['machine']}, {workload.name}")
-    failed = [curve for curve in curves.values() if curve.note.startswith("failed")]
-    for curve in failed:
-        console.print(f"{curve.label}: {curve.note}", markup=False, highlight=False)
+        del speed_up[PLAIN.label]
+        caption = f"{facts['machine']}, {workload.name}"
+        plot.scaling(speed_up, machine.cores(), options.plot, caption)
+    failed = [line for line in lines.values() if line.note.startswith("failed")]
+    figure.show(*(f"FAILED {line.label}: {line.note}" for line in failed))
     return 1 if failed else 0
 
 
-def _workload(name: str) -> Workload:
-    found = workloads.CONFIGURATIONS[name]
-    return replace(found, batch=BATCH) if isinstance(found, Gpt) else found
+def _at(taker: Contender, ranks: int) -> Contender:
+    return replace(taker, key=f"{taker.key} {ranks}", label=f"{taker.label}, {ranks} ranks")
 
 
-def _turns(
-    takers: Sequence[Contender], sizes: Sequence[int], by: int
-) -> Iterator[tuple[Contender, int]]:
-    """Everyone at every number of ranks, one process first; another one begins each round."""
-    yield PLAIN, 1
-    whole = [(taker, ranks) for ranks in sizes for taker in takers]
-    by %= len(whole)
-    yield from whole[by:] + whole[:by]
-
-
-def _turn(
-    curve: Curve, taker: Contender, workload: Workload, ranks: int, options: argparse.Namespace
-) -> None:
-    """One start of a contender, its steps timed; one that failed once is not tried again."""
-    if curve.note:
-        return
-    try:
-        with Crew(taker, workload, ranks, options.limit) as crew:
-            stint = crew.take(WARM_UP + options.steps)
-        curve.ms.setdefault(ranks, []).append(median(step_times(stint.ends)[WARM_UP - 1 :]))
-    except NotInstalled as error:
-        curve.note = f"not installed: {error}"
-    except CrewFailed as error:
-        curve.note = f"failed at {ranks} ranks: {error}"
-
-
-def _keep(
-    curves: dict[str, Curve], workload: Workload, about: dict[str, str], options: argparse.Namespace
-) -> None:
-    if options.json:
-        lines: dict[str, Any] = {
-            key: {"label": curve.label, "note": curve.note, "ms": curve.ms}
-            for key, curve in curves.items()
-        }
-        whole = {"machine": about, "configuration": workloads.told(workload), "contenders": lines}
-        machine.write_json(options.json, whole)
-
-
-def _table(curves: Sequence[Curve], workload: Workload, sizes: Sequence[int]) -> Table:
-    table = Table(title=workload.describe(), box=SIMPLE, title_justify="left")
-    table.add_column("ms/step (speed-up)", no_wrap=True)
-    for ranks in sizes:
-        table.add_column(f"{ranks} ranks" if ranks > 1 else "1 rank", justify="right")
-    alone = curves[0].ms.get(1, [])
-    for curve in curves:
-        cells = []
-        for ranks in sizes:
-            times, faster = curve.ms.get(ranks), curve.speed_up(ranks, alone)
-            shown = f"{milliseconds(median(times))} ({faster:.2f})" if times and faster else ""
-            cells.append(shown)
-        table.add_row(curve.label, *(["", curve.note.partition(":")[0]] if curve.note else cells))
-    return table
+def _keys(taker: Contender, options: argparse.Namespace) -> list[str]:
+    return [taker.key] if taker is PLAIN else [f"{taker.key} {n}" for n in options.ranks]
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, method = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=method, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default="A", choices=list(workloads.CONFIGURATIONS))
-    parser.add_argument("--ranks", type=_numbers, default=[1, 2, 4, 8], metavar="1,2,4,8")
-    parser.add_argument("--rows", type=_numbers, default=[0, 1, 2, 3], metavar="0,1,2,3")
-    parser.add_argument("--peers", type=_words, default=["ddp", "fsdp2"], metavar="ddp,...")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--steps", type=int, default=5, metavar="N", help="timed, per turn")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="per turn")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (PNG, SVG or PDF)")
+    parser = figure.parser(__doc__)
+    add = parser.add_argument
+    add("--config", default="A", choices=list(workloads.CONFIGURATIONS))
+    add("--ranks", type=figure.numbers, default=[1, 2, 4, 8], metavar="1,2,4,8")
+    add("--rows", type=figure.numbers, default=[0, 1, 2, 3], metavar="0,1,2,3")
+    add("--peers", type=figure.words, default=["ddp", "fsdp2"], metavar="ddp,...")
+    add("--rounds", type=figure.positive, default=5, metavar="N")
+    add("--steps", type=figure.positive, default=5, metavar="N", help="timed, per turn")
+    add("--limit", type=float, default=300.0, metavar="S", help="per turn")
+    add("--plot", type=Path, metavar="FILE", help="draw them (PNG, SVG or PDF)")
+    figure.add_sizes(parser)
     return parser
-
-
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word not in ("", "none")]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in _words(text)]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ an idle rank uses no processor. Messages are lines of JSON. When the socket ends
 import importlib
 import json
 import os
-import resource
 import socket
 import sys
 import time
@@ -21,7 +20,7 @@ from torch import Tensor
 
 import device_trace
 from job import Job, Step
-from residents import own_memory
+from residents import resident
 from workloads import Setting, understood
 
 
@@ -48,14 +47,14 @@ def _serve(channel: Any, spec: dict[str, Any]) -> None:
     _choose_arithmetic(setting.precision)
     if setting.compiled:
         _let_blocks_be_compiled()
-    contender = importlib.import_module(f"contenders.{spec['module']}")
+    file, _, function = spec["build"].partition(":")
+    build = getattr(importlib.import_module(f"contenders.{file}"), function or "build")
     job = Job(**spec["job"], workload=workload, setting=setting)
-    empty = own_memory()
-    job.told["used"] = _used
+    empty = resident()
     if job.on_gpu:
         torch.cuda.set_device(job.device)
         job.told["peak"] = torch.cuda.max_memory_allocated
-    step = contender.build(job, **spec["options"])
+    step = build(job, **spec["options"])
     if job.on_gpu:
         torch.cuda.empty_cache()  # others may train before this rank's turn
     _say(channel, ready=True, empty=empty)
@@ -72,14 +71,7 @@ def _serve(channel: Any, spec: dict[str, Any]) -> None:
             taken = _take(step, batches, asked["steps"], DeviceClock() if job.on_gpu else Clock())
         taken["losses"] = [loss.item() for loss in taken["losses"]]
         told = {name: ask() for name, ask in job.told.items()}
-        _say(channel, **taken, updates=job.updates, told=told)
-        job.updates.clear()
-
-
-def _used() -> dict[str, float]:
-    """What this process has cost the machine so far: page faults, and ms of processors."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {"faults": usage.ru_minflt, "cpu": 1e3 * (usage.ru_utime + usage.ru_stime)}
+        _say(channel, **taken, told=told)
 
 
 def _choose_arithmetic(precision: str) -> None:

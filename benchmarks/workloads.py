@@ -1,6 +1,6 @@
 """What is trained: the configurations, as data. Nothing here imports torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -161,6 +161,8 @@ CONFIGURATIONS: dict[str, Workload] = {
     "C": Gpt(name="C", width=512, layers=8, vocabulary=8192, sequence=64, batch=4),
     # Convolutions, whose backward is long before its gradients are large.
     "R": ResNet(name="R", width=64, image=64, classes=1000, batch=16),
+    # Next to no arithmetic: its step shows what an engine adds, for 17 units.
+    "small": Gpt(name="small", width=64, layers=16, vocabulary=256, sequence=32, batch=4),
 }
 
 
@@ -202,6 +204,23 @@ def changed(workload: Workload, given: Mapping[str, int]) -> Workload:
     """`workload` in those `given` sizes that it has."""
     own = {name: given[name] for name in given if hasattr(workload, name)}
     return replace(workload, name=f"{workload.name}, changed", **own) if own else workload
+
+
+def named(names: Sequence[str], given: Mapping[str, int], ranks: Sequence[int]) -> list[Workload]:
+    """The configurations as the sizes `given` change them. Raises ValueError."""
+    known = CONFIGURATIONS | ON_A_DEVICE
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(
+            f"No such configuration: {', '.join(unknown)}. There are {', '.join(known)}."
+        )
+    chosen = [known[name] for name in names]
+    if alien := [name for name in given if not any(hasattr(each, name) for each in chosen)]:
+        raise ValueError(f"No chosen configuration has a --{alien[0]}.")
+    chosen = [changed(workload, given) for workload in chosen]
+    for workload in chosen:
+        for size in ranks:
+            check(workload, size)
+    return chosen
 
 
 def check(workload: Workload, ranks: int) -> None:
