@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from contenders import Contender
 from link import INTERFACE, Link
 from workloads import Setting, Workload, told
 
-HERE = Path(__file__).parent
+WORKER = Path(__file__).with_name("worker.py")
 PYTHON = [sys.executable]
-"""What runs the ranks' script; tests have one here that gives it a simulated device."""
+"""The command that runs a rank's script; tests replace it by one with a simulated device."""
 
 LOG_LINES = 30
 SAMPLE_EVERY = 0.01
@@ -37,7 +37,7 @@ class TooLate(CrewFailed):
 
 
 class NotInstalled(Exception):
-    """A rank could not import what it needs; the message is the module's name."""
+    """A rank could not import a module; the message is the module's name."""
 
 
 class DoesNotFit(Exception):
@@ -76,9 +76,9 @@ class Crew:
         self.size = 1 if contender.alone else ranks
         self.setting = setting or Setting()
         self._limit, self._until, self._link = limit, until, link
-        self._folder = tempfile.TemporaryDirectory(prefix="step-time-")
+        self._folder = tempfile.TemporaryDirectory(prefix="crew-")
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._lines: list[_Lines] = []
+        self._ranks: list[Connection] = []
         try:
             self._start(contender, workload)
             self.empty = [answer["empty"] for answer in self._answers()]
@@ -102,22 +102,20 @@ class Crew:
     ) -> Stint:
         """Train `steps` steps, `traced` by a profiler or not; call `meanwhile` until they are
         done."""
-        for lines in self._lines:
-            lines.send({"steps": steps, "traced": traced})
+        self._ask(steps=steps, traced=traced)
         answers = self._answers(meanwhile)
         columns = ("ends", "losses", "told", *(["seen"] if traced else []))
         return Stint(*([answer[name] for answer in answers] for name in columns))
 
     def release(self) -> None:
         """Return the memory that the ranks' allocators keep to the GPU, for other crews."""
-        for lines in self._lines:
-            lines.send({"steps": 0, "release": True})
+        self._ask(steps=0, release=True)
         self._answers()
 
     def close(self) -> None:
         """Close the sockets, which ends every rank; kill those that stay."""
-        for lines in self._lines:
-            lines.close()
+        for rank in self._ranks:
+            rank.close()
         for process in self._processes:
             try:
                 process.wait(timeout=2)
@@ -147,14 +145,14 @@ class Crew:
     def _spawn(
         self, rank: int, spec: dict[str, Any], fds: list[int], environment: Mapping[str, str]
     ) -> None:
-        ours, theirs = socket.socketpair()
         before: list[str] = []
         if self._link:
             before = self._link.enter(rank)
             environment = {"GLOO_SOCKET_IFNAME": INTERFACE} | dict(environment)
+        ours, theirs = socket.socketpair()
         with theirs, self._log(rank).open("wb") as log:
             process = subprocess.Popen(
-                [*before, *PYTHON, HERE / "worker.py", str(theirs.fileno()), json.dumps(spec)],
+                [*before, *PYTHON, WORKER, str(theirs.fileno()), json.dumps(spec)],
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -163,37 +161,48 @@ class Crew:
                 env=_environment(self.setting) | environment,
             )
         self._processes.append(process)
-        self._lines.append(_Lines(ours))
+        self._ranks.append(Connection(ours.detach()))
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}.log"
 
+    def _ask(self, **message: Any) -> None:
+        for rank in self._ranks:
+            # If the rank has died, `_answer` reports its output.
+            with contextlib.suppress(ConnectionError):
+                rank.send(message)
+
     def _answers(self, meanwhile: Callable[[], None] | None = None) -> list[dict[str, Any]]:
-        """One message from every rank, in rank order."""
+        """Return one message from every rank, in rank order."""
         begun = time.monotonic()
         deadline = min(begun + self._limit, self._until)
-        waiting = dict(enumerate(self._lines))
         answers: dict[int, dict[str, Any]] = {}
+        waiting = {connection: rank for rank, connection in enumerate(self._ranks)}
         while waiting:
             if meanwhile is not None:
                 meanwhile()
             pause = SAMPLE_EVERY if meanwhile else deadline - time.monotonic()
-            ready, _, _ = select.select(list(waiting.values()), [], [], max(pause, 0))
-            for rank in [rank for rank, lines in waiting.items() if lines in ready]:
-                answers[rank] = self._checked(rank, waiting.pop(rank).receive())
-            if time.monotonic() > deadline:
+            pause = None if pause == math.inf else max(pause, 0)
+            for connection in wait(list(waiting), pause):
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                answers[rank] = self._answer(rank, connection)
+            if waiting and time.monotonic() > deadline:
                 waited = time.monotonic() - begun
-                raise TooLate(f"rank(s) {sorted(waiting)} gave no answer in {waited:.0f} s")
+                late = sorted(waiting.values())
+                raise TooLate(f"rank(s) {late} gave no answer in {waited:.0f} s")
         return [answers[rank] for rank in range(self.size)]
 
-    def _checked(self, rank: int, answer: dict[str, Any] | None) -> dict[str, Any]:
-        if answer is None:
+    def _answer(self, rank: int, connection: Connection) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = connection.recv()
+        except (EOFError, ConnectionError):
             written = self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES:]
             if self._processes[rank].wait() == -signal.SIGKILL:
                 raise DoesNotFit(
                     f"rank {rank} was killed, as the system does for the host's memory"
-                )
-            raise CrewFailed("\n".join([f"rank {rank} died; it wrote:", *written]))
+                ) from None
+            raise CrewFailed("\n".join([f"rank {rank} died; it wrote:", *written])) from None
         if "missing" in answer:
             raise NotInstalled(answer["missing"])
         if "full" in answer:
@@ -201,34 +210,6 @@ class Crew:
         if "error" in answer:
             raise CrewFailed(f"rank {rank}: {answer['error'].rstrip()}")
         return answer
-
-
-class _Lines:
-    """Lines of JSON over a socket, as something `select` takes."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._file = connection.makefile("r")
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def send(self, message: dict[str, Any]) -> None:
-        # If the rank has gone, `receive` returns None, and the crew says what the rank wrote.
-        with contextlib.suppress(ConnectionError):
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> dict[str, Any] | None:
-        """The next message, or None when the rank has gone."""
-        try:
-            line = self._file.readline()
-        except ConnectionError:
-            line = ""
-        return json.loads(line) if line else None
-
-    def close(self) -> None:
-        self._file.close()
-        self._connection.close()
 
 
 def _environment(setting: Setting) -> dict[str, str]:

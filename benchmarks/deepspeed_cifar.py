@@ -9,8 +9,6 @@ Printed is what the example prints: the mean loss, and the accuracy on images th
 Needs torchvision.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle

@@ -3,7 +3,6 @@
     python benchmarks/deepspeed_parity.py                     # all cases, on 1 and 2 ranks
     python benchmarks/deepspeed_parity.py --ranks 2 --only bf16
     python benchmarks/deepspeed_parity.py --pipeline          # a PipelineModule in two stages
-    python benchmarks/deepspeed_parity.py --figures tests/unit/deepspeed_schedules.json
 
 Each library runs all cases in one start of torchrun on the CPU; a rank runs this script with
 --worker. Adams are torch's in both, so that DeepSpeed compiles none. Its first start on several
@@ -80,86 +79,6 @@ def cases() -> dict[str, dict[str, Any]]:
     found["no clipping, stage 2"] = {"gradient_clipping": 0, "zero_optimization": {"stage": 2}}
     base = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM}
     return {name: base | config for name, config in found.items()}
-
-
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("WarmupLR", {"warmup_num_steps": 8}),
-    ("WarmupLR", {"warmup_min_lr": 0.1, "warmup_max_lr": 0.2, "warmup_type": "linear"}),
-    ("WarmupLR", {"warmup_min_lr": [0.1, 0.2], "warmup_max_lr": [1, 2], "warmup_num_steps": 1}),
-    ("WarmupDecayLR", {"total_num_steps": 16, "warmup_num_steps": 5}),
-    ("WarmupDecayLR", {"total_num_steps": 4, "warmup_num_steps": 9, "warmup_type": "linear"}),
-    ("WarmupCosineLR", {"total_num_steps": 16, "warmup_num_steps": 5}),
-    ("WarmupCosineLR", {"total_num_steps": 12, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.2}),
-    (
-        "WarmupCosineLR",
-        {"total_num_steps": 14, "warmup_num_steps": 3, "warmup_type": "linear"},
-    ),
-    ("LRRangeTest", {"lr_range_test_step_size": 4}),
-    (
-        "LRRangeTest",
-        {
-            "lr_range_test_min_lr": [0.1, 0.2],
-            "lr_range_test_step_size": 5,
-            "lr_range_test_step_rate": 0.5,
-            "lr_range_test_staircase": True,
-        },
-    ),
-    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 6}),
-    (
-        "OneCycle",
-        {
-            "cycle_min_lr": 0.1,
-            "cycle_max_lr": 1.0,
-            "cycle_first_step_size": 4,
-            "cycle_second_step_size": 7,
-            "decay_step_size": 3,
-            "decay_lr_rate": 0.5,
-            "decay_mom_rate": 0.1,
-        },
-    ),
-    (
-        "OneCycle",
-        {
-            "cycle_min_lr": [0.1, 0.3],
-            "cycle_max_lr": [1.0, 2.0],
-            "cycle_first_step_size": 6,
-            "cycle_second_step_size": 9,
-            "cycle_first_stair_count": 3,
-            "cycle_second_stair_count": 2,
-            "cycle_momentum": False,
-        },
-    ),
-]
-"""Schedules and their keywords, of which a file has DeepSpeed's figures."""
-
-
-def rates(kind: Any, params: dict[str, Any]) -> list[list[float]]:
-    """Rates and first betas of two groups, at the start and after each of 24 steps."""
-    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    groups = [{"params": [weights[0]], "lr": 0.01}, {"params": [weights[1]], "lr": 0.02}]
-    optimizer = torch.optim.AdamW(groups)
-    schedule = kind(optimizer, **params)
-    found = []
-    for _ in range(25):
-        found.append([g["lr"] for g in optimizer.param_groups])
-        found[-1] += [g["betas"][0] for g in optimizer.param_groups]
-        schedule.step()
-    return found
-
-
-def write_figures(path: str) -> None:
-    """Write what DeepSpeed's schedules do."""
-    import deepspeed
-    from deepspeed.runtime import lr_schedules
-
-    rows = [
-        {"name": name, "params": params, "rates": rates(getattr(lr_schedules, name), params)}
-        for name, params in VARIANTS
-    ]
-    command = f"python benchmarks/deepspeed_parity.py --figures {path}"
-    head = {"command": command, "deepspeed": deepspeed.__version__}
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    Path(path).write_text(f'{json.dumps(head)[:-1]}, "figures": [\n{lines}\n]}}\n')
 
 
 def train(deepspeed: Any, config: dict[str, Any]) -> list[list[float]]:
@@ -269,13 +188,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="or replicas")
     flags.add_argument("--only", default="", help="cases whose names contain this")
     flags.add_argument("--pipeline", action="store_true", help="a PipelineModule in two stages")
-    flags.add_argument("--figures", help="write the rates of DeepSpeed's schedules into this file")
     for hidden in ("--worker", "--out", "--names"):
         flags.add_argument(hidden, help=argparse.SUPPRESS)
     given = flags.parse_args(arguments)
-    if given.figures:
-        write_figures(given.figures)
-    elif given.worker:
+    if given.worker:
         deepspeed = import_module(given.worker)
         deepspeed.init_distributed()
         found = {

@@ -15,8 +15,6 @@ takes its place in a document. With `--keep` what was found of a file is written
 call with the same file of results goes on from there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

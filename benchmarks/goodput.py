@@ -9,8 +9,6 @@ the same moments of the kills, and for any moments with that mean gap. `--docs` 
 docs/simulate.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

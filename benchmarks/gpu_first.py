@@ -10,8 +10,6 @@ each step, so a run that is killed loses at most the step in progress. A step th
 line of the table, and the next one runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -68,16 +68,6 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def materialise(model: nn.Module, device: str) -> None:
-    """Make what of a model has no memory yet (is on meta) on `device`, and initialise it."""
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if any(parameter.is_meta for parameter in own):
-            module.to_empty(device=device, recurse=False)
-            module.reset_parameters()
-            _initialise(module)
-
-
 def recompute(model: nn.Module) -> None:
     """Have each block drop its activations until backward."""
     for block in blocks(model):

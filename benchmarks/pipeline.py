@@ -21,6 +21,7 @@ stages that take equal time and messages that take none. The update of the param
 import argparse
 import sys
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import contenders
@@ -28,11 +29,8 @@ import figure
 import report
 import workloads
 from contenders import Contender
-from crew import Crew
-from figures import Line, ratio
-from neighbours import Neighbours
-from report import Result
-from rounds import Plan, measure
+from report import Result, Row
+from rounds import Plan
 from workloads import Gpt
 
 BY_HAND = ("GPipe", "1F1B")
@@ -86,16 +84,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configuration = workloads.CONFIGURATIONS[options.config]
     workload = workloads.changed(configuration, figure.sizes_in(options))
     assert isinstance(workload, Gpt)
-    facts, neighbours = figure.begin(), Neighbours()
-    lines = measure(
+    facts = figure.begin()
+    result = report.measured(
+        Result(workload=workload, ranks=ranks),
         takers(workload, ranks, micros, options.schedules, options.stages),
         Plan(rounds=options.rounds, steps=options.steps),
-        lambda who: Crew(who, workload, ranks, options.limit),
-        lambda turn: print(turn, file=sys.stderr, flush=True),
+        options.limit,
     )
-    result = _as_json(
-        Result(workload=workload, ranks=ranks, lines=lines, others=neighbours.share())
-    )
+    rows = {row["key"]: row for row in result["contenders"]}
+    for row in rows.values():
+        row["speed"] = row["over_plain"] and 1 / row["over_plain"]
+        row["waits"] = _waits(row, rows["micros"], ranks)
     figure.show(workload.describe(), *report.markdown(result, COLUMNS))
     formula = (ranks - 1) / (micros + ranks - 1)
     figure.show(f"{micros} micro-batches: (N - 1) / (M + N - 1) = {formula:.0%}.")
@@ -105,21 +104,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if faults else 0
 
 
-def _as_json(result: Result) -> dict[str, Any]:
-    written = result.as_json()
-    plain, micros = result.line("plain"), result.line("micros")
-    assert plain is not None
-    assert micros is not None
-    for line, row in zip(result.lines, written["contenders"], strict=True):
-        row["speed"] = ratio(plain, line)
-        row["waits"] = _waits(line, micros, result.ranks)
-    return written
-
-
-def _waits(line: Line, micros: Line, ranks: int) -> float | None:
+def _waits(row: Row, micros: Row, ranks: int) -> float | None:
     """Return the part of the time that ranks wait; see the top of this file."""
-    of_one = ratio(micros, line, ranks)
-    return None if of_one is None or line.key in ("plain", "micros") else 1 - of_one
+    if row["key"] in ("plain", "micros") or not row["rounds_ms"]:
+        return None
+    # Within a round, and then the median: as all ratios.
+    pairs = zip(micros["rounds_ms"], row["rounds_ms"], strict=False)
+    return 1 - median(median(work) / (ranks * median(steps)) for work, steps in pairs)
 
 
 def _parser() -> argparse.ArgumentParser:

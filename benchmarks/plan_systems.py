@@ -1,7 +1,5 @@
 """How published systems train, as the planner's clock takes it; a published row and its table."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

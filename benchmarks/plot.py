@@ -2,14 +2,15 @@
 picture of README.md.
 
     python benchmarks/plot.py benchmarks/results/2026-11-23-step-time.json docs/step_time.png
+    python benchmarks/plot.py --scaling RESULT.json PICTURE.png
 
-This command draws the picture of README.md from a result file of step_time.py. It prints the
-Markdown that shows the picture, with the date and the command of the run.
+The first command draws the picture of README.md from a result file of step_time.py, and prints the
+Markdown that shows it, with the date and the command of the run.
 """
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,19 @@ def save(results: Sequence[Row], path: Path, caption: str) -> None:
     _write(drawing, path, dpi=150)
 
 
-def scaling(
-    curves: Mapping[str, Mapping[int, float | None]], cores: int, path: Path, caption: str
-) -> None:
+def scaling(results: Sequence[Row], path: Path, caption: str) -> None:
     """Draw speed-up over the number of ranks, a line per contender and one for the cores."""
     drawing, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    sizes = sorted({ranks for curve in curves.values() for ranks in curve})
-    axes.plot(sizes, [min(n, cores) for n in sizes], "k--", linewidth=1, label="cores")
-    for label, curve in curves.items():
-        known = [(ranks, value) for ranks, value in sorted(curve.items()) if value is not None]
-        if known:
-            style = "-" if label.startswith("Shardwise") else ":"
+    sizes = [result["ranks"] for result in results]
+    axes.plot(
+        sizes, [min(n, results[0]["cores"]) for n in sizes], "k--", linewidth=1, label="cores"
+    )
+    for index, row in enumerate(results[0]["contenders"]):
+        over = [result["contenders"][index]["over_plain"] for result in results]
+        known = [(ranks, 1 / value) for ranks, value in zip(sizes, over, strict=True) if value]
+        if known and row["key"] != "plain":
+            style = "-" if row["label"].startswith("Shardwise") else ":"
+            label = row["label"]
             axes.plot(*zip(*known, strict=True), style, marker="o", markersize=4, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(ranks) for ranks in sizes])
@@ -89,8 +92,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The picture of README.md.")
     parser.add_argument("path", type=Path, help="the file that step_time.py wrote to --json")
     parser.add_argument("picture", type=Path, help="the file of the picture, below docs/")
+    parser.add_argument("--scaling", action="store_true", help="speed-up over the ranks")
     options = parser.parse_args()
     whole = json.loads(options.path.read_text())
+    if options.scaling:
+        scaling(whole["results"], options.picture, whole["machine"]["machine"])
+        return
     by_name = {r["configuration"]["name"]: r for r in whole["results"] if r["ranks"] == RANKS}
     results = [by_name[name] for name in NAMES if name in by_name]
     drawing, axes = pyplot.subplots(1, len(results), figsize=(11, 3.6), layout="constrained")

@@ -1,18 +1,23 @@
-"""The table of one configuration in one setting: as JSON, in Markdown, and its faults.
+"""The table of one configuration in one setting: measured, as JSON, in Markdown, and its faults.
 
 Tables are made of the JSON, so that a command prints today what markdown.py prints of a result file
 next year.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
+import machine
 import peaks
+from contenders import LIBRARIES, Contender
+from crew import Crew
 from figure import GB, MB, milliseconds, number, table
 from figures import AGREE, Line, disagreement, limit_scale, ratio
-from neighbours import remark
+from neighbours import Neighbours, remark
+from rounds import Budget, Plan, look_at_gpu, measure, weigh
 from workloads import Setting, Workload, told
 
 Row = Mapping[str, Any]
@@ -29,8 +34,8 @@ class Result:
 
     workload: Workload
     ranks: int
-    lines: list[Line]
-    cores: int = 1
+    lines: list[Line] = field(default_factory=list)
+    cores: int = field(default_factory=machine.cores)
     setting: Setting = field(default_factory=Setting)
     device: str = "cpu"
     """The name of the device."""
@@ -86,6 +91,7 @@ class Result:
             "over_ddp": ratio(line, self.line("ddp")),
             "over_limit": ratio(line, plain, scale),
             "over_plain": ratio(line, plain),
+            **self._over_own(line),
             "mfu": peaks.mfu(flops, line.median, self.device, self.setting.precision),
             "memory_bytes_per_rank": {
                 "after_imports": line.empty,
@@ -99,6 +105,47 @@ class Result:
             "rounds_ms": line.rounds,
         }
 
+    def _over_own(self, line: Line) -> dict[str, float | None]:
+        """Return the ratios of a library to itself over DDP and FSDP2, and to the engine's own loop
+        in the same row."""
+        library, _, zero = line.key.rpartition("-")
+        prefix = f"{library}-" if library in LIBRARIES else ""
+        # transformers' Trainer has no FSDP on the CPU: torch's own loop takes its place.
+        sharded = self.line(f"{prefix}fsdp2") or self.line("fsdp2")
+        engine = self.line(f"shardwise-{zero}") if prefix and zero.isdigit() else None
+        return {
+            "over_its_ddp": ratio(line, self.line(f"{prefix}ddp")),
+            "over_its_fsdp": ratio(line, sharded),
+            "over_engine": ratio(line, engine),
+        }
+
+
+def measured(
+    result: Result,
+    takers: Sequence[Contender],
+    plan: Plan,
+    limit: float,
+    kept: Callable[[dict[str, Any]], None] = lambda result: None,
+    budget: Budget | None = None,
+) -> dict[str, Any]:
+    """Fill the table of `result`, and return its JSON; calls `kept` with it after each round."""
+    neighbours = Neighbours()
+    case = f"{result.workload.name}, {result.ranks} ranks, {result.setting.precision}"
+
+    def full(lines: list[Line]) -> dict[str, Any]:
+        return replace(result, lines=lines, others=neighbours.share()).as_json()
+
+    lines = measure(
+        takers,
+        plan,
+        lambda who: Crew(who, result.workload, result.ranks, limit, result.setting),
+        lambda turn: print(f"{case}, {turn}", file=sys.stderr, flush=True),
+        lambda lines: kept(full(lines)),
+        budget,
+        weigh if result.setting.device == "cpu" else look_at_gpu,
+    )
+    return full(lines)
+
 
 Columns = Sequence[tuple[str, Callable[[Row], str]]]
 
@@ -111,6 +158,13 @@ ON_CPU: Columns = (
     ("loss", lambda row: number(row["losses"][-1] if row["losses"] else None, ".4f")),
 )
 
+BRIDGES: Columns = (
+    ("ms/step", lambda row: milliseconds(row["median_ms"])),
+    ("x DDP", lambda row: number(row["over_its_ddp"], ".3f")),
+    ("x FSDP", lambda row: number(row["over_its_fsdp"], ".3f")),
+    ("x engine", lambda row: number(row["over_engine"], ".3f")),
+)
+
 ON_GPU: Columns = (
     ("ms/step", lambda row: milliseconds(row["median_ms"])),
     ("spread", lambda row: _spread(row["rounds_ms"])),
@@ -121,16 +175,6 @@ ON_GPU: Columns = (
     ("syncs", lambda row: number(row.get("synchronisations"), ".1f")),
     ("loss", lambda row: number(row["losses"][-1] if row["losses"] else None, ".4f")),
 )
-
-COPIES: Columns = (
-    ("GB up", lambda row: number(row.get("up", {}).get("bytes"), ".2f", GB)),
-    ("GB/s up", lambda row: number(row.get("up", {}).get("gb_per_s"), ".1f")),
-    ("hidden up", lambda row: number(row.get("up", {}).get("hidden"), ".0%")),
-    ("GB down", lambda row: number(row.get("down", {}).get("bytes"), ".2f", GB)),
-    ("GB/s down", lambda row: number(row.get("down", {}).get("gb_per_s"), ".1f")),
-    ("hidden down", lambda row: number(row.get("down", {}).get("hidden"), ".0%")),
-)
-"""Between host and device."""
 
 
 def _spread(rounds: Sequence[Sequence[float]]) -> str:

@@ -3,8 +3,11 @@
     python benchmarks/step_time.py --config A,C,R --ranks 2,4 --rows 0,1,2,3 --disk DIR \\
         --peers apart,ddp,zro,fsdp2,deepspeed,accelerate,lightning \\
         --json benchmarks/results/today.json --plot today.png
-    python benchmarks/step_time.py --config small --keep --rounds 20 --steps 20      # the hot path
-    python benchmarks/step_time.py --device cuda --config gpt-125m --precision bf16-mixed,bf16,fp32
+    python benchmarks/step_time.py --config A --ranks 1,2,4,8 --peers ddp,fsdp2     # strong scaling
+    python benchmarks/step_time.py --config A --rows 0,3 --peers ddp,fsdp2 \\
+        --libraries accelerate,trainer,fabric,lightning --steps 10                  # the bridges
+    python benchmarks/step_time.py --config small --keep --rounds 20 --steps 20     # the hot path
+    python benchmarks/step_time.py --device cuda --config gpt2-124m --precision bf16-mixed,fp32
 
 All train the same model from the same weights on the same batches with torch's fused AdamW; the run
 fails if two losses differ after the same number of steps (on CPUs, in the fourth decimal).
@@ -21,21 +24,24 @@ A step lasts from the moment the last rank ended one to the moment the last rank
 The limit is the step of one process with one thread on the whole batch, divided by the cores that
 the ranks can use: the time that remains if nothing but the arithmetic costs anything.
 
+With --libraries `x DDP` is the step over that of the same library with DDP, `x FSDP` over its
+FSDP2, and `x engine` over the loop of `sw.Engine` in the same row.
+
 On a GPU (--device cuda) steps are timed by events of the device, without a wait between them; then
 two more are profiled. Launches and synchronisations are those of a step, peak GB is the most that
 torch has allocated, MFU the FLOPs of a step by torch's counter over the device's peak (peaks.py).
 fp32 has TF32 off, for convolutions too; tf32 has it on. In bf16 plain PyTorch and DDP keep no fp32
-masters (8 bytes of a parameter); FSDP2 and Shardwise do. All tables get a first round before one
-gets a second. --budget ends the run in time: later turns are left out, and named.
+masters (8 bytes of a parameter); FSDP2 and Shardwise do.
 """
 
 import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import contenders
 import crew
@@ -46,9 +52,6 @@ import report
 import rounds
 import workloads
 from contenders import Contender
-from crew import Crew
-from figures import Line
-from neighbours import Neighbours
 from report import Result
 from rounds import Budget, Plan
 from workloads import Setting
@@ -72,102 +75,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Twenty steps on a GPU: until then, ranks of ZERO_3 agree on their order of gathers.
     warm_up = options.warm_up or (20 if on_gpu else rounds.WARM_UP)
     plan = Plan(rounds=options.rounds, steps=options.steps, keep=options.keep, warm_up=warm_up)
-    results = [
-        Result(
-            workload=workload,
-            ranks=ranks,
-            lines=[],
-            cores=machine.cores(),
-            setting=setting,
-            device=facts["device"],
-            flops=peaks.flops(workload) if setting != Setting() else 0,
-        )
+    cases = [
+        (workload, ranks, setting)
         for workload in configurations
         for ranks in options.ranks
         for setting in _settings(options, ranks)
     ]
+    results: list[dict[str, Any]] = []
+    method = asdict(plan) | {"traced_steps": rounds.TRACED}
+    budget = Budget(60 * options.minutes)
+
+    def kept(result: dict[str, Any]) -> None:
+        figure.keep(options, facts, method=method, results=[*results, result])
+
     try:
-        _measure(results, takers, plan, options, facts)
+        for workload, ranks, setting in cases:
+            flops = peaks.flops(workload) if setting != Setting() else 0
+            result = Result(
+                workload=workload, ranks=ranks, setting=setting, device=facts["device"], flops=flops
+            )
+            found = report.measured(result, takers, plan, options.limit, kept, budget)
+            figure.show(f"{workload.describe()}; {setting.describe()}")
+            figure.show(*report.markdown(found, _columns(options)), "")
+            results.append(found)
+            if options.plot:
+                import plot  # matplotlib is only needed for this
+
+                plot.save(results, options.plot, f"{facts['machine']} · {facts['versions']}")
     except KeyboardInterrupt:
         print("Interrupted; the figures so far are written.")
-    columns = report.ON_GPU if on_gpu else report.ON_CPU
-    if options.offload and on_gpu:
-        columns = [*columns, *report.COPIES]
-    shown = [result.as_json() for result in results if result.lines]
-    for result in shown:
-        figure.show(*report.markdown(result, columns))
-    faults = report.faults(shown)
+    faults = report.faults(results)
     figure.show(*(f"FAILED {fault}" for fault in faults))
     return 1 if faults else 0
 
 
-def _measure(
-    results: list[Result],
-    takers: Sequence[Contender],
-    plan: Plan,
-    options: argparse.Namespace,
-    facts: dict[str, str],
-) -> None:
-    """Take the rounds of all tables; figures are written after each round of one."""
-    budget = Budget(options.budget)
-    method = asdict(plan) | {"traced_steps": rounds.TRACED, "budget": options.budget}
-    # On a CPU a table is finished before the next one begins: its share of neighbours is its own.
-    # With a budget all tables get a first round before one gets a second.
-    passes = plan.rounds if options.budget < math.inf else 1
-    for number in range(passes):
-        for index, result in enumerate(results):
-            neighbours = Neighbours()
-
-            def told(turn: str, case: Result = result) -> None:
-                words = f"{case.workload.name}, {case.setting.describe()}, {case.ranks} ranks"
-                print(f"{budget.left():5.0f} s left  {words}, {turn}", file=sys.stderr, flush=True)
-
-            def start(taker: Contender, case: Result = result) -> Crew:
-                return Crew(
-                    taker, case.workload, case.ranks, options.limit, case.setting, budget.until
-                )
-
-            def kept(lines: list[Line], at: int = index, watch: Neighbours = neighbours) -> None:
-                results[at] = replace(results[at], lines=lines, others=watch.share())
-                done = [each.as_json() for each in results if each.lines]
-                figure.keep(options, facts, method=method, results=done)
-                if options.plot:
-                    import plot  # matplotlib is only needed for this
-
-                    plot.save(done, options.plot, f"{facts['machine']} · {facts['versions']}")
-
-            look = rounds.weigh
-            if result.setting != Setting():
-                look = rounds.look_at_gpu if options.device == "cuda" else rounds.look_at_cpu
-            if passes == 1:
-                rounds.measure(takers, plan, start, told, kept, budget, look)
-                continue
-            lines = {line.key: line for line in result.lines}
-            lines = lines or {taker.key: Line(taker.key, taker.label) for taker in takers}
-            rounds.take_round(number, takers, lines, plan, start, told, look, budget)
-            kept(list(lines.values()))
+def _columns(options: argparse.Namespace) -> report.Columns:
+    if options.libraries:
+        return report.BRIDGES
+    return report.ON_GPU if options.device == "cuda" else report.ON_CPU
 
 
 def _contenders(options: argparse.Namespace) -> list[Contender]:
-    """The contenders of a table: one process first, for the limit. Raises ValueError."""
-    known = contenders.OFFLOADED if options.offload else contenders.PEERS
-    peers = options.peers
-    if peers is None:
-        peers = ["ddp", "fsdp2"] if options.device == "cuda" else list(known)
-        peers = list(known) if options.offload else peers
-    if options.offload:
-        ours = [contenders.offloaded(zero, "cpu") for zero in options.rows]
-    else:
-        ours = [contenders.row(zero, over) for over in options.transport for zero in options.rows]
+    """Return the contenders of a table: one process first, for the limit. Raises ValueError."""
+    # By default all peers; on a GPU those that train there without a setup of their own.
+    peers = ["ddp", "fsdp2"] if options.device == "cuda" else list(contenders.PEERS)
+    chosen = contenders.chosen(peers if options.peers is None else options.peers)
+    ours = [contenders.row(zero, over) for over in options.transport for zero in options.rows]
     if options.timeline:
         ours = [each for taker in ours for each in (taker, contenders.timed(taker))]
     if options.disk:
         disk = f"nvme:{options.disk.resolve()}"
         ours += [contenders.offloaded(zero, disk) for zero in options.rows if zero]
-    chosen = contenders.chosen(peers, known)
-    if options.device == "cuda" and options.ranks == [1]:
-        # On one device FSDP2 without resharding is the same.
-        chosen = [taker for taker in chosen if taker.key != "fsdp2-keep"]
+    for library in options.libraries:
+        ours += contenders.bridged(library, options.rows)
     return [contenders.PLAIN, *chosen, *ours]
 
 
@@ -199,17 +159,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--disk", type=Path, metavar="DIR", help="rows with states on a disk too")
     add("--timeline", action="store_true", help="rows with a timeline that is recorded too")
     add("--peers", type=figure.words, metavar="ddp,...", help="default all; on a GPU ddp,fsdp2")
+    add("--libraries", type=figure.words, default=[], metavar="fabric,...", help="the bridges")
     add("--rounds", type=figure.positive, default=5, metavar="N")
     add("--steps", type=figure.positive, default=5, metavar="N", help="timed, per round")
     add("--warm-up", type=figure.positive, metavar="N", help="steps before them: 3, on a GPU 20")
     add("--keep", action="store_true", help="hold all alive between their turns")
     add("--limit", type=float, default=300.0, metavar="S", help="per turn, then fail")
-    add("--budget", type=float, default=math.inf, metavar="S", help="seconds, for all")
+    add("--minutes", type=float, default=math.inf, help="for all; later turns are left out")
     add("--plot", type=Path, metavar="FILE", help="draw them (PNG, SVG or PDF)")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--precision", type=_precisions, default=["fp32"], metavar="P,Q")
     add("--compile", action="store_true", help="each block, by inductor")
-    add("--offload", action="store_true", help="with states on the host")
     figure.add_sizes(parser)
     return parser
 

@@ -37,6 +37,10 @@ PLAIN = replace(_one("plain", "one process", "torch_peers:plain"), alone=True)
 
 FSDP2 = _one("fsdp2", "FSDP2", "torch_peers:fsdp2", reshard=True)
 
+FSDP2_ON_HOST = _one(
+    "fsdp2-cpu", "FSDP2, CPU offload", "torch_peers:fsdp2", reshard=True, offload=True
+)
+
 PEERS = {
     "apart": [
         Contender(
@@ -65,22 +69,6 @@ PEERS = {
 }
 """A name of --peers, and its lines."""
 
-OFFLOADED = {
-    "fsdp2": [
-        _one("fsdp2-cpu", "FSDP2, CPU offload", "torch_peers:fsdp2", reshard=True, offload=True)
-    ],
-    "deepspeed": [
-        _one(
-            "deepspeed-3-cpu",
-            "DeepSpeed ZeRO-3, optimizer on cpu",
-            "deepspeed",
-            stage=3,
-            offload="cpu",
-        )
-    ],
-}
-"""The same names with states on the host."""
-
 LIBRARIES = {
     "accelerate": ("Accelerate", "libraries:accelerate"),
     "trainer": ("transformers' Trainer", "libraries:trainer"),
@@ -94,7 +82,9 @@ WITHOUT_FSDP = ("trainer",)
 
 
 def bridged(library: str, rows: Sequence[int]) -> list[Contender]:
-    """Return a library over DDP and FSDP2, and over the `rows` of Shardwise."""
+    """Return a library over DDP and FSDP2, and over the `rows` of Shardwise. Raises ValueError."""
+    if library not in LIBRARIES:
+        raise ValueError(f"No such library: {library}. There are {', '.join(LIBRARIES)}.")
     label, build = LIBRARIES[library]
     stock = {"ddp": "DDP"} | ({} if library in WITHOUT_FSDP else {"fsdp2": "FSDP2"})
     found = [
@@ -150,8 +140,8 @@ def offloaded(zero: int, tier: str) -> Contender:
     )
 
 
-def chosen(names: Sequence[str], known: Mapping[str, list[Contender]]) -> list[Contender]:
+def chosen(names: Sequence[str]) -> list[Contender]:
     """Return the lines of the peers with these names. Raises ValueError."""
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"No such peer: {', '.join(unknown)}. There are {', '.join(known)}.")
-    return [line for name in names for line in known[name]]
+    if unknown := [name for name in names if name not in PEERS]:
+        raise ValueError(f"No such peer: {', '.join(unknown)}. There are {', '.join(PEERS)}.")
+    return [line for name in names for line in PEERS[name]]

@@ -13,9 +13,8 @@ from torch import Tensor
 from job import Job, Step
 
 
-def build(job: Job, *, stage: int, offload: str = "none", library: str = "deepspeed") -> Step:
-    """`offload` is the place of the optimizer state, none or cpu; `library` is the module with
-    DeepSpeed's interface."""
+def build(job: Job, *, stage: int, library: str = "deepspeed") -> Step:
+    """`library` is the module with DeepSpeed's interface."""
     deepspeed = import_module(library)
     if library == "deepspeed":
         os.environ |= job.launched()
@@ -28,14 +27,11 @@ def build(job: Job, *, stage: int, offload: str = "none", library: str = "deepsp
     deepspeed.init_distributed(dist_backend="nccl" if job.on_gpu else "gloo")
     model = job.model()
     job.compile(model)
-    zero: dict[str, object] = {"stage": stage}
-    if offload != "none":
-        zero["offload_optimizer"] = {"device": offload, "pin_memory": job.on_gpu}
     config = {
         "train_micro_batch_size_per_gpu": job.workload.batch // job.size,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": job.max_norm or 0.0,  # without the key it would clip at 1
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         # Under "bf16-mixed" the loss has an autocast; DeepSpeed's parameters are fp32.

@@ -262,6 +262,6 @@ def _join(job: Job, under: str) -> None:
 def _shard(job: Job, model: nn.Module) -> nn.Module:
     """Apply FSDP2 to `model`, one unit per block, as torch_peers.fsdp2 does."""
     mesh = init_device_mesh(job.setting.device, (job.size,))
-    for unit in [*job.blocks(model), model]:
+    for unit in [*models.blocks(model), model]:
         fully_shard(unit, mesh=mesh)
     return model

@@ -80,23 +80,16 @@ def fsdp2(
     reshard: bool,
     offload: bool = False,
     own_cast: bool = False,
-    recomputed: bool = False,
-    on_meta: bool = False,
 ) -> Step:
     """FSDP2, one unit per block; parameters freed after forward, or kept until backward.
 
     With `offload`, parameters, gradients and optimizer state are in the host's pinned memory, where
     they are updated. In bf16 the sharded parameters and the sums are fp32, as ours are. `own_cast`
     replaces autocast in bf16-mixed by FSDP2's own cast of gathered parameters, its faster setting.
-    `on_meta` is for models that do not fit on the device.
     """
     job.join_torch()
     mesh = init_device_mesh(job.setting.device, (job.size,))
-    if on_meta:
-        with torch.device("meta"):
-            model: nn.Module = models.build(job.workload)
-    else:
-        model = job.model()
+    model = job.model()
     job.compile(model)
     policy = MixedPrecisionPolicy()
     own_cast = own_cast and job.setting.precision == "bf16-mixed"
@@ -104,14 +97,10 @@ def fsdp2(
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         _halve_buffers(model)
     where = CPUOffloadPolicy() if offload else OffloadPolicy()
-    for unit in [*job.blocks(model), model]:
-        if on_meta:  # one unit at a time: each moves to the host before the next one is created
-            models.materialise(unit, job.setting.device)
+    for unit in [*models.blocks(model), model]:
         fully_shard(
             unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=where
         )
-    if recomputed:
-        models.recompute(model)
     optimizer = job.optimizer(model.parameters())
     return job.plain_step(model, optimizer, loss_of=models.loss_of if own_cast else None)
 

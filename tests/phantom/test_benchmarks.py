@@ -1,4 +1,4 @@
-"""The steps of scripts/gpu, run on the simulated device at sizes that say nothing.
+"""The benchmarks of a GPU, run on the simulated device at sizes that say nothing.
 
 Every figure that such a device has must come out: launches, synchronisations, bytes, losses. Of
 time it has none. What it does not run (DDP and FSDP2, which reach into CUDA itself, and
@@ -23,9 +23,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-GPT = "--width 32 --layers 2 --vocabulary 64 --sequence 8 --batch 4"
-RESNET = "--width 8 --image 32 --classes 4 --batch 2"
-ONCE = "--rounds 1 --steps 2 --peers none"
+GPT = "--config gpt2-124m --width 32 --layers 2 --vocabulary 64 --sequence 8 --batch 4"
+ONCE = "--rounds 1 --steps 2"
 
 
 @pytest.fixture
@@ -52,136 +51,70 @@ def modules(monkeypatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def step(name: str, scale: str, python: Path | str, folder: Path, code: int = 0, **environ: str):
-    """Return the figures of a step, and its text."""
+def step_time(python: Path | str, flags: str, folder: Path):
+    """Return the result of `step_time.py` with these flags, and its text."""
+    path = folder / "figures.json"
     done = subprocess.run(
-        [ROOT / "scripts" / "gpu", name],
-        env=os.environ | {"PYTHON": str(python), "SCALE": scale, "FOLDER": str(folder)} | environ,
+        [python, BENCHMARKS / "step_time.py", *flags.split(), "--json", path],
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    (path,) = folder.glob(f"*-gpu-{name}.txt")
-    assert path.read_text() in done.stdout
-    figures = path.with_suffix(".json")
-    return json.loads(figures.read_text()) if figures.exists() else None, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(path.read_text()), done.stdout
 
 
-def assert_figures(line, *, trains=True):
-    """Whether a contender has each figure that the simulated device knows."""
-    assert line["note"] == ""
-    assert line["peak_bytes"] > 0
-    assert line["launches"] is not None
-    assert line["synchronisations"] <= 1
-    assert line["rounds_ms"]
-    if trains:
-        assert line["launches"] > 0
-        assert len(line["losses"]) == 22
-        assert line["losses"][-1] < line["losses"][0]
-
-
-@pytest.mark.parametrize(
-    ("name", "scale"),
-    [
-        ("gpt-125m", f"{GPT} {ONCE} --rows 3 --precision bf16-mixed"),
-        pytest.param(
-            "gpt-1.3b", f"{GPT} {ONCE} --rows 0,1,2,3 --precision fp32,bf16", marks=pytest.mark.full
-        ),
-        pytest.param(
-            "resnet50", f"{RESNET} {ONCE} --rows 1 --precision fp32", marks=pytest.mark.full
-        ),
-    ],
-    ids=lambda value: value.partition(" ")[0],
-)
-def test_one_device(python, tmp_path, name, scale):
-    figures, shown = step(name, scale, python, tmp_path)
+def test_one_device(python, tmp_path):
+    flags = f"--device cuda {GPT} {ONCE} --rows 0,3 --peers none --precision fp32,bf16-mixed"
+    figures, shown = step_time(python, flags, tmp_path)
     assert figures["machine"]["device"] == "a simulated device"
+    assert len(figures["results"]) == 2
     for result in figures["results"]:
         assert result["tflop_per_step"] > 0
-        plain, *ours = result["contenders"]
-        assert plain["synchronisations"] == 0
-        for line in (plain, *ours):
+        assert result["contenders"][0]["synchronisations"] == 0
+        for line in result["contenders"]:
+            assert line["note"] == ""
             assert line["label"] in shown
-            assert line["mfu"] is None  # nobody knows what this device can do
-            if name != "resnet50":
-                assert_figures(line)
-        assert all(line["launches"] > 0 for line in ours)
+            assert line["mfu"] is None  # nobody knows the peak of this device
+            assert line["peak_bytes"] > 0
+            assert line["launches"] > 0
+            assert line["synchronisations"] <= 1
+            assert len(line["losses"]) == 22
+            assert line["losses"][-1] < line["losses"][0]
         assert result["loss_disagreement"] < 0.05
 
 
-def test_states_on_the_host(python, tmp_path):
-    """Bytes both ways."""
-    scale = f"{GPT} {ONCE} --rows 3 --precision fp32"
-    figures, _ = step("offload", scale, python, tmp_path)
-    (result,) = figures["results"]
-    plain, ours = result["contenders"]
-    assert ours["key"] == "shardwise-3-cpu"
-    parameters = 4 * (2 * (12 * 32**2 + 13 * 32) + (2 * 64 + 8 + 2) * 32)
-    assert ours["down"]["bytes"] >= parameters  # gradients
-    assert ours["up"]["bytes"] >= 2 * parameters  # for forward, and for backward
-    assert ours["losses"] == pytest.approx(plain["losses"], abs=1e-4)
-
-
-def test_the_largest_model(python, tmp_path):
-    scale = f"{GPT} --contenders plain --first 1 --most 2".replace("--layers 2 ", "")
-    figures, shown = step("largest", scale, python, tmp_path)
-    (found,) = figures["tried"].values()
-    assert list(found["runs"]) == ["1", "2"]
-    assert found["runs"]["2"]["peak"] > found["runs"]["1"]["peak"] > 0
-    assert not found["cut"]
-    assert "plain, 2 layers:" in shown
-
-
 @pytest.mark.full
-def test_the_largest_model_with_states_on_the_host(python, tmp_path):
-    sizes = {"width": 32, "batch": 2, "vocabulary": 64, "sequence": 8, "most": 1}
-    flags = [f"--{name}={value}" for name, value in sizes.items()] + ["--folder", tmp_path]
-    done = subprocess.run(
-        [python, BENCHMARKS / "largest.py", *flags, "--contenders", "ZERO_3 + cpu"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ZERO_3 + cpu, 1 layers:" in done.stdout
-
-
-def on_the_cpu(name: str, scale: str, folder: Path):
-    figures, _ = step(name, f"{scale} --device cpu", sys.executable, folder)
+@pytest.mark.parametrize("how", ["fp32 --compile", "bf16", "bf16-mixed"])
+def test_the_peers_do_the_same_work(tmp_path, how):
+    flags = f"{GPT} {ONCE} --ranks 1 --rows 0 --peers ddp,fsdp2 --precision {how}"
+    figures, _ = step_time(sys.executable, flags, tmp_path)
     (result,) = figures["results"]
-    for line in result["contenders"]:
+    plain, *others = result["contenders"]
+    assert [line["key"] for line in others] == ["ddp", "fsdp2", "fsdp2-keep", "shardwise-0"]
+    for line in others:
         assert line["note"] == ""
         assert line["median_ms"] > 0
-        assert line["losses"] == pytest.approx(result["contenders"][0]["losses"], rel=2e-2)
-    return [line["key"] for line in result["contenders"]]
+        assert line["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
-def test_the_peers_do_the_same_work(tmp_path, precision):
-    scale = f"{GPT} {ONCE} --rows 0 --peers ddp,fsdp2 --precision {precision}"
-    assert on_the_cpu("gpt-125m", scale, tmp_path) == ["plain", "ddp", "fsdp2", "shardwise-0"]
-
-
-@pytest.mark.full
-def test_compiled(tmp_path):
-    scale = f"{GPT} {ONCE} --config gpt-125m --rows 2 --peers ddp,fsdp2 --precision fp32"
-    assert on_the_cpu("compile", scale, tmp_path) == ["plain", "ddp", "fsdp2", "shardwise-2"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["sanitizer", *(pytest.param(n, marks=pytest.mark.full) for n in ("tests", "two-ranks"))],
-)
-def test_tests_that_all_are_skipped_are_no_success(tmp_path, name):
+def test_tests_that_all_are_skipped_are_no_success(tmp_path):
     """Without a GPU; on the simulated device test_gpu.py runs them."""
-    _, shown = step(name, "", sys.executable, tmp_path, code=1, CUDA_VISIBLE_DEVICES="")
-    assert "needs a GPU" in shown
-    assert " skipped" in shown
-    assert " passed" not in shown
+    environ = {"PYTHON": sys.executable, "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu", "sanitizer"],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "gpu: failed: sanitizer" in done.stderr
+    assert "needs a GPU" in done.stdout
+    assert " skipped in " in done.stdout
+    assert (tmp_path / "sanitizer.txt").read_text() in done.stdout
 
 
 def test_a_step_that_there_is_not(tmp_path):
@@ -189,7 +122,7 @@ def test_a_step_that_there_is_not(tmp_path):
         [ROOT / "scripts" / "gpu", "speed"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "no such step: speed; there are tests two-ranks sanitizer resnet50" in done.stderr
+    assert "no such step: speed; there are tests two-ranks sanitizer first" in done.stderr
 
 
 # -- what needs no device ---------------------------------------------------------------------
@@ -310,9 +243,6 @@ def test_flops_are_those_of_the_formula(modules):
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
-        ("resnet50", 25.56),
-        ("gpt-125m", 163.1),
-        ("gpt-1.3b", 1416.3),
         ("gpt2-124m", 124.5),
         ("llama-1.1b", 1100.0),
     ],
@@ -328,14 +258,15 @@ def test_the_models_have_the_size_of_their_names(modules, name, millions):
 
 
 RANK = """
-    import json, os, signal, socket, sys, time
+    import json, os, signal, sys, time
+    from multiprocessing.connection import Connection
 
     *_, fd, spec = sys.argv
-    channel = socket.socket(fileno=int(fd)).makefile("rw")
-    say = lambda **message: (channel.write(json.dumps(message) + chr(10)), channel.flush())
+    crew = Connection(int(fd))
+    say = lambda **message: crew.send(message)
     ends = json.loads(spec)["options"]["ends"]
     if ends == "gone":
-        say(ready=True, empty=None)
+        say(empty=None)
         sys.exit("no more")
     elif ends == "full":
         say(full="Traceback: ...\\ntorch.OutOfMemoryError: CUDA out of memory.")
@@ -406,7 +337,7 @@ def test_times_stay_if_nobody_may_profile(modules):
 
     line = figures.Line("a", "A")
     result = report.Result(
-        workload=workloads.ON_A_DEVICE["gpt-125m"],
+        workload=workloads.ON_A_DEVICE["gpt2-124m"],
         setting=workloads.Setting(device="cuda"),
         ranks=1,
         device="NVIDIA H200",
@@ -429,7 +360,7 @@ def test_times_stay_if_nobody_may_profile(modules):
     assert row["median_ms"] == 1.0
     assert row["mfu"] == pytest.approx(1 / 66.9, rel=1e-3)
     assert "CUPTI_ERROR" in row["not_profiled"]
-    assert "| A | 1.0 |" in "".join(report.markdown(written, [*report.ON_GPU, *report.COPIES]))
+    assert "| A | 1.0 |" in "".join(report.markdown(written, report.ON_GPU))
 
 
 def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
@@ -529,7 +460,7 @@ def assert_all_equal(step):
 
 
 def test_gpu_first_on_the_simulated_device(python, tmp_path):
-    steps = ("right", "uncompiled", "offload", "save")
+    steps = ("right", "uncompiled", "offload", "save", "largest")
     figures, shown, code = first(python, tmp_path, *steps)
     steps = figures["steps"]
     # The simulated device runs neither FSDP2 nor the wrappers of DDP: each of them is one line of
@@ -545,9 +476,17 @@ def test_gpu_first_on_the_simulated_device(python, tmp_path):
         assert lines[key]["peak_bytes"] > 0
     lines = assert_trained(steps["offload"], "plain", "shardwise-2-cpu", "shardwise-3-cpu")
     assert lines["shardwise-2-cpu"]["down"]["bytes"] > 0
+    parameters = 4 * (2 * (2 * 32 * (32 + 16 + 1) + 3 * 32 * 64) + (2 * 64 + 1) * 32)
+    ours = lines["shardwise-3-cpu"]
+    assert ours["down"]["bytes"] >= parameters  # gradients
+    assert ours["up"]["bytes"] >= 2 * parameters  # for forward, and for backward
     rows = steps["save"]["rows"]
     assert rows["foreground"]["bytes"] > 0
     assert rows["background"]["stall_ms"] >= rows["background"]["call_ms"] > 0
+    for row in steps["largest"]["rows"].values():
+        assert row["error"] == ""
+        assert row["layers"] == 2
+        assert row["peak_bytes"] > 0
 
 
 def test_gpu_first_on_the_cpu(warm_host, monkeypatch, tmp_path):
