@@ -114,6 +114,7 @@ class Crew:
 
     def close(self) -> None:
         """Close the sockets, which ends every rank; kill those that stay."""
+        # An idle rank exits when its socket ends; one that hangs in a step does not.
         for rank in self._ranks:
             rank.close()
         for process in self._processes:
@@ -149,15 +150,16 @@ class Crew:
         if self._link:
             before = self._link.enter(rank)
             environment = {"GLOO_SOCKET_IFNAME": INTERFACE} | dict(environment)
+        # A socket pair, which `ip netns exec` passes on, and which ends when either side dies.
         ours, theirs = socket.socketpair()
         with theirs, self._log(rank).open("wb") as log:
             process = subprocess.Popen(
                 [*before, *PYTHON, WORKER, str(theirs.fileno()), json.dumps(spec)],
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=log,  # a pipe that nobody reads would block a rank that writes much
                 stderr=subprocess.STDOUT,
-                cwd=self._folder.name,
+                cwd=self._folder.name,  # files that libraries write there go with it
                 env=_environment(self.setting) | environment,
             )
         self._processes.append(process)
@@ -182,6 +184,7 @@ class Crew:
             if meanwhile is not None:
                 meanwhile()
             pause = SAMPLE_EVERY if meanwhile else deadline - time.monotonic()
+            # wait() refuses an infinite timeout.
             pause = None if pause == math.inf else max(pause, 0)
             for connection in wait(list(waiting), pause):
                 assert isinstance(connection, Connection)

@@ -30,7 +30,7 @@ import deepspeed_pipeline
 import figure
 
 LIMIT = 900
-"""Seconds in which one library has trained all cases."""
+"""Seconds for one library to train all cases."""
 
 Rows = list[list[float]]
 """The figures of each step."""

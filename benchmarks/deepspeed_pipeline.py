@@ -54,7 +54,7 @@ def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 class Plain(nn.Module):
-    """The same layers, under the names that a PipelineModule gives them."""
+    """The same layers under their names in a PipelineModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,13 +73,13 @@ class Plain(nn.Module):
 
 
 def weights() -> dict[str, Tensor]:
-    """What all begin with."""
+    """Return the first weights of all."""
     torch.manual_seed(0)
     return Plain().state_dict()
 
 
 def batches(replica: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless pairs of words and those that follow."""
+    """Yield pairs of words and the words that follow them, endlessly."""
     draws = torch.Generator().manual_seed(replica)
     while True:
         text = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=draws)
@@ -87,7 +87,7 @@ def batches(replica: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def plain(replicas: int, clipping: float) -> list[list[float]]:
-    """Loss and norm of each step in one process."""
+    """Return loss and norm of each step in one process."""
     model = Plain()
     model.load_state_dict(weights())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -107,7 +107,7 @@ def plain(replicas: int, clipping: float) -> list[list[float]]:
 def train(
     deepspeed: Any, stage: int, clipping: float, arguments: dict[str, Any]
 ) -> list[list[float]]:
-    """Loss and norm of each step through DeepSpeed's interface."""
+    """Return loss and norm of each step through DeepSpeed's interface."""
     pipe = import_module(f"{deepspeed.__name__}.pipe")
     tied = ("words", Words, WORDS, WIDTH)
     layers = [

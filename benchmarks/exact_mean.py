@@ -1,4 +1,4 @@
-"""The gradient of the mean over all items: of the libraries as they come, and with exact_mean=True.
+"""The gradient of the mean over all items: by each library's default, and with exact_mean=True.
 
     python benchmarks/exact_mean.py --ranks 2 --json benchmarks/results/today-exact-mean.json
 
@@ -70,7 +70,7 @@ def _norms(
         done = subprocess.run(
             [sys.executable, *launcher, str(WORKER), who, *cases],
             env=os.environ | variables,
-            cwd=folder,
+            cwd=folder,  # the Trainer and Lightning write folders where they run
             capture_output=True,
             text=True,
             check=False,

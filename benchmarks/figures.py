@@ -7,12 +7,12 @@ from statistics import median
 from typing import Any
 
 AGREE = 1e-4
-"""Losses that differ by less come from the same work on CPUs in fp32: equal to 4 decimals."""
+"""Losses on CPUs in fp32 that differ by less are equal to 4 decimals: the work was the same."""
 
 
 @dataclass
 class Line:
-    """The figures of one contender; `note` says why there are none.
+    """The figures of one contender; `note` says why it has no figures.
 
     `rounds` are ms per timed step, by round. `losses` are means over the ranks, by step, of the
     first round. Memory is in bytes per rank: after the imports, between steps, and at the highest
@@ -86,8 +86,8 @@ def add_device_figures(
 ) -> None:
     """Write the figures of `steps` traced steps into a line, per step.
 
-    `told` are the ranks' own figures, `seen` those of their profiles. Each figure is that of the
-    rank that has most of it.
+    `told` are the ranks' own figures, `seen` the counts of their profiles. Of each figure the
+    highest of all ranks counts.
     """
     line.peak = max((each["peak"] for each in told if "peak" in each), default=None)
     for name in ("launches", "synchronisations"):

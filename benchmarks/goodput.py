@@ -3,10 +3,10 @@
     python benchmarks/goodput.py [--gaps 60,30,15] [--steps 400] [--ranks 2] [--json FILE] [--docs]
 
 Ranks of a small training are killed by a Poisson process of each mean gap, in seconds, and started
-again by `--restarts`. The durations of a step, a save and a restart are measured before, in a run
-of its own with a few kills; nothing is fitted to the reported runs. Two figures are simulated: for
-the same moments of the kills, and for any moments with that mean gap. `--docs` puts the table into
-docs/simulate.md.
+again by `--restarts`. The durations of a step, a save and a restart are measured before, in a
+separate run with a few kills; nothing is fitted to the reported runs. Two figures are simulated:
+for the same moments of the kills, and for any moments with that mean gap. `--docs` puts the table
+into docs/simulate.md.
 """
 
 import argparse
@@ -149,16 +149,18 @@ class Training:
 
 
 def measured_lengths(options: argparse.Namespace) -> Lengths:
-    """Measure the durations in a run of its own that is killed a few times."""
+    """Measure the durations in a separate run that is killed a few times."""
     steps = 2 * EVERY * (CALIBRATED + 1)
     gaps = [2 * EVERY * PAUSE + RESTARTS] * CALIBRATED
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
         events = Training(options, steps, Path(folder)).run([*gaps, LIMIT], random.Random(0))
     made = [each for each in events if each.what == "step"]
     pairs = [(a, b) for a, b in pairwise(made) if b.steps == a.steps + 1]
+    # Rank 0 prints a step before it saves: the save is in the time of the next step.
     even = [b.second - a.second for a, b in pairs if a.steps % EVERY]
     with_save = [b.second - a.second for a, b in pairs if a.steps % EVERY == 0]
     step = statistics.median(even)
+    # From the kill to the end of the first step after it, without that step.
     restarts = [
         next(each.second for each in made if _follows(each, events, kill)) - kill.second - step
         for kill in events
@@ -174,6 +176,7 @@ def _follows(step: Event, events: Sequence[Event], kill: Event) -> bool:
 
 def row(options: argparse.Namespace, gap: float, lengths: Lengths) -> dict[str, Any]:
     """Measure one training with kills `gap` seconds apart in the mean, and simulate it."""
+    # Each gap has its own stream: its kills do not depend on which other gaps are measured.
     dice = random.Random(f"{options.seed} {gap}")
     gaps = [dice.expovariate(1 / gap) for _ in range(10_000)]
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
@@ -217,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     head = (
         f"`python benchmarks/goodput.py --gaps {gaps} --steps {options.steps} --ranks "
         f"{options.ranks}`: {facts['machine']}, {facts['date']}. A Poisson process kills ranks "
-        "(`kill -9`), and `--restarts` starts them again. The durations are from a run of its own: "
+        "(`kill -9`), and `--restarts` starts them again. The durations are from a separate run: "
         f"a step takes {lengths.step:.4f} s, a save {lengths.save:.4f} s, a restart "
         f"{lengths.restart:.2f} s; {EVERY} steps between checkpoints, {options.steps} in all.\n"
     )

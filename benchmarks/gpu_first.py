@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.scale != "tiny":
             print(f"gpu_first: {error}. SCALE=tiny runs the steps on the CPU.")
             return 2
-    options.out = options.out.resolve()  # ranks have working directories of their own
+    options.out = options.out.resolve()  # each rank has its own working directory
     figures: dict[str, Any] = {"machine": facts, "scale": options.scale, "steps": {}}
     options.out.mkdir(parents=True, exist_ok=True)
     chosen = [name for name in STEPS if name in options.steps]
@@ -100,7 +100,7 @@ def _run(
     record: dict[str, Any] = {"rows": {}, "error": "", "cut": False}
     begun = time.monotonic()
     # The disk of OUT: /tmp may be in memory, which the nvme tier refuses.
-    # A rank that is being killed may still write: what is left of the folder is no failure.
+    # A rank that is being killed may still write: a folder that stays is no failure.
     with tempfile.TemporaryDirectory(
         dir=options.out, prefix=".first-", ignore_cleanup_errors=True
     ) as folder:

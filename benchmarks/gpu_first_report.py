@@ -107,7 +107,7 @@ def failures(figures: Row) -> list[str]:
 
 
 def _wrong_contenders(row: Row) -> Iterator[str]:
-    """Yield what is wrong with the contenders of a result."""
+    """Yield the faults of a result's contenders."""
     for line in row.get("contenders", ()):
         if line["note"].startswith(("failed", "does not fit")):
             yield f"{line['label']}: {exception_in(line['note'])}"

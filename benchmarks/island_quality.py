@@ -144,6 +144,7 @@ def _try(way: Way, rate: float, seed: int, text: Path, options: argparse.Namespa
     words = [str(word) for pair in own.items() for word in pair]
     run = [sys.executable, "-m", "shardwise", "run", "-n", "2", "--quiet", *way.flags]
     script = str(EXAMPLES / "diloco.py")
+    # A setting of the caller would change the islands' runs and not the synchronous ones.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWISE_")}
     subprocess.run([*run, script, *words], env=environ | {"OMP_NUM_THREADS": "1"}, check=True)
     found = math.exp(json.loads(result.read_text())["curve"][-1]["loss"])

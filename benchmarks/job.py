@@ -29,7 +29,7 @@ class Job:
     port: int
     listen_fd: int | None
     addresses: tuple[str, ...] = ()
-    """Of each rank, if each is on a host of its own; else all are on this one."""
+    """Of each rank, if each has a separate host; else all are on this one."""
     setting: Setting = field(default_factory=Setting)
     told: dict[str, Callable[[], Any]] = field(default_factory=dict)
     """Questions about a contender that the worker answers after each stint, by name."""
@@ -48,6 +48,7 @@ class Job:
             device_id=self.device if self.on_gpu else None,
         )
 
+    # Libraries read these at import or init, and would else start ranks themselves.
     def launched(self) -> dict[str, str]:
         """Return the variables that torchrun would have set."""
         return {
@@ -63,12 +64,12 @@ class Job:
 
     @property
     def address(self) -> str:
-        """Address at which rank 0 listens."""
+        """Rank 0's address."""
         return self.addresses[0] if self.addresses else "127.0.0.1"
 
     @property
     def local_rank(self) -> int:
-        """Rank among those of its host."""
+        """Rank within its host."""
         return 0 if self.addresses else self.rank
 
     @property
@@ -103,8 +104,8 @@ class Job:
             return models.build(self.workload)
 
     def plain_model(self) -> nn.Module:
-        """Return the model for a contender without precisions of its own: in bf16 its parameters
-        are too, and its blocks are compiled if the setting says so."""
+        """Return the model for a contender that has no settings of precision: in bf16 its
+        parameters are bf16. Its blocks are compiled if the setting says so."""
         model = self.model()
         if self.setting.precision == "bf16":
             model.to(torch.bfloat16)
@@ -142,6 +143,7 @@ class Job:
         clear, loss_of = clear or optimizer.zero_grad, loss_of or self.loss
 
         def step(inputs: Tensor, targets: Tensor) -> Tensor:
+            # Before forward, as in PyTorch's tutorials: memory between steps includes gradients.
             clear()
             loss = loss_of(model, inputs, targets)
             loss.backward()

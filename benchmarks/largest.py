@@ -1,6 +1,6 @@
 """The largest GPT that trains on one GPU, and its tokens/s: the last step of gpu_first.py.
 
-Each size trains in a process of its own, so that running out of memory harms nobody else. Layers
+Each size trains in a new process, so that running out of memory harms nobody else. Layers
 are doubled until that fails; then the gap is halved. Each contender recomputes its blocks in
 backward and computes in bf16 by autocast, with fp32 parameters under AdamW: the same 16 bytes of a
 parameter, on the device or on the host. Contenders share the seconds of a budget: one that has used
@@ -91,7 +91,7 @@ def _search(
 
 
 def _train(workload: Gpt, name: str, limit: float) -> tuple[Run | None, str]:
-    """Train a size for `limit` seconds at most; return its figures, or why there are none."""
+    """Train a size for `limit` seconds at most; return its figures, or the reason of a failure."""
     build, options = OPTIONS[name]
     taker = Contender(key=name, label=name, build=build, options=options)
     # Some updates are made on the host: they have all of its cores.

@@ -44,7 +44,7 @@ class Link:
         peer = ("peer", "name", INTERFACE, "netns", second)
         _run("ip", "-n", first, "link", "add", INTERFACE, "type", "veth", *peer)
         for name, address in zip(self.names, self.addresses, strict=True):
-            # Without an IPv6 address of its own an interface sends no packets by itself.
+            # An interface with an IPv6 address sends packets for neighbour discovery.
             plain = ("addrgenmode", "none", "gso_max_segs", "1", "gso_max_size", "1514")
             _run("ip", "-n", name, "link", "set", INTERFACE, *plain)
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)

@@ -12,12 +12,13 @@ BUSY = 0.05
 # Columns of /proc/stat: user, nice, system, steal. Interrupts are left out: loopback traffic is
 # our own.
 COUNTED = (1, 2, 3, 8)
+# Per second: Linux fixes it for user space, whatever the kernel's own rate is.
 TICKS = 100.0
 
 
 class Neighbours:
-    """Watches from when it is created. Our own share is that of this process and of its children
-    that have ended by the time of asking."""
+    """Watches from its creation on. Time of this process and of its children that have ended is
+    our own."""
 
     def __init__(self) -> None:
         self._begun, self._all, self._ours = time.monotonic(), _all_seconds(), _our_seconds()

@@ -43,6 +43,7 @@ def main() -> None:
         for inputs, targets in loader:
             engine.backward(models.loss_of(model, inputs, targets))
             engine.step()
+        # The dataset is one batch: an epoch is a step, with the loader's work as users have it.
         now = time.perf_counter()
         seconds.append(now - begun)
         begun = now

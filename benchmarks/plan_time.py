@@ -99,6 +99,7 @@ def predict(step: ObservedStep, ranks: int, level: int, hardware: Path) -> float
 
 def measure(options: argparse.Namespace, name: str, ranks: int, level: int) -> float:
     """The median of a training's steps, in seconds; each rank has its share of the cores."""
+    # The calibration has measured all cores together, so a step must use all of them.
     threads = max(1, (os.cpu_count() or 1) // ranks)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"

@@ -76,7 +76,7 @@ def scaling(results: Sequence[Row], path: Path, caption: str) -> None:
             style = "-" if row["label"].startswith("Shardwise") else ":"
             label = row["label"]
             axes.plot(*zip(*known, strict=True), style, marker="o", markersize=4, label=label)
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("log", base=2)  # ranks double from point to point
     axes.set_xticks(sizes, [str(ranks) for ranks in sizes])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("ranks, one thread each")

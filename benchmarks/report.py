@@ -52,13 +52,14 @@ class Result:
     def limit(self) -> float | None:
         """ms per step if the ranks shared one process's work and nothing else cost anything."""
         alone = self.line("plain")
+        # On a GPU one process has the whole device: a part of its step limits nothing.
         if alone is None or alone.median is None or self.device != "cpu":
             return None
         return alone.median * limit_scale(self.ranks, self.cores)
 
     @property
     def agree_within(self) -> float:
-        """The difference of losses from which on contenders did not do the same work."""
+        """Losses of contenders that did the same work differ by less."""
         on_cpu_in_fp32 = self.setting == Setting()
         return AGREE if on_cpu_in_fp32 else AGREE_ON_GPU[self.setting.precision]
 
@@ -80,7 +81,7 @@ class Result:
 
     def _line_json(self, line: Line) -> dict[str, Any]:
         plain, scale = self.line("plain"), limit_scale(self.ranks, self.cores)
-        ranks = 1 if line.key == "plain" else self.ranks
+        ranks = 1 if line.key == "plain" else self.ranks  # it is alone
         flops = self.flops // self.ranks
         return {
             "key": line.key,
@@ -200,8 +201,7 @@ def markdown(result: Row, columns: Columns = ON_CPU) -> list[str]:
 
 
 def faults(results: Sequence[Row]) -> list[str]:
-    """Return the reasons for which a run is worthless: contenders that failed, or that did not do
-    the same work."""
+    """Return why a run is worthless: contenders that failed, or that did not do the same work."""
     found = []
     for result in results:
         case = f"{result['configuration']['name']}, {result['ranks']} ranks"

@@ -15,13 +15,13 @@ WARM_UP = 3
 """Steps before any is timed: DDP rebuilds its buckets after the first, allocators settle."""
 
 SAMPLED = 2
-"""Steps in which the resident set is sampled. They are not timed: sampling disturbs them."""
+"""Steps for samples of the resident set. They are not timed, because sampling disturbs them."""
 
 TRACED = 2
 """Steps that are profiled on a GPU."""
 
 LEFT_OUT = "left out: no time was left for it"
-"""The note of a contender for which the budget had no time."""
+"""The note of a contender if the budget had no time for it."""
 
 Start = Callable[[Contender], AbstractContextManager[Crew]]
 
@@ -136,10 +136,12 @@ def _turn(line: Line, contender: Contender, plan: Plan, start: Start, look: Look
     try:
         with start(contender) as crew:
             stint = crew.take(plan.warm_up + plan.steps)
+            # There is one time less than steps: the first step only starts the clock.
             line.rounds.append(step_times(stint.ends)[plan.warm_up - 1 :])
             if peaks := [each["peak"] for each in stint.told if "peak" in each]:
                 line.peak = max(peaks)
             if len(line.rounds) == 1:
+                # Fresh ranks repeat the same losses in later rounds; kept ones train on.
                 line.losses = mean_losses(stint.losses) if contender.same_work else []
             if len(line.rounds) == plan.look_after:
                 look(line, crew)
@@ -147,6 +149,7 @@ def _turn(line: Line, contender: Contender, plan: Plan, start: Start, look: Look
         line.note = f"not installed: {error}"
     except DoesNotFit as error:
         line.note = f"does not fit: {error}"
+        # Fewer rounds than the others have would be compared with other minutes of the machine.
         line.rounds.clear()
     except CrewFailed as error:
         line.note = f"failed: {error}"

@@ -3,10 +3,10 @@
     python benchmarks/slow_links.py --rates 10,100,none --json FILE
     python benchmarks/slow_links.py --rates 10,100 --formulas          # by arithmetic, at once
 
-Each rank is in a network namespace of its own (needs root); between them tbf limits the rate at
+Each rank is in a separate network namespace (needs root); between them tbf limits the rate at
 which each end sends, and nothing else: latency is not simulated. Bytes are counted by the
 interfaces, and stand next to the method's formula. A contender starts and takes its first steps
-before the link is limited, so that the timed steps are those of a running training.
+before the link is limited, so that no step of the start is timed.
 
 Methods that send in every step are timed over some steps, methods that send every H steps over H
 neighbouring ones, of which one sends; with --late over H steps after H steps that fill the link.
@@ -36,8 +36,8 @@ LEAST = 2
 
 @dataclass
 class Line:
-    """The figures of one contender at one rate; bytes are those of one end, as its interface counts
-    them. `note` says why there are none."""
+    """The figures of one contender at one rate; bytes as the interface of one end counts them.
+    `note` says why it has no figures."""
 
     key: str
     label: str
@@ -50,7 +50,7 @@ class Line:
     bytes: list[float] = field(default_factory=list)
     """Per step, by round."""
     between: int | None = None
-    """Bytes in all timed steps except those of a boundary and its neighbours, most of a round."""
+    """Bytes of all timed steps without a boundary and its neighbours, the most of a round."""
     note: str = ""
 
     @property
@@ -128,6 +128,7 @@ def _turn(line: Line, taker: Sender, workload: Gpt, options: argparse.Namespace)
         ):
             stints = _Stints(crew, link)
             stints.take(WARM_UP)
+            # Not before: at 10 Mbit/s the first broadcast of the weights takes a minute, for everyone.
             link.limit(line.rate)
             if taker.every > 1:
                 _periodic(line, taker, stints)
@@ -164,6 +165,7 @@ def _steady(line: Line, stints: _Stints, options: argparse.Namespace) -> None:
     while len(counted) < options.steps and (
         len(counted) < LEAST or monotonic() - begun < options.seconds
     ):
+        # One by one, so that a slow method stops after `--seconds`.
         counted.append(stints.take(1))
     line.seconds.append(stints.seconds(len(counted)))
     line.bytes.append(sum(counted) / len(counted))
@@ -175,6 +177,7 @@ def _periodic(line: Line, taker: Sender, stints: _Stints) -> None:
         stints.take(taker.every)
         sent = stints.take(taker.every)
     else:
+        # WARM_UP steps are over, so step number `every`, the boundary, is the next one after these.
         between = stints.take(taker.every - WARM_UP - 1)
         sent = between + stints.take(WARM_UP + 1)
         line.between = max(between, line.between or 0)

@@ -15,8 +15,8 @@ fails if two losses differ after the same number of steps (on CPUs, in the fourt
 A machine is never quiet, and it drifts by more than the contenders differ. So they take turns: in
 each round every contender starts, warms up, takes a few timed steps and leaves, another one first
 each time. Figures are medians over the rounds, ratios are taken within a round. Each turn has a
-fresh start, because a start has luck of its own (the place of buffers, the size of pages), which
-would otherwise look like a property of the contender; because idle threads of others disturb; and
+fresh start, because the luck of a start (the place of buffers, the size of pages) would otherwise
+look like a property of the contender; because idle threads of others disturb; and
 because ten contenders at four ranks do not fit into memory. --keep holds all of them alive between
 their turns: quicker, for a look.
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'shardwise[examples]'.")
     facts = figure.begin(**facts)
-    # Twenty steps on a GPU: until then, ranks of ZERO_3 agree on their order of gathers.
+    # Twenty steps on a GPU, in which ranks of ZERO_3 agree on their order of gathers.
     warm_up = options.warm_up or (20 if on_gpu else rounds.WARM_UP)
     plan = Plan(rounds=options.rounds, steps=options.steps, keep=options.keep, warm_up=warm_up)
     cases = [
@@ -117,7 +117,7 @@ def _columns(options: argparse.Namespace) -> report.Columns:
 
 def _contenders(options: argparse.Namespace) -> list[Contender]:
     """Return the contenders of a table: one process first, for the limit. Raises ValueError."""
-    # By default all peers; on a GPU those that train there without a setup of their own.
+    # By default all peers; on a GPU the peers that need no setup there.
     peers = ["ddp", "fsdp2"] if options.device == "cuda" else list(contenders.PEERS)
     chosen = contenders.chosen(peers if options.peers is None else options.peers)
     ours = [contenders.row(zero, over) for over in options.transport for zero in options.rows]

@@ -99,7 +99,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 class Clock:
-    """The moments at which the host has ended steps, in ns on the clock of the machine."""
+    """The moments of the ends of steps on the host, in ns on the clock of the machine."""
 
     def __init__(self) -> None:
         self._ends: list[int] = []
@@ -114,7 +114,7 @@ class Clock:
 
 
 class DeviceClock:
-    """The moments at which a GPU has ended steps.
+    """The moments of the ends of steps on a GPU.
 
     The host reads them after the last step: in a loop that waits after each step, host and device
     would not work in parallel as in a user's loop.

@@ -82,7 +82,7 @@ class ResNet(_Described):
 Workload = Gpt | Llama | ResNet
 
 SIZES = sorted({field.name for kind in (Gpt, Llama, ResNet) for field in fields(kind)} - {"name"})
-"""What a flag may change in a configuration."""
+"""The sizes of a configuration that have a flag."""
 
 PRECISIONS = ("fp32", "tf32", "bf16", "bf16-mixed")
 
@@ -142,8 +142,8 @@ ON_A_DEVICE: dict[str, Workload] = {
     ),
     "llama-1.1b": Llama(name="llama-1.1b", width=2048, layers=22, batch=8, **_TINY_LLAMA),
 }
-"""For one accelerator, in sizes that keep it busy: GPT-2's own with the vocabulary padded to a
-multiple of 64, and those of TinyLlama (arXiv:2401.02385)."""
+"""For one accelerator, in sizes that keep it busy: GPT-2's with the vocabulary padded to a
+multiple of 64, and TinyLlama's (arXiv:2401.02385)."""
 
 
 def changed(workload: Workload, given: Mapping[str, int]) -> Workload:

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One line of a table: the file and function that build it, and with which options."""
+    """One line of a table: the file and function that build it, and their options."""
 
     key: str
     label: str
@@ -20,13 +20,13 @@ class Contender:
     """`file:function` in this folder; the function may be left out if it is `build`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = False
-    """Runs as one process on the whole batch, whatever the number of ranks."""
+    """Runs as one process on the whole batch at every number of ranks."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for its ranks, in addition to those that all get."""
     one_batch: bool = False
     """Its ranks are one replica of the model: each gets the whole batch."""
     same_work: bool = True
-    """Its losses must equal those of all others, or the run is worthless."""
+    """Its losses must equal all others', or the run is worthless."""
 
 
 def _one(key: str, label: str, build: str, **options: Any) -> Contender:

@@ -1,5 +1,5 @@
 """Contenders whose users write for a library: Accelerate, transformers' Trainer, Fabric and
-Lightning's Trainer. Each trains `under` "ddp" (as it comes), "fsdp2" or "shardwise" in row `zero`.
+Lightning's Trainer. Each trains `under` "ddp" (its default), "fsdp2" or "shardwise" in row `zero`.
 
 In bf16-mixed the autocast of Accelerate and Fabric is their own, which also converts the model's
 output to fp32.
@@ -109,7 +109,7 @@ def trainer(job: Job, *, under: str = "ddp", zero: int = 0) -> Step:
     transformers.utils.logging.set_verbosity_error()
     arguments = transformers.TrainingArguments(
         "trained",
-        max_steps=10**9,
+        max_steps=10**9,  # the crew ends the run
         max_grad_norm=job.max_norm or 0.0,
         logging_strategy="no",
         save_strategy="no",
@@ -217,7 +217,7 @@ class _Sized:
 class Loop:
     """Turns a training loop that a library owns into a function of one step.
 
-    The caller's thread hands over a batch and waits; the library's loop, in a thread of its own,
+    The caller's thread hands over a batch and waits; the library's loop, in another thread,
     trains, hands the loss back, and waits for the next batch. That costs some 50 us a step, the
     same for all whose library owns the loop.
     """
@@ -228,7 +228,7 @@ class Loop:
         Thread(target=self._train, args=(run,), daemon=True).start()
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Let the loop train one step; return its loss, or raise the loop's exception."""
+        """Train one step in the loop; return its loss, or raise the loop's exception."""
         self._given.put((inputs, targets))
         found = self._over.get()
         if isinstance(found, BaseException):
@@ -243,12 +243,13 @@ class Loop:
 
 
 def _join(job: Job, under: str) -> None:
-    """Join the run: that of Shardwise if it trains `under` the library, else torch's."""
+    """Join Shardwise's run if it trains `under` the library, else torch's."""
     if under == "shardwise":
         import shardwise as sw
         from contenders.ours import name_rank
 
         name_rank(job)
+        # reseed=False: libraries seed for themselves, and the model has its own seed.
         sw.init(reseed=False, quiet=True, device=job.setting.device)
         return
     if not job.on_gpu:

@@ -27,6 +27,7 @@ def build(job: Job, **options: Any) -> Step:
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         loss = models.loss_of(model, inputs, targets)  # autocast is the engine's own
+        # Without a Loader the engine cannot know the number of rows.
         engine.backward(loss, weight=len(inputs))
         engine.step(job.max_norm)
         return loss
@@ -49,7 +50,7 @@ def prepare(
     if on_meta:
         with sw.on_meta():
             model: nn.Module = models.build(job.workload)
-        # torch's fused kernel refuses parameters on meta; the engine fuses its update by itself.
+        # torch's fused kernel refuses parameters on meta; the engine uses the fused one later.
         optimizer = torch.optim.AdamW(model.parameters(), **job.hyperparameters | {"fused": None})
     else:
         model = job.model()

@@ -20,8 +20,7 @@ ONE_BUCKET = 10_000
 
 
 def plain(job: Job, *, recomputed: bool = False) -> Step:
-    """One process on the whole batch; the limit is taken from it on the CPU, where it has one
-    thread."""
+    """One process on the whole batch, with one thread on the CPU: the limit is taken from it."""
     model = job.plain_model()
     if recomputed:
         models.recompute(model)
@@ -106,8 +105,8 @@ def fsdp2(
 
 
 def _halve_buffers(model: nn.Module) -> None:
-    """Convert running statistics to bf16. FSDP2 leaves buffers as they are, and torch's BatchNorm
-    takes none whose dtype is not that of its weights."""
+    """Convert running statistics to bf16: FSDP2 leaves buffers as they are, and torch's BatchNorm
+    refuses buffers whose dtype differs from its weights'."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
