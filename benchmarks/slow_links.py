@@ -128,7 +128,7 @@ def _turn(line: Line, taker: Sender, workload: Gpt, options: argparse.Namespace)
         ):
             stints = _Stints(crew, link)
             stints.take(WARM_UP)
-            # Not before: at 10 Mbit/s the first broadcast of the weights takes a minute, for everyone.
+            # Not before: at 10 Mbit/s the broadcast of the first weights takes a minute.
             link.limit(line.rate)
             if taker.every > 1:
                 _periodic(line, taker, stints)
