@@ -133,7 +133,8 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Failed|Fit|Interrupt|S
 
 def lines(figures: Row) -> list[str]:
     """Return the table as text, at most MOST lines."""
-    made = [_summary(figures)]
+    facts = figures["machine"]
+    made = [f"{facts['device']}, {facts['date']}, {facts['commit']}, {facts['versions']}"]
     for name, step in figures["steps"].items():
         cut = ", cut off" if step["cut"] else ""
         made.append(f"-- {_heading(name, step)} ({step['seconds']:.0f} s{cut})")
@@ -144,11 +145,6 @@ def lines(figures: Row) -> list[str]:
     if len(wrong) > shown:
         made.append(f"FAILED {len(wrong) - shown} more: see first.json")
     return [*made[: MOST - 1], f"{len(wrong)} failed" if wrong else "all passed"]
-
-
-def _summary(figures: Row) -> str:
-    facts = figures["machine"]
-    return f"{facts['device']}, {facts['date']}, {facts['commit']}, {facts['versions']}"
 
 
 def _heading(name: str, step: Row) -> str:

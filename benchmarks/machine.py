@@ -19,10 +19,14 @@ PACKAGES = ("torch", "triton", "numpy", "shardwise", *PEERS, "transformers", "mp
 
 def describe() -> dict[str, str]:
     """Return the machine, the versions, the command and the date."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    # A distribution without metadata has no name.
+    installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
+    versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
     return {
-        "machine": f"{_processor()}, {cores()} cores, {_memory()}",
+        "machine": f"{_processor()}, {cores()} cores, {memory:.0f} GiB memory",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "versions": ", ".join(f"{name} {version}" for name, version in _versions()),
+        "versions": ", ".join(versions),
         "commit": _commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -82,17 +86,6 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _memory() -> str:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{total / 2**30:.0f} GiB memory"
-
-
-def _versions() -> list[tuple[str, str]]:
-    # A distribution without metadata has no name.
-    installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
-    return [(name, installed[name]) for name in PACKAGES if name in installed]
 
 
 def _commit() -> str:
