@@ -232,8 +232,9 @@ def by_fabric(case: Case, ours: bool, size: int) -> list[float]:
         is_last = number % WINDOW == 0 or number == len(loader)
         with fabric.no_backward_sync(model, enabled=not is_last):
             weight = {"weight": counted(batch)} if ours and case.labels == "words" else {}
-            # The engine knows the window; stock loops divide by it.
-            fabric.backward(model(**batch)["loss"] / (1 if ours else WINDOW), **weight)
+            loss = model(**batch)["loss"]
+            # The engine knows the window, and finds the mean in the loss's graph as it is.
+            fabric.backward(loss if ours else loss / WINDOW, **weight)
         if is_last:
             norms.append(fabric.clip_gradients(model, optimizer, max_norm=ENDLESS).item())
             optimizer.step()
