@@ -1,10 +1,10 @@
 """Writes the small checkpoints of the real DeepSpeed that the tests read.
 
-    python benchmarks/deepspeed_checkpoints.py [NAME ...]
+    python -m tests.deepspeed_checkpoints [NAME ...]
 
-Each is a folder in tests/deepspeed_checkpoints: what `save_checkpoint` wrote after some steps, and
-`losses.json` with the losses of the steps that DeepSpeed trained after it. Needs deepspeed, on the
-CPU. The scripts of DeepSpeed that a save leaves beside it are removed.
+Each is a folder here: the files of `save_checkpoint` after some steps, and `losses.json` with the
+losses of the steps that DeepSpeed trained after it. Needs deepspeed, on the CPU. The scripts of
+DeepSpeed that a save leaves next to its files are removed.
 """
 
 import json
@@ -18,8 +18,6 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 from torch import distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests import deepspeed_checkpoints as small
 
