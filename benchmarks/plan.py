@@ -5,10 +5,11 @@
     python benchmarks/plan.py --placements     # placements only: ranks, recomputation, disks, saves
     python benchmarks/plan.py --docs           # and puts the tables into docs/plan_accuracy.md
 
-Predicted: the step is observed without memory in one process. Measured: another process trains for
-two steps or four (plan_measure.py says what is counted). For the models on one rank both are forks
-of this process, which has imported the libraries; placements are runs of `shardwise run`. With
-KEEP=DIR in the environment the records stay.
+Both count bytes of tensors. Predicted: the step is observed without memory in one process.
+Measured: another process trains for two steps or four, and torch's profiler reports its tensors
+(plan_measure.py). For the models on one rank both are forks of this process, which has imported the
+libraries; placements are runs of `shardwise run`. With KEEP=DIR in the environment the records
+stay.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ from shardwise.tools.plan.record import StepRecord
 
 GOAL, LOW = 0.03, -0.02
 """A prediction is good within 3 %, and no more than 2 % too low."""
+
+HARDWARE = Hardware(apart=False, shares=True)
+"""Ranks that compute on the CPU of one host."""
 
 TITLES = ("Peak memory of models, measured here", "Peak memory of placements, measured here")
 
@@ -109,31 +113,24 @@ def _shown(lines: Iterator[str]) -> Iterator[str]:
 
 
 def models_table(names: Sequence[str]) -> Iterator[str]:
-    """A line for each model on one rank: without gaps of the heap, and with them."""
-    yield "| model | planned | measured | error | with gaps, planned | measured | peak at |"
-    yield "|---|--:|--:|--:|--:|--:|---|"
+    """Yield a line for each model on one rank."""
+    yield "| model | planned | measured | error | peak at |"
+    yield "|---|--:|--:|--:|---|"
     plan_measure.warm_up(names)
-    errors, inside = [], 0
+    errors: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:
         for name in names:
             found = compare(name, Path(os.environ.get("KEEP") or temporary))
             if isinstance(found, str):
-                yield f"| {name} | {found} | | | | | |"
+                yield f"| {name} | {found} | | | |"
                 continue
-            plan, live, kept = found
-            planned = int(plan.curve.max())
-            errors.append(planned / live - 1)
-            inside += plan.low * (1 + LOW) <= kept <= plan.peak * (1 - LOW)
+            plan, measured_bytes = found
+            errors.append(plan.peak / measured_bytes - 1)
             yield (
-                f"| {name} | {planned / 1e6:.1f} | {live / 1e6:.1f} | {errors[-1]:+.1%} "
-                f"| {plan.low / 1e6:.1f}-{plan.peak / 1e6:.1f} | {kept / 1e6:.1f} "
-                f"| {plan.where.split(' of ')[0]} |"
+                f"| {name} | {plan.peak / 1e6:.1f} | {measured_bytes / 1e6:.1f} "
+                f"| {errors[-1]:+.1%} | {plan.where.split(' of ')[0]} |"
             )
     yield from _summary(errors, len(names))
-    yield (
-        f"With gaps of the heap: {inside} of {len(names)} in the band, which is {-LOW:.0%} wider "
-        "on both sides."
-    )
 
 
 def _summary(errors: Sequence[float], count: int) -> Iterator[str]:
@@ -141,30 +138,22 @@ def _summary(errors: Sequence[float], count: int) -> Iterator[str]:
     yield f"\n{good} of {count} are at most {GOAL:.0%} too high or {-LOW:.0%} too low."
 
 
-def compare(name: str, folder: Path) -> tuple[MemoryPlan, int, int] | str:
-    """The prediction for a model, and the bytes that it takes without and with gaps; why not, where
-    one of them failed."""
-    record, log = folder / f"{name}.json", folder / f"{name}.log"
-    words = [str(plan_measure.MODELS), name]
-    found = []
-    _in_fork(lambda: observer.main([str(record), "0", "1", *words]), log)
-    for kind in ("live", "kept"):
-        file = folder / f"{name}.{kind}"
-        _in_fork(lambda f=file, k=kind: plan_measure.measure(f, name, keeps=k == "kept"), log)
-        found.append(Path(f"{file}.0"))
-    if not record.exists() or not all(file.exists() for file in found):
-        failed = "observed" if not record.exists() else "measured"
-        return f"not {failed}: {log.read_text().strip().splitlines()[-1][-200:]}"
+def compare(name: str, folder: Path) -> tuple[MemoryPlan, int] | str:
+    """Return the prediction for a model and the bytes that it takes, or why one of them failed."""
+    record, log, measured_file = (folder / f"{name}.{end}" for end in ("json", "log", "measured"))
+    _in_fork(
+        lambda: observer.main([str(record), "0", "1", str(plan_measure.MODELS), name]),
+        log,
+    )
+    if not record.exists():
+        return f"not observed: {log.read_text().strip().splitlines()[-1][-200:]}"
+    _in_fork(lambda: plan_measure.measure(measured_file, name), log)
+    found = Path(f"{measured_file}.0")
+    if not found.exists():
+        return f"not measured: {log.read_text().strip().splitlines()[-1][-200:]}"
     step = StepRecord.read(record)
     choice = Choice(row=Placement.zero(0), data=1, micro_batch=step.batch_size)
-    plan = predict(step, choice, _hardware(1))
-    live, kept = (sum(json.loads(file.read_text()).values()) for file in found)
-    return plan, live, kept
-
-
-def _hardware(ranks: int) -> Hardware:
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    return Hardware(apart=False, shares=True, threads=threads)
+    return predict(step, choice, HARDWARE), sum(json.loads(found.read_text()).values())
 
 
 def _in_fork(work: Callable[[], Any], log: Path) -> None:
@@ -200,7 +189,7 @@ def placements_table(setups: Sequence[Setup]) -> Iterator[str]:
         if key not in steps:
             script = Script((str(plan_measure.MODELS), setup.model))
             steps[key] = observe_sizes(script, activations=activations)
-        planned = int(plan_of(setup, steps[key]).curve.max())
+        planned = plan_of(setup, steps[key]).peak
         total, shared = measured(setup)
         errors.append(planned / total - 1)
         yield (
@@ -218,7 +207,7 @@ def plan_of(setup: Setup, step: ObservedStep) -> MemoryPlan:
         row = row.resting(optimizer=Tier.parse(DISK[1]))
     share = step.large.total_batch // setup.ranks
     choice = Choice(row=row, data=setup.ranks, micro_batch=share)
-    return predict(step.at(share), choice, _hardware(setup.ranks))
+    return predict(step.at(share), choice, HARDWARE)
 
 
 def measured(setup: Setup) -> tuple[int, int]:

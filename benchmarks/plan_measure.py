@@ -1,37 +1,74 @@
-"""Trains a model of plan_models.py for some steps, and notes the peak of its memory.
+"""Trains a model of plan_models.py for some steps, and notes the peak of its memory in tensors.
 
     shardwise run -n 2 --zero 2 benchmarks/plan_measure.py FILE gpt2 [--save FOLDER]
 
 Each rank writes FILE.RANK: {"private": ..., "shared": ...}, bytes from before sw.Engine on, without
-what the process had then beside the model, and without pages of files (code that a kernel's first
-call loads). Private is VmHWM without memory that is shared; of that a rank counts its part (Pss).
-Freed blocks from 64 kB on go back to the system, so that gaps of the heap are not in it: with
---keeps they stay, as sw.init has it.
+the tensors that the process had then beside its parameters (the dataset). Private is the peak of
+the tensors that operators have made and that are alive, with the buffers for files, which no
+operator makes. Shared is this rank's part (Pss) of memory that several ranks map.
+
+Resident memory is not read: it also has Python, libraries, workspaces of kernels and free blocks
+that the C library keeps.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
 import runpy
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise.engine
-from shardwise.tiers.host_memory import MMAP_THRESHOLD
+from shardwise.tiers import staging
 
 MODELS = Path(__file__).with_name("plan_models.py")
-RETURNED = 1 << 16
-"""Bytes from which a block is a mapping of its own."""
-
 TRANSFORMERS = ("gpt2", "llama", "t5", "mixtral", "vit", "whisper", "bert")
+
+
+class TensorBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operators make, from their birth to their death.
+
+    torch's profiler would count temporaries inside of operators too, but it reports no memory that
+    another thread frees, as the thread of a collective does with gradients.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, and add what it has made."""
+        out = func(*args, **(kwargs or {}))
+        # Memory that several ranks map is no operator's: it is known as the input of a view.
+        inputs = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(out):
+            key = storage._cdata
+            if key not in self._alive and key not in inputs:
+                self._alive[key] = weakref.ref(storage, lambda _, k=key: self._alive.pop(k))
+        self.peak = max(self.peak, self.current)
+        return out
+
+    @property
+    def current(self) -> int:
+        """Bytes of all living storages. Asked each time, because the engine resizes some."""
+        alive = [reference() for reference in list(self._alive.values())]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def _storages(nest: Any) -> list[torch.UntypedStorage]:
+    leaves = pytree.tree_leaves(nest)
+    return [each.untyped_storage() for each in leaves if isinstance(each, torch.Tensor)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,17 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("model")
     parser.add_argument("--save", type=Path, help="save a checkpoint there, in each step")
-    parser.add_argument("--keeps", action="store_true")
     parser.add_argument("--steps", type=int, default=2)
     options = parser.parse_args(arguments)
-    warm_up([options.model])
-    measure(
-        options.file, options.model, keeps=options.keeps, save=options.save, steps=options.steps
-    )
+    measure(options.file, options.model, save=options.save, steps=options.steps)
 
 
 def warm_up(models: Sequence[str]) -> None:
-    """Load what the first update loads, and libraries: they are no memory of a model."""
+    """Import what the models and the first update need, so that forks start with it."""
     if set(models) & set(TRANSFORMERS):
         import transformers  # noqa: F401
     parameter = torch.nn.Parameter(torch.zeros(2))
@@ -58,31 +91,28 @@ def warm_up(models: Sequence[str]) -> None:
     torch.optim.AdamW([parameter]).step()
 
 
-def measure(
-    file: Path, model: str, *, keeps: bool = False, save: Path | None = None, steps: int = 2
-) -> None:
-    """Train `model` with an engine that notes what memory it takes."""
-    if not keeps:
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(RETURNED)  # so that sw.init leaves it so
-        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, RETURNED)
-    shardwise.engine.Engine = _measured(file, save, steps)  # type: ignore[misc]
-    sys.argv = [str(MODELS), model]
-    runpy.run_path(str(MODELS), run_name="__main__")
+def measure(file: Path, model: str, *, save: Path | None = None, steps: int = 2) -> None:
+    """Train `model` with an engine that ends the script once it has written `file`."""
+    with TensorBytes() as tensors:
+        shardwise.engine.Engine = _measured(file, save, steps, tensors)  # type: ignore[misc]
+        sys.argv = [str(MODELS), model]
+        runpy.run_path(str(MODELS), run_name="__main__")
 
 
-def _measured(file: Path, save: Path | None, steps: int) -> Any:
-    """An engine's class that writes `file` after `steps` steps of each engine, and ends."""
+def _measured(file: Path, save: Path | None, steps: int, tensors: TensorBytes) -> Any:
+    """Return an engine's class that writes `file` after `steps` steps of each engine, and ends."""
+    for_files = _count_buffers()
 
     class MeasuredEngine(shardwise.engine.Engine):
         made = ended = before = 0
 
         def __init__(self, *args: Any, **options: Any) -> None:
             if not MeasuredEngine.made:
-                # Other engines' models are there by now too: they are part of the training.
+                # Other engines' models exist by now too: they are part of the training.
                 own = [each for each in gc.get_objects() if type(each) is torch.nn.Parameter]
                 held = sum(p.numel() * p.element_size() for p in own)
-                MeasuredEngine.before = memory_status()["RssAnon"] - held
-                Path("/proc/self/clear_refs").write_text("5")
+                tensors.peak = tensors.current
+                MeasuredEngine.before = tensors.current - held
             MeasuredEngine.made += 1
             super().__init__(*args, **options)
 
@@ -92,8 +122,9 @@ def _measured(file: Path, save: Path | None, steps: int) -> Any:
             if save is not None:
                 self.save(save)
             if MeasuredEngine.ended == steps * MeasuredEngine.made:
+                private = tensors.peak - MeasuredEngine.before + sum(for_files)
+                found = {"private": private, "shared": _part_of_shared()}
                 rank = os.environ.get("RANK", "0")
-                found = _peak(MeasuredEngine.before)
                 Path(f"{file}.{rank}").write_text(json.dumps(found))
                 raise SystemExit(0)
             return stats
@@ -101,24 +132,23 @@ def _measured(file: Path, save: Path | None, steps: int) -> Any:
     return MeasuredEngine
 
 
-def _peak(before: int) -> dict[str, int]:
-    status = memory_status()
-    shared = status["RssShmem"]
-    private = status["VmHWM"] - status["RssFile"] - shared - before
-    return {"private": private, "shared": _part_of_shared(shared)}
+def _count_buffers() -> list[int]:
+    """Return a list that grows by the bytes of each buffer for files, which all stay to the end."""
+    found: list[int] = []
+    mapped = staging.mapped
+
+    def counted(nbytes: int, **options: Any) -> torch.Tensor:
+        found.append(nbytes)
+        return mapped(nbytes, **options)
+
+    staging.mapped = counted
+    return found
 
 
-def _part_of_shared(resident: int) -> int:
-    """This process's part of memory that several have, where the kernel tells it."""
+def _part_of_shared() -> int:
+    """Return this process's part of the memory that several processes map."""
     rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    found = [int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss_Shmem")]
-    return found[0] if found else resident
-
-
-def memory_status() -> dict[str, int]:
-    """Bytes by name, of /proc/self/status."""
-    rows = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[-1:] == ["kB"]}
+    return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss_Shmem"))
 
 
 if __name__ == "__main__":

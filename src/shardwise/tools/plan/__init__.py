@@ -10,8 +10,7 @@
 - tensor_part.py, fake_operators.py
                  the part of a tensor-parallel rank; shapes of what fake tensors refuse
 - layout.py      bytes of the states on each rank, to the byte
-- memory.py, cpu_kernels.py, heap.py
-                 memory through a step on a device; what kernels and a process on a CPU keep of it
+- memory.py      memory through a step on a device
 - stage_records.py, stage_memory.py
                  what a pipeline stage runs, and the micro-batches in flight on a rank
 - page.py, memory_plot.py, time_plots.py

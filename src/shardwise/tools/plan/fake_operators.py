@@ -1,4 +1,4 @@
-"""Says the shapes of operators that fake tensors refuse on a CPU, though real ones are computed."""
+"""Shapes of operators that fake tensors refuse on a CPU, although real tensors have them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What `aten._grouped_mm` gives: products of the groups of rows that `offs` ends (experts of a
-    mixture), of which either side may be cut into groups."""
+    """Return the result of `aten._grouped_mm`: products of groups of rows (experts of a mixture).
+
+    `offs` has the end of each group. Either side may be cut into groups.
+    """
     del bias
     groups = [left.shape[0]] if left.ndim == 3 else [right.shape[0]] if right.ndim == 3 else []
     if left.ndim == right.ndim == 2:
@@ -46,26 +48,21 @@ def rnn_layer(
     hidden: int,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `aten.mkldnn_rnn_layer` gives: output, both states, and the workspace that its backward
-    reads, of which torch's own stand-in says that it is empty."""
+    """Return the output of an LSTM layer in fp32, both states, and what forward saves for backward.
+
+    torch's own stand-in says that nothing is saved. Any implementation saves the four gates of each
+    step, and the cell of each step with the one before the first. What oneDNN's workspace has
+    beside these is not counted: it is of this CPU's kernel.
+    """
     del weight0, weight1, weight2, weight3, reverse, sizes, mode, rest
     length, batch, _ = source.shape
     output = source.new_empty(length, batch, hidden)
-    workspace = source.new_empty(lstm_workspace(length, batch, hidden), dtype=torch.uint8)
-    return output, hx.clone(), cx.clone(), workspace
-
-
-def lstm_workspace(length: int, batch: int, hidden: int) -> int:
-    """Bytes that forward writes into the workspace of an LSTM layer in fp32: four gates of each
-    step, and the cell with the one before the first step. The rest that oneDNN asks for
-    (src/cpu/rnn/rnn_utils.cpp: set_workspace_sizes) is not touched: states of input and layer are
-    read and written where torch has them, and backward's own sums come later.
-    `benchmarks/plan_kernels.py` measures it."""
-    return 4 * batch * hidden * (4 * length + length + 1)
+    gates_and_cells = source.new_empty(4 * length + length + 1, batch, hidden)
+    return output, hx.clone(), cx.clone(), gates_and_cells
 
 
 STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: grouped_mm,
     aten.mkldnn_rnn_layer.default: rnn_layer,
 }
-"""By operator, what gives a result of the right shape."""
+"""Functions that return a result of the right shape, by operator."""

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.layout.placement import STATES
+from shardwise.states.storage.storage import SPAN
 from shardwise.tools.plan.choice import Choice
-from shardwise.tools.plan.cpu_kernels import code_bytes, copied_bytes, product_buffers
-from shardwise.tools.plan.heap import bounds_on_cpu
 from shardwise.tools.plan.layout import FP32, NARROW, StateLayout, lay_out
 from shardwise.tools.plan.record import ParameterRecord, StepRecord, TensorLife
 
@@ -38,8 +37,8 @@ UPDATE_TEMPORARIES = 2
 denominator of Adam, and its quotient)."""
 
 KINDS = (
-    *STATES, "frozen", "buffers", "gathered", "buckets", "disk buffers", "kernels", "in flight",
-    "saved",    "temporary", "batch",
+    *STATES, "frozen", "buffers", "gathered", "buckets", "disk buffers", "in flight", "saved",
+    "temporary", "batch",
 )  # fmt: skip
 """What memory is for, in the order of pictures."""
 
@@ -48,14 +47,14 @@ KINDS = (
 class Hardware:
     """What memory arithmetic must know of a device.
 
-    `apart`: it has other memory than the host. `shares`: ranks of a host share memory, so that
-    sharded parameters are read where they rest and are counted once for each rank's own part.
-    `threads` compute on the CPU in each rank, where that is the device.
+    Args:
+        apart: its memory is not the host's.
+        shares: ranks of a host share memory. A rank then reads sharded parameters in place, and
+            only its own part counts.
     """
 
     apart: bool = True
     shares: bool = False
-    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -73,19 +72,20 @@ class Held:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of one rank: by state and tier at rest, through the step, and at the peak.
+    """Bytes of tensors on one rank: by state and tier at rest, through the step, and at the peak.
 
-    `curve` is bytes on the device by operation, the update last; `parts` the same by kind.
-    `at` is the index of the largest, `where` says which operation that is in words. `peak` is that
-    sum; of a rank alone on a CPU it is the most that the process keeps, gaps of its heap included,
-    and `low` the least.
+    On an accelerator these are the bytes that its allocator gives out. On a CPU the process takes
+    more: Python, libraries, workspaces of kernels and free blocks that the C library keeps are not
+    counted.
+
+    `curve` is bytes on the device by operation, the update last; `parts` the same by kind. `peak`
+    is its maximum, `at` the index of that, and `where` names the operation there.
     """
 
     states: dict[str, int]
     tiers: dict[str, int]
     curve: NDArray[np.int64]
     parts: dict[str, NDArray[np.int64]]
-    low: int
     peak: int
     at: int
     where: str
@@ -141,23 +141,16 @@ def predict(
     parts["in flight"][record.backward : count] = in_flight.backward
     parts["buckets"] += _borrowed(layout, hardware)
     _add_tensors(parts, record, hardware)
-    if not hardware.apart:
-        _add_kernels(parts, record, hardware)
     parts["batch"][count] = parts["batch"][count - 1] if count else 0
     parts["temporary"][count] = _update_temporaries(layout, rank)
     curve = np.sum(list(parts.values()), axis=0)
     at = int(curve.argmax())
-    low = peak = int(curve[at])
-    if not hardware.apart and choice.devices == 1:
-        kernels = int(parts["kernels"][0])
-        low, peak = (kernels + each for each in bounds_on_cpu(record, choice, layout, rank))
     return MemoryPlan(
         states,
         tiers,
         curve,
         parts,
-        low,
-        peak,
+        int(curve[at]),
         at,
         _where(record, at),
         _held(record, at),
@@ -191,14 +184,6 @@ def _add_tensors(parts: Parts, record: StepRecord, hardware: Hardware) -> None:
         parts[kind][max(life.born, 0) : life.died + 1] += nbytes
         if life.kept:  # the script's name for it is bound anew once the next step has made it
             parts[kind][: life.born] += nbytes
-
-
-def _add_kernels(parts: Parts, record: StepRecord, hardware: Hardware) -> None:
-    """Add what kernels of a CPU keep, and what they copy while they run."""
-    parts["kernels"] += product_buffers(record.operations, hardware.threads)
-    parts["kernels"] += code_bytes(record.operations)
-    for number, operation in enumerate(record.operations):
-        parts["temporary"][number] += copied_bytes(operation)
 
 
 def _kind(life: TensorLife) -> str:
@@ -258,7 +243,12 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
 
 
 def _update_temporaries(layout: StateLayout, rank: int) -> int:
-    """What the update of one bucket makes: a copy of narrow gradients, temporaries of a loop."""
+    """Return the most bytes that the update of one bucket makes.
+
+    These are a copy of narrow gradients, temporaries of a loop, and for a disk the first values of
+    a span's state, which are made in memory before they are written.
+    """
+    on_disk = layout.row.tier("optimizer").kind == "nvme"
     most = 0
     for bucket in layout.buckets:
         assert bucket.group is not None
@@ -267,6 +257,8 @@ def _update_temporaries(layout: StateLayout, rank: int) -> int:
         copies = bucket.dtype in NARROW
         loops = 0 if bucket.group.fused else UPDATE_TEMPORARIES
         most = max(most, numel * bucket.master_size * (copies + loops))
+        if on_disk:
+            most = max(most, min(numel, SPAN) * bucket.master_size * len(bucket.group.moments))
     return most
 
 

@@ -105,6 +105,11 @@ class Plan:
                 f"counted against {in_bytes(question.capacity)}: {in_bytes(search.RESERVED)} of a "
                 "device are left to its driver, NCCL and gaps between allocations"
             )
+        else:
+            yield (
+                "counted are bytes of tensors: Python, libraries, workspaces of kernels and free "
+                "blocks that the C library keeps take memory of this host too"
+            )
         if self.best is not None:
             yield (
                 "a save at once needs no more than a step; one in the background holds a copy, of "

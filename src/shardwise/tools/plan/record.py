@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 
-VERSION = 3
+VERSION = 4
 """Raised with every change of the file's form."""
 
 
@@ -40,8 +40,6 @@ class Operation:
     """Of the tensors that it reads, in order."""
     layer: int = 0
     """An index into StepRecord.layers: what runs between two layers goes with the one before."""
-    result: tuple[int, ...] = ()
-    """The shape of its first result."""
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,7 @@ class Question:
         their host's memory is."""
         here = self.cluster.device.name.split("-")[0] == HERE
         on_host = here and not resources.gpu_count(os.environ)
-        threads = max(1, (os.cpu_count() or 1) // self.cluster.per_host)
-        return Hardware(apart=not on_host, shares=on_host, threads=threads)
+        return Hardware(apart=not on_host, shares=on_host)
 
     @property
     def capacity(self) -> int:

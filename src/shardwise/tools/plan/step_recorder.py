@@ -234,7 +234,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 line=place.line,
                 shapes=tuple(tuple(each.shape) for each in call.inputs),
                 layer=place.layer,
-                result=tuple(call.outputs[0].shape) if call.outputs else (),
             )
         )
 
