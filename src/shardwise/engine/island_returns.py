@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.comm import ElasticRun
-from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
 from shardwise.errors import ConfigError
 from shardwise.world.current_batch import Batch

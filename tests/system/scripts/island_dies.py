@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint.loader import CheckpointLoader
 from shardwise.engine import save_tensors
-from shardwise.engine.checkpoint_loader import CheckpointLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)

@@ -31,9 +31,9 @@ from torch import Tensor, nn, optim
 
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.json_values import NotPlain
+from shardwise.checkpoint.spec_view import Spec
 from shardwise.checkpoint.tensor_names import listed
-from shardwise.engine.engine_spec import EngineSpec
-from shardwise.engine.trackable import trackable
+from shardwise.checkpoint.trackable import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch, UsageError
 from shardwise.model.optimizer_access import held
 from shardwise.states.optimizer.optimizer_kind import attributes_of, common_state, is_known
@@ -185,7 +185,7 @@ def _check(value: Any) -> None:
 class _Encoder:
     """Encodes the attributes of `optimizer`, whose tensors get names that begin with `number`."""
 
-    def __init__(self, optimizer: optim.Optimizer, number: int, spec: EngineSpec) -> None:
+    def __init__(self, optimizer: optim.Optimizer, number: int, spec: Spec) -> None:
         self._optimizer = optimizer
         self._number = number
         self._names = {named.parameter: named.name for named in spec.located()}
@@ -355,7 +355,7 @@ class _Restorer:
     """
 
     def __init__(
-        self, optimizer: optim.Optimizer, spec: EngineSpec, read: Callable[[str], Tensor]
+        self, optimizer: optim.Optimizer, spec: Spec, read: Callable[[str], Tensor]
     ) -> None:
         self.lost: list[str] = []
         self._optimizer = optimizer
@@ -487,7 +487,7 @@ class OptimizerAttributes:
     torch's own optimizers are left out: their state is all in torch's places.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._initial = {
             optimizer: replace(_Encoder(optimizer, number, spec).encode(), tensors={})

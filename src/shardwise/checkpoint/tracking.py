@@ -15,7 +15,7 @@ from shardwise.checkpoint import json_values
 from shardwise.checkpoint.document import crc_of
 from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.schema import plain_name
-from shardwise.engine.trackable import trackable
+from shardwise.checkpoint.trackable import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
 from shardwise.world.current_batch import LoaderStream
 

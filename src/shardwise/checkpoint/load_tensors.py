@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint import document, reader
-from shardwise.checkpoint import tensor_names as names
-from shardwise.checkpoint.atomic_folders import DOCUMENT, lacks_document
-from shardwise.checkpoint.deepspeed.as_checkpoint import fields_of
-from shardwise.checkpoint.deepspeed.as_checkpoint import verify as verify_save
-from shardwise.checkpoint.deepspeed.folders import find
-from shardwise.checkpoint.deepspeed.save import Save
+from shardwise.checkpoint import tensor_spans
+from shardwise.checkpoint.attribute_values import OptimizerAttributes
 from shardwise.checkpoint.format import dtype_of
-from shardwise.checkpoint.reader import TensorReader
-from shardwise.engine import island_sets
-from shardwise.engine.attribute_values import OptimizerAttributes
-from shardwise.engine.build import States
-from shardwise.engine.checkpoint_source import CheckpointSource
-from shardwise.engine.checkpoint_tensors import EngineTensors
-from shardwise.engine.delayed_tensors import FIELD
-from shardwise.engine.optimizer_fields import OptimizerFields
-from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
-from shardwise.layout.byte_ranges import Extent, clipped
-from shardwise.layout.shards import Shard
-from shardwise.model.buffers import write
-from shardwise.states import tensor_spans
-from shardwise.states.optimizer.existing_optimizer_state import Blank
-from shardwise.states.parameters.named_parameters import NamedParameter
-from shardwise.states.tensor_spans import (
+from shardwise.checkpoint.optimizer_fields import OptimizerFields
+from shardwise.checkpoint.source import CheckpointSource
+from shardwise.checkpoint.spec_view import States
+from shardwise.checkpoint.tensor_spans import (
     ATTRIBUTES,
     ISLAND,
     MODEL,
@@ -44,136 +24,16 @@ from shardwise.states.tensor_spans import (
     OUTER,
     TensorSpan,
 )
+from shardwise.checkpoint.tensors import EngineTensors
+from shardwise.layout.byte_ranges import Extent, clipped
+from shardwise.layout.shards import Shard
+from shardwise.model.buffers import write
+from shardwise.states.optimizer.existing_optimizer_state import Blank
+from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.tiers.host_window import HostWindow
 
 Fill = Callable[[Tensor, int], None]
 """Fills a flat tensor with the elements of one tensor from the given one on."""
-
-
-def open_source(
-    path: Path, engine_tensors: EngineTensors, *, strict: bool, alone: bool, stack: ExitStack
-) -> CheckpointSource:
-    """What `path`, a checkpoint's folder or another's files, has for the model of `engine_tensors`.
-
-    The files are open until `stack` is closed. Raises CheckpointMismatch, with all names, where
-    tensors are misshapen, or with `strict` missing or unexpected; BrokenCheckpoint for one that has
-    lost what stands beside the tensors, unless those `alone` are wanted.
-    """
-    fields: dict[str, Any] = {}
-    save: Save | None = None
-    if lacks_document(path) and not alone:
-        raise BrokenCheckpoint(
-            f"{path} has the tensors of a checkpoint, and no {DOCUMENT}, which says the rest of "
-            "it. Bring the file back, or take another checkpoint. To load the weights alone: "
-            "engine.load(path, model_only=True)."
-        )
-    if os.path.lexists(path / DOCUMENT):
-        fields = document.load(path)
-        sets: dict[str, TensorReader] = {
-            kind: stack.enter_context(closing(reader.open_set(path, files, fields["files"])))
-            for kind, files in fields["sets"].items()
-        }
-        if MODEL not in sets:
-            raise BrokenCheckpoint(f"{path / DOCUMENT} has no set of tensors {MODEL!r}.")
-    elif (folder := find(path)) is not None:
-        save = Save(folder)
-        sets = {MODEL: save.model}
-        if not alone:
-            sets, fields = fields_of(save, engine_tensors.inventory.names, _groups(engine_tensors))
-    else:
-        sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
-    found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
-    _check(path, engine_tensors, sets[MODEL], found, strict=strict)
-    spec = engine_tensors.spec
-    mine, seen = island_sets.seen(sets, fields, spec.apart) if fields else (sets, fields)
-    mine = {**mine, **island_sets.residual_of(sets, fields, spec.peers)}
-    return CheckpointSource(
-        mine,
-        found.found,
-        seen,
-        save,
-        written=sets,
-        goes_on=not alone,
-        takes_own=not alone and spec.apart.size == 1,
-    )
-
-
-def _groups(engine_tensors: EngineTensors) -> list[list[str]]:
-    """The names of what the optimizers have, by group."""
-    named = engine_tensors.optimized
-    return [
-        [named[parameter] for parameter in group["params"]]
-        for optimizer in engine_tensors.spec.optimizers
-        for group in optimizer.param_groups
-    ]
-
-
-def _check(
-    path: Path,
-    engine_tensors: EngineTensors,
-    tensors: TensorReader,
-    found: names.Match,
-    *,
-    strict: bool,
-) -> None:
-    """Raise CheckpointMismatch for all that does not fit."""
-    inventory = engine_tensors.inventory
-    shapes = {name: spec.shape for name, spec in inventory.parameters.items()}
-    shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}
-    misshapen = [
-        f"{name} (here {list(shapes[name])}, there {list(tensors.specs[theirs].shape)})"
-        for name, theirs in found.found.items()
-        if shapes[name] != tensors.specs[theirs].shape
-    ]
-    faults = [("misshapen", misshapen)]
-    if strict:
-        faults += [("missing in it", found.missing), ("unexpected in it", found.unexpected)]
-    lines = [f"{what}: {names.listed(several)}" for what, several in faults if several]
-    if lines:
-        loosely = " To load what fits and keep the rest: strict=False." if not misshapen else ""
-        raise CheckpointMismatch(
-            f"{path} is not of this model. {'; '.join(lines)}. Build the model that was saved."
-            f"{loosely}"
-        )
-
-
-def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
-    """Read what falls to `rank` of `size` of a checkpoint's bytes.
-
-    Tensors are dealt out by their bytes, the largest first. Raises BrokenCheckpoint for one that is
-    not as it was written.
-    """
-    if source.foreign is not None:
-        verify_save(source.foreign, rank, size)
-        return
-    lost = [
-        f"{name} of the set {kind}"
-        for kind, sums in source.fields["checksums"].items()
-        for name in sums
-        if kind not in source.written or name not in source.written[kind].specs
-    ]
-    if lost:
-        raise BrokenCheckpoint(
-            f"{path} lacks what was written: {names.listed(lost)}. Take another checkpoint."
-        )
-    loads = [0] * size
-    specs = [
-        (kind, spec)
-        for kind, tensors in sorted(source.written.items())
-        for spec in tensors.specs.values()
-    ]
-    for kind, spec in sorted(specs, key=lambda each: (-each[1].nbytes, each[1].name)):
-        turn = loads.index(min(loads))
-        loads[turn] += spec.nbytes
-        written = source.fields["checksums"].get(kind, {}).get(spec.name)
-        if turn == rank and source.written[kind].checksum(spec.name) != written:
-            raise BrokenCheckpoint(
-                f"{spec.name} of the set {kind} in {path} is not what was written: its CRC-32 is "
-                f"not {written}. Take another checkpoint; `shardwise checkpoint verify` tells more."
-            )
-
-
-# -- into the states -----------------------------------------------------------------------
 
 
 def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
@@ -197,37 +57,14 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
         states.parameters.settle()
 
 
-def fill_islands(engine_tensors: EngineTensors, source: CheckpointSource, step: int) -> None:
-    """Read what islands have beside, once the weights are the anchor; they go on from there, where
-    there is none. Collective."""
-    islands = engine_tensors.states.islands
-    if islands is None:
-        return
-    islands.forget()
-    islands.begun = "weights" in source.fields  # several islands wrote it
-    if not islands.begun:
-        return  # the first step begins from the weights
-    tensors = engine_tensors.all_of_islands(islands)
+def fill_spans(
+    engine_tensors: EngineTensors, source: CheckpointSource, spans: Iterable[TensorSpan]
+) -> None:
+    """Read all elements of `spans`; what the checkpoint lacks stays as it is."""
     apart, window = _apart(engine_tensors), HostWindow()
     with torch.no_grad():
-        islands.anchor.restart()
-        tensors.take_numbers(source.fields, step)
-        for holding in tensors:
-            _fill(holding, source, apart, window)
-        islands.anchor.swap()
-
-
-def fill_delayed(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
-    """Read the gradients that islands are to use yet; without any they begin anew. Collective."""
-    tensors, delayed = engine_tensors.delayed, engine_tensors.states.delayed
-    if tensors is None or delayed is None:
-        return
-    delayed.restart()
-    tensors.take_numbers(source.fields.get(FIELD, {"updates": 0, "waiting": []}))
-    apart, window = _apart(engine_tensors), HostWindow()
-    with torch.no_grad():
-        for holding in tensors:
-            _fill(holding, source, apart, window)
+        for held in spans:
+            _fill(held, source, apart, window)
 
 
 def _is_of_model(holding: TensorSpan) -> bool:
@@ -243,7 +80,7 @@ def _fill_whole(
     for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
         if name not in source.names:
             continue
-        tensors, theirs = source.of_model(name, is_buffer=name in inventory.buffers)
+        tensors, theirs = source.of_model(name)
         shard = engine_tensors.spec.shard_of(value)
         if shard is None and value.device.type != "cpu" and value.is_contiguous():
             for first, near in window.write(value.detach().view(-1), fresh=True):
