@@ -1,6 +1,6 @@
 """Declares what saving and loading use of an engine, which is a layer above this package.
 
-The engine passes itself in: `EngineState` in engine/ is an `Engine` here, `UserObjects` is `Objects`.
+The engine passes itself in: EngineState in engine/ is an `Engine` here, UserObjects is `Objects`.
 """
 
 from __future__ import annotations

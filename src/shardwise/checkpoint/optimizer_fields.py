@@ -1,4 +1,4 @@
-"""Writes and reads the optimizers' part of checkpoint.json: options, and state of one value each."""
+"""Writes and reads the optimizers' part of checkpoint.json: options, and single values of state."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def open_source(
     `engine_tensors`.
 
     The files are open until `stack` is closed. Raises CheckpointMismatch, with all names, if
-    tensors are misshapen, or with `strict` missing or unexpected; BrokenCheckpoint if checkpoint.json
-    is missing and more than the model is wanted.
+    tensors are misshapen, or with `strict` missing or unexpected; BrokenCheckpoint if the
+    checkpoint.json is missing and more than the model is wanted.
     """
     fields: dict[str, Any] = {}
     save: Save | None = None

@@ -68,7 +68,9 @@ class IslandSets(ExtraSets):
         mine |= island_sets.residual_of(sets, fields, self._spec.peers)
         own = {}
         if ISLAND in mine and not model_only:
-            names = {n.removesuffix(f".{OWN}"): n for n in mine[ISLAND].specs if n.endswith(OWN)}
+            names = {
+                n.removesuffix(f".{OWN}"): n for n in mine[ISLAND].specs if n.endswith(f".{OWN}")
+            }
             # A run without islands continues from the mean of the weights that islands trained,
             # an island from what they had in common, but with its own buffers.
             own = {
