@@ -33,7 +33,7 @@ from shardwise.checkpoint import json_values
 from shardwise.checkpoint.json_values import NotPlain
 from shardwise.checkpoint.spec_view import Spec
 from shardwise.checkpoint.tensor_names import listed
-from shardwise.checkpoint.trackable import trackable
+from shardwise.checkpoint.tracking import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch, UsageError
 from shardwise.model.optimizer_access import held
 from shardwise.states.optimizer.optimizer_kind import attributes_of, common_state, is_known
@@ -312,7 +312,8 @@ class _Encoder:
     def _left_out(self, value: Any, place: str) -> Any:
         """Note that `value` cannot be saved."""
         # Of one that is no constant it cannot be told whether it has changed.
-        is_constant = isinstance(value, Hashable) and not _counts(value)
+        counts = isinstance(value, Iterator) or hasattr(value, "__array__")
+        is_constant = isinstance(value, Hashable) and not counts
         self._mark(_Identity(value) if is_constant else object())
         places = self._made.unsaved.setdefault(self._name, [])
         places.append(f"{place} (a {type(value).__name__})")
@@ -335,10 +336,6 @@ class _Identity:
         return self._find() is not None and self._find() is other._find()
 
     __hash__ = object.__hash__
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, Iterator) or hasattr(value, "__array__")
 
 
 def _state_dict_of(value: Any) -> Any:
@@ -408,13 +405,6 @@ class _Restorer:
         self._places[place] = value
         return value
 
-    def _key(self, key: Any) -> Any:
-        if isinstance(key, dict) and "$parameter" in key:
-            return self._parameters[key["$parameter"]]
-        if isinstance(key, dict) and "$id" in key:
-            return id(self._parameters[key["$id"]])
-        return json_values.decode(key)
-
     def _tensor(self, now: Any, tag: str, told: Any, on_device: bool) -> Tensor:
         value: Tensor = json_values.decode(told) if tag == "$small" else self._read(told)
         if isinstance(now, Tensor) and now.shape == value.shape:
@@ -428,7 +418,13 @@ class _Restorer:
         old = dict(into)
         into.clear()
         for key, saved in told:
-            known = self._key(key)
+            known: Any
+            if isinstance(key, dict) and "$parameter" in key:
+                known = self._parameters[key["$parameter"]]
+            elif isinstance(key, dict) and "$id" in key:
+                known = id(self._parameters[key["$id"]])
+            else:
+                known = json_values.decode(key)
             value = self._restored(old.get(known, _NOTHING), saved, _inside(place, key))
             if value is not _NOTHING:
                 into[known] = value

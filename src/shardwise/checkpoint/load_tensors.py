@@ -162,21 +162,14 @@ def _entries(
         name, _, key = full.rpartition(".")
         if key == tensor_spans.MASTER or name not in places:
             continue
-        number = places[name]
-        dtype = _here(
-            dtype_of(spec.dtype),
-            source.sets[MODEL].specs[source.names[name]].dtype,
-            source.has(OPTIMIZER, tensor_spans.state_name(name, tensor_spans.MASTER)),
-            masters[number],
-        )
+        number, dtype = places[name], dtype_of(spec.dtype)
+        held = dtype_of(source.sets[MODEL].specs[source.names[name]].dtype)
+        mastered = source.has(OPTIMIZER, tensor_spans.state_name(name, tensor_spans.MASTER))
+        # State that had the dtype of its master follows the master to another precision.
+        if dtype.is_floating_point and dtype == (torch.float32 if mastered else held):
+            dtype = masters[number]
         entries.setdefault(_parameter(states, number), {})[key] = Blank(spec.shape, dtype)
     return entries
-
-
-def _here(saved: torch.dtype, parameter: str, mastered: bool, master: torch.dtype) -> torch.dtype:
-    """The dtype of a state: as it was saved, unless masters are of another dtype now."""
-    before = torch.float32 if mastered else dtype_of(parameter)
-    return master if saved.is_floating_point and saved == before else saved
 
 
 def _parameter(states: States, number: int) -> nn.Parameter:
