@@ -80,6 +80,12 @@ class EngineState:
         """Whether the engine can be saved now."""
         return self.accumulation.backwards == 0 and not self.in_ema
 
+    def continue_at(self, steps: int) -> None:
+        """Count on from `steps`, which a checkpoint has made."""
+        if steps:
+            usage_checks.mark_schedulers(self.spec.optimizers)
+        self.steps = steps
+
     def refuse_in_step(self, call: str) -> None:
         """Raise UsageError unless `call` comes between two steps."""
         if self.accumulation.backwards:

@@ -1,22 +1,19 @@
-"""Saves, resumes and loads an engine as the user asks, and saves it when the run must end."""
+"""Decides where and when an engine is saved, and from which checkpoint it continues."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
+from shardwise.checkpoint.engine_view import Engine
 from shardwise.checkpoint.loader import CheckpointLoader
 from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.checkpoint.tracking import Tracking
-from shardwise.engine import usage_checks
-from shardwise.engine.engine_state import EngineState
-from shardwise.engine.island_returns import island_returns
-from shardwise.engine.random_state import RandomState
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
 
 
@@ -28,16 +25,39 @@ class _SaveOptions:
     split: int = 5 * 10**9
 
 
+class Returns(Protocol):
+    """Groups of ranks that may end, and come back while the others train."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this group is to come back."""
+
+    def come_back(self) -> None:
+        """Wait until the others admit this group, and continue from where they are."""
+
+    def are_expected(self) -> None:
+        """Tell the launcher that this group comes back if it ends."""
+
+
 class Checkpoints:
     """The checkpoints of an engine, and the folder where it saves when the run is asked to end.
 
     Attributes: `saver` and `loader`, which move the bytes.
+
+    Args:
+        reseed: Seeds the random generators for the step that follows a load.
+        returns_of: Makes what brings groups of ranks back by these checkpoints, None without.
     """
 
-    def __init__(self, state: EngineState, randoms: RandomState) -> None:
+    def __init__(
+        self,
+        state: Engine,
+        reseed: Callable[[], None],
+        returns_of: Callable[[Checkpoints], Returns | None],
+    ) -> None:
         self._state = state
         self._world = state.world
-        self._randoms = randoms
+        self._reseed = reseed
         self._tracked = Tracking()
         self.saver = CheckpointSaver(state, self._tracked)
         self.loader = CheckpointLoader(state, self._tracked)
@@ -46,7 +66,7 @@ class Checkpoints:
         self._resumes = False
         self._saved: tuple[int, int] | None = None  # the moment that is saved at home
         self._trial_paths: frozenset[Path] = frozenset()  # where a trial would have saved
-        self._returns = island_returns(state, self)
+        self._returns = returns_of(self)
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """See Engine.track."""
@@ -187,10 +207,8 @@ class Checkpoints:
         self.saver.wait()
         steps = self.loader.load(path, strict=strict, model_only=model_only)
         if steps is not None:
-            if steps:
-                usage_checks.mark_schedulers(self._state.spec.optimizers)
-            self._state.steps = steps
-            self._randoms.reseed()
+            self._state.continue_at(steps)
+            self._reseed()
 
     # -- when the run is asked to end -------------------------------------------------------
 
