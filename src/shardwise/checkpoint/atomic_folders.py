@@ -146,6 +146,7 @@ class Draft:
             self.folder.mkdir(parents=True, exist_ok=True)
             file_system.sync(self.folder.parent)
         self._sweep()
+        # Files are sparse until they are written, so a full disk would show only halfway.
         if self.nbytes > self._free():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self._partial.mkdir()
@@ -227,6 +228,7 @@ class Draft:
         removed."""
         older = [found for found in complete(self.folder) if found.step <= self.step]
         for found in older[:-keep]:
+            # Renamed first: a kill while its files are removed must not leave what looks complete.
             gone = file_system.gone_name(self.folder, found.step)
             try:
                 found.path.rename(gone)
@@ -242,6 +244,7 @@ class Draft:
             if not hidden:
                 continue
             named = self.folder / f"step-{hidden[1]}"
+            # A save was killed between its two renames: this is the only one of its step.
             if hidden[2] == "replaced" and not os.path.lexists(named):
                 path.rename(named)
             elif not self._remove(path) and hidden[2] != "gone":

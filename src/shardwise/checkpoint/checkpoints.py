@@ -116,6 +116,7 @@ class Checkpoints:
         if self._returns is not None and self._returns.is_due:
             self._returns.come_back()
             return self._state.steps
+        # Before looking: the previous start of this job may still be writing in there.
         self.saver.claim(home)
         self.saver.wait()
         self.saver.end_removals(home)
@@ -191,6 +192,7 @@ class Checkpoints:
             except BrokenCheckpoint as error:
                 broken.append(error)
                 continue
+            # Said only now: if no checkpoint is whole, the newest one's error is raised instead.
             for each in broken:
                 self._pass_over(each)
             return path
@@ -202,6 +204,7 @@ class Checkpoints:
     def load(self, path: Path, *, strict: bool = True, model_only: bool = False) -> None:
         """See Engine.load."""
         self._state.refuse_in_step("engine.load")
+        # A trial has written nothing, and goes on with what it has.
         if path in self._trial_paths:
             return
         self.saver.wait()
@@ -231,6 +234,7 @@ class Checkpoints:
         assert self._home is not None
         if self._saved == self._moment():
             return place_of(self._home, self._state.steps)
+        # A forward may have run since the last step, whose step will never be made.
         self.saver.go_back_to_boundary()
         return self.saver.save(
             self._home,

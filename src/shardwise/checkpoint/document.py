@@ -45,6 +45,7 @@ def dump(fields: Mapping[str, Any]) -> bytes:
     known = set(schema.FIELDS) | (set(fields) & set(schema.OPTIONAL))
     assert set(fields) == known, set(fields) ^ known
     whole = {"format": FORMAT, "version": VERSION} | dict(fields)
+    # The sum covers all bytes before it, so it has to stand at the end.
     body = json.dumps(whole, indent=1, allow_nan=False).encode().removesuffix(b"\n}") + b",\n"
     return body + f' "{_SUM}": "{zlib.crc32(body):08x}"\n}}\n'.encode()
 
