@@ -52,7 +52,7 @@ class EngineSpec:
     """Pipeline parallelism: the layers that this rank has. None without."""
     stage_group: Collectives = field(default_factory=Solo)
     """The ranks of all replicas with the same stage of the pipeline, in this island."""
-    island_group: Collectives = field(default_factory=Solo)
+    step_group: Collectives = field(default_factory=Solo)
     """The ranks that make steps together: all, or those of this island."""
     peers: Collectives = field(default_factory=Solo)
     """The ranks of equal place in all islands; this rank alone where there is one."""
@@ -74,7 +74,7 @@ class EngineSpec:
         return self.settings.staleness_rule if self.has_islands else None
 
     @property
-    def islands_have_own_weights(self) -> bool:
+    def steps_apart(self) -> bool:
         """Whether islands make steps of their own, also where this one is alone for now."""
         return self.has_islands and self.staleness is None
 

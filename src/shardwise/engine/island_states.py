@@ -36,7 +36,7 @@ def build(
 ) -> IslandExchange | None:
     """What keeps islands equal, their anchor from `start` on; None where they have no weights of
     their own."""
-    if not spec.islands_have_own_weights:
+    if not spec.steps_apart:
         return None
     anchor = Anchor(
         parameters,

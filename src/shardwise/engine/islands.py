@@ -82,7 +82,7 @@ class Islands:
         all_of_them = group.gather_plain(mine)
         if isinstance(group, ElasticRun):
             group.begin()
-        length = self._spec.island_group.size
+        length = self._spec.step_group.size
         for rank, each in enumerate(all_of_them):
             if each != all_of_them[rank % length]:
                 raise ModelMismatch(

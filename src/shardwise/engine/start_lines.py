@@ -205,7 +205,7 @@ def _exact_line(shards: MicroShards) -> str:
 
 def _islands_line(spec: EngineSpec, islands: IslandExchange) -> str:
     rule = spec.settings.island_rule
-    each = many(spec.island_group.size, "worker")
+    each = many(spec.step_group.size, "worker")
     sent = in_bytes(islands.nbytes * (spec.peers.size - 1))
     turns = f", {many(islands.buckets, 'fragment')} in turn" if rule.late else ""
     return (
@@ -217,7 +217,7 @@ def _islands_line(spec: EngineSpec, islands: IslandExchange) -> str:
 def _delayed_line(spec: EngineSpec, delayed: DelayedSums) -> str:
     sent = in_bytes(delayed.nbytes * (spec.peers.size - 1))
     return (
-        f"  {spec.peers.size} islands of {many(spec.island_group.size, 'worker')}: "
+        f"  {spec.peers.size} islands of {many(spec.step_group.size, 'worker')}: "
         f"{spec.settings.equal_in_words}: {sent} sent per worker and step"
     )
 

@@ -1,21 +1,19 @@
-"""Saves, resumes and loads an engine as the user asks, and saves it when the run must end."""
+"""Decides where and when an engine is saved, and from which checkpoint it continues."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
-from shardwise.engine.checkpoint_loader import CheckpointLoader
-from shardwise.engine.checkpoint_saver import CheckpointSaver
-from shardwise.engine.engine_state import EngineState
-from shardwise.engine.island_returns import island_returns
-from shardwise.engine.random_state import RandomState
-from shardwise.engine.tracking import Tracking
+from shardwise.checkpoint.engine_view import Engine
+from shardwise.checkpoint.loader import CheckpointLoader
+from shardwise.checkpoint.saver import CheckpointSaver
+from shardwise.checkpoint.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
 
 
@@ -27,16 +25,39 @@ class _SaveOptions:
     split: int = 5 * 10**9
 
 
+class Returns(Protocol):
+    """Groups of ranks that may end, and come back while the others train."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this group is to come back."""
+
+    def come_back(self) -> None:
+        """Wait until the others admit this group, and continue from where they are."""
+
+    def are_expected(self) -> None:
+        """Tell the launcher that this group comes back if it ends."""
+
+
 class Checkpoints:
     """The checkpoints of an engine, and the folder where it saves when the run is asked to end.
 
     Attributes: `saver` and `loader`, which move the bytes.
+
+    Args:
+        reseed: Seeds the random generators for the step that follows a load.
+        returns_of: Makes what brings groups of ranks back by these checkpoints, None without.
     """
 
-    def __init__(self, state: EngineState, randoms: RandomState) -> None:
+    def __init__(
+        self,
+        state: Engine,
+        reseed: Callable[[], None],
+        returns_of: Callable[[Checkpoints], Returns | None],
+    ) -> None:
         self._state = state
         self._world = state.world
-        self._randoms = randoms
+        self._reseed = reseed
         self._tracked = Tracking()
         self.saver = CheckpointSaver(state, self._tracked)
         self.loader = CheckpointLoader(state, self._tracked)
@@ -45,7 +66,7 @@ class Checkpoints:
         self._resumes = False
         self._saved: tuple[int, int] | None = None  # the moment that is saved at home
         self._trial_paths: frozenset[Path] = frozenset()  # where a trial would have saved
-        self._returns = island_returns(state, self)
+        self._returns = returns_of(self)
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """See Engine.track."""
@@ -95,6 +116,7 @@ class Checkpoints:
         if self._returns is not None and self._returns.is_due:
             self._returns.come_back()
             return self._state.steps
+        # Before looking: the previous start of this job may still be writing in there.
         self.saver.claim(home)
         self.saver.wait()
         self.saver.end_removals(home)
@@ -170,6 +192,7 @@ class Checkpoints:
             except BrokenCheckpoint as error:
                 broken.append(error)
                 continue
+            # Said only now: if no checkpoint is whole, the newest one's error is raised instead.
             for each in broken:
                 self._pass_over(each)
             return path
@@ -181,13 +204,14 @@ class Checkpoints:
     def load(self, path: Path, *, strict: bool = True, model_only: bool = False) -> None:
         """See Engine.load."""
         self._state.refuse_in_step("engine.load")
+        # A trial has written nothing, and goes on with what it has.
         if path in self._trial_paths:
             return
         self.saver.wait()
         steps = self.loader.load(path, strict=strict, model_only=model_only)
         if steps is not None:
-            self._state.steps = steps
-            self._randoms.reseed()
+            self._state.continue_at(steps)
+            self._reseed()
 
     # -- when the run is asked to end -------------------------------------------------------
 
@@ -210,6 +234,7 @@ class Checkpoints:
         assert self._home is not None
         if self._saved == self._moment():
             return place_of(self._home, self._state.steps)
+        # A forward may have run since the last step, whose step will never be made.
         self.saver.go_back_to_boundary()
         return self.saver.save(
             self._home,
