@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import values
-from shardwise.config.outer_optimizer import FORMATS, IslandRule, Outer, StalenessRule
+from shardwise.config.outer_optimizer import FORMATS, AveragingRule, Outer, StalenessRule
 from shardwise.errors import ConfigError
 from shardwise.layout.placement import DEVICE, Placement, Tier
 
@@ -324,10 +324,10 @@ class Settings:
         )
 
     @property
-    def island_rule(self) -> IslandRule:
+    def averaging_rule(self) -> AveragingRule:
         """How islands make their parameters equal. Raises ConfigError where that cannot be."""
-        every = IslandRule.every if self.equal_every is None else self.equal_every
-        return IslandRule(every=every, outer=self.outer, wire=self.wire, late=self.late)
+        every = AveragingRule.every if self.equal_every is None else self.equal_every
+        return AveragingRule(every=every, outer=self.outer, wire=self.wire, late=self.late)
 
     @property
     def staleness_rule(self) -> StalenessRule | None:
@@ -339,7 +339,7 @@ class Settings:
     @property
     def equal_in_words(self) -> str:
         """What islands make equal when."""
-        return (self.staleness_rule or self.island_rule).in_words()
+        return (self.staleness_rule or self.averaging_rule).in_words()
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}

@@ -16,18 +16,17 @@ from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, lacks_document
 from shardwise.checkpoint.deepspeed.folders import find as of_deepspeed
 from shardwise.engine import (
     consistency,
-    island_sets,
-    island_states,
     load_tensors,
     optimizer_fields,
     usage_checks,
 )
 from shardwise.engine.checkpoint_source import CheckpointSource
 from shardwise.engine.checkpoint_tensors import EngineTensors
-from shardwise.engine.delayed_tensors import FIELD
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
+from shardwise.islands import checkpoint_sets
+from shardwise.islands.checkpoint_tensors import FIELD
 from shardwise.timeline import Row, span
 from shardwise.world.randomness import GeneratorStates
 
@@ -92,14 +91,17 @@ class CheckpointLoader:
                 )
             if self._objects.make_room_for_averages(source.averaged):
                 engine_tensors = EngineTensors(self._spec, self._objects.states)
-            # What strict=False leaves as it is must be alike on all islands.
-            island_states.rest_on_anchor(self._objects.states.islands)
+            # What strict=False leaves as it is has to be the same on all groups that step apart.
+            hooks = self._spec.hooks
+            if hooks is not None:
+                hooks.restore_common_weights()
             load_tensors.fill_model(engine_tensors, source)
             self._objects.buffers.remember()
             if self._spec.pipeline is not None:
                 self._spec.pipeline.tied_weights.invalidate()
             if beside is None:
-                self._begin_islands()
+                if hooks is not None:
+                    hooks.begin_anew()
                 return None
             load_tensors.fill_islands(engine_tensors, source, beside.step)
             load_tensors.fill_delayed(engine_tensors, source)
@@ -176,14 +178,6 @@ class CheckpointLoader:
         assert result is not None
         return result
 
-    def _begin_islands(self) -> None:
-        """Let islands begin from the weights that they have now."""
-        if (islands := self._objects.states.islands) is not None:
-            islands.forget()
-            islands.begun = False
-        if (delayed := self._objects.states.delayed) is not None:
-            delayed.restart()
-
     def _say_islands(self, source: CheckpointSource) -> None:
         """Say once what becomes of other islands than those that there are now."""
         if source.fields.get(FIELD, {}).get("waiting") and self._spec.staleness is None:
@@ -191,7 +185,7 @@ class CheckpointLoader:
                 "the checkpoint has gradients that islands were to use yet (--behind): this run "
                 "leaves them out."
             )
-        saved, here = island_sets.count(source.fields), self._spec.apart.size
+        saved, here = checkpoint_sets.count(source.fields), self._spec.apart.size
         if saved not in (1, here):
             self._world.say_once(
                 f"the checkpoint is of {saved} islands, and here {'is' if here == 1 else 'are'} "

@@ -12,7 +12,7 @@ import torch
 from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.format import dtype_of
 from shardwise.checkpoint.reader import TensorReader
-from shardwise.engine.island_tensors import OWN
+from shardwise.islands.checkpoint_tensors import OWN
 from shardwise.states import tensor_spans
 from shardwise.states.tensor_spans import AVERAGE, ISLAND, MODEL, OPTIMIZER, OUTER
 

@@ -12,11 +12,18 @@ from torch import Tensor, nn
 from shardwise.checkpoint.format import TensorSpec, dtype_name
 from shardwise.engine.attribute_values import AttributeValues
 from shardwise.engine.build import States
-from shardwise.engine.delayed_tensors import DelayedTensors
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.frozen_state import idle
-from shardwise.engine.island_tensors import OWN, BesideTensors, IslandTensors, set_name
-from shardwise.islands.island_exchange import IslandExchange
+from shardwise.islands.bounded_staleness import BoundedStaleness
+from shardwise.islands.checkpoint_tensors import (
+    OWN,
+    BesideTensors,
+    DelayedTensors,
+    IslandTensors,
+    set_name,
+)
+from shardwise.islands.difference_exchange import DifferenceExchange
+from shardwise.islands.parameter_averaging import ParameterAveraging
 from shardwise.layout.shards import Shard
 from shardwise.states import tensor_spans
 from shardwise.states.optimizer.existing_optimizer_state import Blank
@@ -201,14 +208,15 @@ class EngineTensors:
         self._of_islands = {OUTER: self._among, ISLAND: places(shared, island)}
         self.delayed: DelayedTensors | None = None
         """The gradients that islands have not used yet, where they make those equal."""
-        if states.delayed is not None:
-            self.delayed = DelayedTensors(states.parameters, states.delayed, self._of_islands)
+        hooks = states.hooks
+        if isinstance(hooks, BoundedStaleness):
+            self.delayed = DelayedTensors(states.parameters, hooks.sums, self._of_islands)
         self.islands: IslandTensors | None = None
         """What islands have beside; None where they have no weights of their own, or have not
         begun."""
-        if states.islands is not None and states.islands.begun:
-            moved = run.gather_plain(not states.islands.anchor.is_reached)
-            self.islands = self.all_of_islands(states.islands, moved=any(moved))
+        if isinstance(hooks, ParameterAveraging) and hooks.exchange.begun:
+            moved = run.gather_plain(not hooks.exchange.anchor.is_reached)
+            self.islands = self.all_of_islands(hooks.exchange, moved=any(moved))
 
     def _share_attributes(self) -> tuple[list[TensorSpec], tuple[int, int] | None]:
         """The tensors of `attributes` that rank 0 has, and this rank's number among those that
@@ -219,7 +227,7 @@ class EngineTensors:
         values = self._attribute_tensors
         everywhere = run.gather_objects([spec_of(name, value) for name, value in values.items()])
         first = everywhere[0]
-        if self.spec.islands_have_own_weights or any(each != first for each in everywhere):
+        if self.spec.steps_apart or any(each != first for each in everywhere):
             return first, (0, 1) if run.rank == 0 else None
         return first, (run.rank, run.size)
 
@@ -229,14 +237,14 @@ class EngineTensors:
             n: v for each in self.attributes if each is not None for n, v in each.tensors.items()
         }
 
-    def all_of_islands(self, islands: IslandExchange, *, moved: bool = True) -> IslandTensors:
+    def all_of_islands(self, islands: DifferenceExchange, *, moved: bool = True) -> IslandTensors:
         """All that they may have beside, weights of their own where they have `moved`."""
         return IslandTensors(self.states.parameters, islands, self._of_islands, moved=moved)
 
     def set_of(self, kind: str, island: int | None = None) -> str:
         """The name of the set in which tensors of a kind are: this rank's, or those of an
         `island`."""
-        if kind == tensor_spans.OPTIMIZER and not self.spec.islands_have_own_weights:
+        if kind == tensor_spans.OPTIMIZER and not self.spec.steps_apart:
             return kind
         return set_name(kind, self.spec.peers.rank if island is None else island)
 

@@ -72,7 +72,7 @@ def _gathered_values(
         for each in named
         if each.name in names
     }
-    return spec.island_group.gather_objects(mine)
+    return spec.step_group.gather_objects(mine)
 
 
 def _hash_of(lines: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from shardwise.config import Settings
 from shardwise.engine import exact_mode, pipeline_parallel, tensor_parallel, usage_checks
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
+from shardwise.engine.exchange import squared_norm
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.engine.step_statistics import Aggregation, StepTotals
@@ -53,7 +54,7 @@ class EngineState:
 
     @property
     def in_ema(self) -> bool:
-        """Whether the parameters are averages now, or the anchor of islands."""
+        """Whether the parameters are averages now, or the anchor."""
         return self.objects.in_ema
 
     @in_ema.setter
@@ -87,14 +88,14 @@ class EngineState:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Inside the block the parameters hold the anchor, where there are islands that have begun.
-        Collective over each island."""
-        islands = self.states.islands
-        if islands is None or not islands.begun:
+        """Context manager: the parameters hold the anchor inside it, if groups of ranks have made
+        updates of their own. Collective over each group."""
+        hooks = self.states.hooks
+        if hooks is None or not hooks.have_own_weights:
             yield
             return
         with torch.no_grad():
-            context = islands.anchor.swapped_in()
+            context = hooks.common_weights()
             context.__enter__()
         self.in_ema = True
         self.parameters_changed()
@@ -104,6 +105,19 @@ class EngineState:
             self.in_ema = False
             context.__exit__(None, None, None)
             self.parameters_changed()
+
+    def squared_norm(self) -> float:
+        """Return the squared norm of the gradient sums as they are now, over all layers. Collective
+        over the ranks that make this step."""
+        spec = self.spec
+        squared = squared_norm(
+            self.aggregation, self.states.gradients, spec.stage_group, spec.shard_group.copies
+        )
+        if spec.pipeline is None:
+            return squared
+        group = spec.pipeline.group
+        row = torch.tensor([squared], dtype=torch.float64, device=group.small_device)
+        return float(group.read(group.gather_rows(row)).sum())
 
     def parameters_changed(self) -> None:
         """Parameters have other values now: with `--pipeline` other stages may have copies."""
@@ -160,7 +174,7 @@ def build_state(
         if spec.micro_shards is None
         else exact_mode.ExactAggregation(spec.micro_shards)
     )
-    # Where islands add their gradients up, seeds are alike on all of them.
+    # Seeds are the same on all ranks whose gradients are summed.
     estimated_by = spec.data_group if spec.staleness is None else spec.world_group
     crosses = spec.settings.sync_batch_norm and spec.data_group.size > 1
     alone = world.size == 1 and spec.micro_shards is None

@@ -52,7 +52,7 @@ class IslandReturns:
         """A batch is about to be handed out: after a boundary let those in that wait. Collective
         then."""
         del batch
-        run, every = self._run, self._state.spec.settings.island_rule.every
+        run, every = self._run, self._state.spec.settings.averaging_rule.every
         if not run.link.waiting or not torch.is_grad_enabled():
             return
         ending = self._state.world.preemption.agreed

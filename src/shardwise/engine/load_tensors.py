@@ -22,14 +22,15 @@ from shardwise.checkpoint.deepspeed.folders import find
 from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.format import dtype_of
 from shardwise.checkpoint.reader import TensorReader
-from shardwise.engine import island_sets
 from shardwise.engine.attribute_values import OptimizerAttributes
 from shardwise.engine.build import States
 from shardwise.engine.checkpoint_source import CheckpointSource
 from shardwise.engine.checkpoint_tensors import EngineTensors
-from shardwise.engine.delayed_tensors import FIELD
 from shardwise.engine.optimizer_fields import OptimizerFields
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+from shardwise.islands import checkpoint_sets
+from shardwise.islands.checkpoint_tensors import FIELD
+from shardwise.islands.parameter_averaging import ParameterAveraging
 from shardwise.layout.byte_ranges import Extent, clipped
 from shardwise.layout.shards import Shard
 from shardwise.model.buffers import write
@@ -85,8 +86,8 @@ def open_source(
     found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
     _check(path, engine_tensors, sets[MODEL], found, strict=strict)
     spec = engine_tensors.spec
-    mine, seen = island_sets.seen(sets, fields, spec.apart) if fields else (sets, fields)
-    mine = {**mine, **island_sets.residual_of(sets, fields, spec.peers)}
+    mine, seen = checkpoint_sets.seen(sets, fields, spec.apart) if fields else (sets, fields)
+    mine = {**mine, **checkpoint_sets.residual_of(sets, fields, spec.peers)}
     return CheckpointSource(
         mine,
         found.found,
@@ -200,9 +201,10 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
 def fill_islands(engine_tensors: EngineTensors, source: CheckpointSource, step: int) -> None:
     """Read what islands have beside, once the weights are the anchor; they go on from there, where
     there is none. Collective."""
-    islands = engine_tensors.states.islands
-    if islands is None:
+    hooks = engine_tensors.states.hooks
+    if not isinstance(hooks, ParameterAveraging):
         return
+    islands = hooks.exchange
     islands.forget()
     islands.begun = "weights" in source.fields  # several islands wrote it
     if not islands.begun:
@@ -219,10 +221,10 @@ def fill_islands(engine_tensors: EngineTensors, source: CheckpointSource, step: 
 
 def fill_delayed(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
     """Read the gradients that islands are to use yet; without any they begin anew. Collective."""
-    tensors, delayed = engine_tensors.delayed, engine_tensors.states.delayed
-    if tensors is None or delayed is None:
+    tensors, hooks = engine_tensors.delayed, engine_tensors.states.hooks
+    if tensors is None or hooks is None:
         return
-    delayed.restart()
+    hooks.begin_anew()
     tensors.take_numbers(source.fields.get(FIELD, {"updates": 0, "waiting": []}))
     apart, window = _apart(engine_tensors), HostWindow()
     with torch.no_grad():

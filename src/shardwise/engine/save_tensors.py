@@ -18,7 +18,7 @@ from shardwise.checkpoint.checksum import ChecksumPart, joined
 from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
 from shardwise.checkpoint.writer import CHUNK, TensorSink, Writer, create
 from shardwise.comm import Collectives
-from shardwise.engine import consistency, delayed_tensors
+from shardwise.engine import consistency
 from shardwise.engine.checkpoint_tensors import (
     EngineTensors,
     average_specs,
@@ -26,6 +26,7 @@ from shardwise.engine.checkpoint_tensors import (
     spec_of,
 )
 from shardwise.errors import CheckpointError, CheckpointNotWritten
+from shardwise.islands import checkpoint_tensors
 from shardwise.layout.byte_ranges import byte_ranges, clipped, share
 from shardwise.states.optimizer.existing_optimizer_state import Blank
 from shardwise.states.tensor_spans import (
@@ -117,7 +118,7 @@ def _own_specs(
     joined = {kind: _joined(each[kind] for each in several) for kind in mine}
     if engine_tensors.islands is not None:
         buffers = [spec_of(name, value) for name, value in engine_tensors.island_buffers.items()]
-        joined[ISLAND] += _joined(engine_tensors.spec.island_group.gather_objects(buffers))
+        joined[ISLAND] += _joined(engine_tensors.spec.step_group.gather_objects(buffers))
     return {
         engine_tensors.set_of(kind, island): specs
         for island, theirs in enumerate(engine_tensors.spec.peers.gather_objects(joined))
@@ -144,7 +145,7 @@ def _behind(engine_tensors: EngineTensors) -> dict[str, Any] | None:
     if engine_tensors.delayed is None:
         return None
     mine = engine_tensors.delayed.numbers(engine_tensors.spec.peers.size)
-    return delayed_tensors.joined(engine_tensors.of_all_layers(mine))
+    return checkpoint_tensors.joined(engine_tensors.of_all_layers(mine))
 
 
 def _joined(several: Iterable[Iterable[T]]) -> list[T]:
@@ -341,7 +342,7 @@ def state_fields(engine_tensors: EngineTensors, made: SavePlan) -> dict[str, Any
         islands = [each | {"state": _state(each["state"])} for each in made.islands]
         fields["islands"] = islands
     if made.behind is not None:
-        fields[delayed_tensors.FIELD] = made.behind
+        fields[checkpoint_tensors.FIELD] = made.behind
     return fields
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Collectives
+from shardwise.layout.packed_flags import any_of, pack, words
 from shardwise.tiers.copy_stream import to_device
 from shardwise.world.common_calls import nearly_alike
 from shardwise.world.randomness import seed_from
@@ -82,10 +83,6 @@ class Aggregation:
         `names`. All of `group` call it."""
 
 
-_BITS = 48
-"""Flags per fp64 number, which holds whole numbers up to 2**53."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     """What a rank reports to all others at a step, as one fp64 vector.
@@ -135,7 +132,7 @@ class StepReport:
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
         flags = self.news, self.several, self.unsaved, self.asked, self.written
-        numbers = [*packed_flags(self.used), *packed_flags(self.late), *map(float, flags)]
+        numbers = [*pack(self.used), *pack(self.late), *map(float, flags)]
         numbers += [self.divisor, float(self.alone), *self.buffer_rows]
         known = [float(self.backwards), self.shares, self.options, self.calls, self.rows]
         known += [self.shown, *self.mix, self.copies, *numbers]
@@ -148,8 +145,8 @@ class StepReport:
             len(self.losses),
             self.squared_norm.numel(),
             9,
-            _words(self.used),
-            _words(self.late),
+            words(len(self.used)),
+            words(len(self.late)),
             7,
             len(self.buffer_rows),
         )
@@ -270,24 +267,3 @@ def _is_far(number: Number) -> bool:
 
 def _values(number: Number) -> list[float]:
     return number.double().reshape(-1).tolist() if isinstance(number, Tensor) else [number]
-
-
-def _words(flags: list[bool]) -> int:
-    return -(-len(flags) // _BITS)
-
-
-def packed_flags(flags: list[bool]) -> list[float]:
-    """Flags as few numbers."""
-    return [
-        float(sum(1 << bit for bit, flag in enumerate(flags[start : start + _BITS]) if flag))
-        for start in range(0, len(flags), _BITS)
-    ]
-
-
-def any_of(rows: list[list[float]], count: int) -> list[bool]:
-    """The `count` flags that are set in any of `rows`, each made by `packed_flags`."""
-    words = [0] * -(-count // _BITS)
-    for row in rows:
-        for index, number in enumerate(row):
-            words[index] |= int(number)
-    return [bool(words[bit // _BITS] >> (bit % _BITS) & 1) for bit in range(count)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardwise.config.outer_optimizer import IslandRule
+from shardwise.config.outer_optimizer import AveragingRule
 from shardwise.tools.simulate.failure_classes import DAY, FailureClass, Topology
 from shardwise.tools.simulate.goodput import intervals_around, simulate, stops_per_second
 from shardwise.tools.simulate.island_trial import IslandTrial
@@ -171,12 +171,14 @@ class TestIslands:
 
     def test_a_link_that_is_slow_costs_what_its_bytes_take(self) -> None:
         links = SlowLinks(islands=3, parameters=1e9, megabits=1000)
-        rule = IslandRule(every=30)
+        rule = AveragingRule(every=30)
         assert links.boundary_bytes(rule) == 2 * 4e9
         assert links.boundary_seconds(rule, 10.0) == pytest.approx(64.0)
-        assert links.boundary_seconds(IslandRule(every=30, late=5), 10.0) == pytest.approx(14.0)
-        assert links.boundary_seconds(IslandRule(every=30, late=9), 10.0) == 0
-        assert links.boundary_bytes(IslandRule(wire="int8")) == pytest.approx(2e9 * (1 + 4 / 256))
+        assert links.boundary_seconds(AveragingRule(every=30, late=5), 10.0) == pytest.approx(14.0)
+        assert links.boundary_seconds(AveragingRule(every=30, late=9), 10.0) == 0
+        assert links.boundary_bytes(AveragingRule(wire="int8")) == pytest.approx(
+            2e9 * (1 + 4 / 256)
+        )
         assert links.gradient_seconds == pytest.approx(2 * 2 / 3 * 32)
 
     def test_components_are_of_neighbouring_hosts(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.config.outer_optimizer import IslandRule
+from shardwise.config.outer_optimizer import AveragingRule
 from shardwise.messages.printable import in_short, many
 from shardwise.tools.plan.cluster import Cluster
 from shardwise.tools.simulate.failure_classes import DAY, HOUR, Failures
@@ -51,10 +51,10 @@ class Asked:
     """Mbit/s of the link that joins each island to the others; None: no time is counted for it."""
 
     @property
-    def rule(self) -> IslandRule:
+    def rule(self) -> AveragingRule:
         """When islands are made equal, with the defaults of a run. Raises ConfigError."""
-        default = IslandRule()
-        return IslandRule(
+        default = AveragingRule()
+        return AveragingRule(
             every=self.equal_every or default.every,
             wire=self.wire or default.wire,
             late=self.late or default.late,

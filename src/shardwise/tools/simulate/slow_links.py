@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.config.outer_optimizer import IslandRule
+from shardwise.config.outer_optimizer import AveragingRule
 
 MEGABIT = 1e6 / 8
 """Bytes."""
@@ -26,7 +26,7 @@ class SlowLinks:
     parameters: float
     megabits: float
 
-    def boundary_bytes(self, rule: IslandRule) -> float:
+    def boundary_bytes(self, rule: AveragingRule) -> float:
         """Bytes that the link of one island carries at a boundary, in each direction."""
         import torch  # it takes seconds, and nobody waits for it who has no slow link
 
@@ -35,7 +35,7 @@ class SlowLinks:
         packed = Wire(rule.wire).nbytes(round(self.parameters), torch.float32)
         return (self.islands - 1) * packed
 
-    def boundary_seconds(self, rule: IslandRule, step: float) -> float:
+    def boundary_seconds(self, rule: AveragingRule, step: float) -> float:
         """Seconds that the steps stand still for it, where a step takes `step`: what is sent beside
         steps (`late`) holds them up only by what these leave over."""
         seconds = self.boundary_bytes(rule) / (self.megabits * MEGABIT)

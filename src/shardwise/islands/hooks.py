@@ -1,11 +1,35 @@
-"""Refuses settings that cannot be had where islands make steps of their own. Pure."""
+"""Chooses the hooks of an engine whose ranks form several islands, and checks its settings.
+
+ParameterAveraging    each island makes its own updates; every H steps they average parameters
+BoundedStaleness      all islands make the same updates, from gradients that are S steps old
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardwise.comm import Collectives
 from shardwise.config import BESIDE_ELASTIC, Settings, check_islands
 from shardwise.errors import ConfigError
+from shardwise.islands.bounded_staleness import BoundedStaleness
+from shardwise.islands.parameter_averaging import ParameterAveraging
+from shardwise.states.step_hooks import StepHooks
+
+
+def hooks_for(
+    settings: Settings,
+    world_group: Collectives,
+    step_group: Collectives,
+    peers: Collectives,
+    shard_group: Collectives,
+) -> StepHooks | None:
+    """Return the hooks of an engine, None if all of its ranks are one island."""
+    # An elastic island has hooks even while it is alone: others may come back.
+    if peers.size == 1 and not peers.comes_and_goes:
+        return None
+    kind = ParameterAveraging if settings.behind is None else BoundedStaleness
+    return kind(settings, world_group, step_group, peers, shard_group)
+
 
 _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
     "--sync-batch-norm": (
@@ -24,21 +48,18 @@ _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
 
 
 def check(settings: Settings, *, elastic: bool) -> None:
-    """Raise ConfigError for a setting that cannot be had beside several islands, or `elastic`
+    """Raise ConfigError for a setting that does not work with several islands, or with `elastic`
     ones."""
     check_islands(settings)
-    settings.island_rule  # noqa: B018 (raises for numbers that do not fit each other)
+    settings.averaging_rule  # noqa: B018 (raises for numbers that do not fit each other)
     for given, (is_on, why) in _WITHOUT.items():
         if is_on(settings):
             raise ConfigError(
                 f"--islands {settings.islands} and {given} cannot be had together: {why}. Leave "
                 "one of them out."
             )
-    if elastic:
-        _check_elastic(settings)
-
-
-def _check_elastic(settings: Settings) -> None:
+    if not elastic:
+        return
     for given, value in (("--late", settings.late or None), ("--behind", settings.behind)):
         if value is not None:
             raise ConfigError(BESIDE_ELASTIC.format(given=f"{given} {value}"))

@@ -9,19 +9,27 @@
 
 The model of a checkpoint is the anchor, so all of this is taken and given while the weights are the
 anchor: what is in the anchor's place then are the weights of this island.
+
+With bounded staleness, where islands have the same weights:
+
+    set outer       NAME.sum-I       the sums over all islands that wait, the oldest first
+    set island-K    NAME.residual    what the wire has lost of the sums of island K so far
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from shardwise.checkpoint import json_values
 from shardwise.checkpoint.format import TensorSpec, dtype_name
 from shardwise.islands.anchor import RESIDUAL, SENT, VALUE, VELOCITY
-from shardwise.islands.island_exchange import IslandExchange
+from shardwise.islands.bounded_staleness import Report, read_reports
+from shardwise.islands.delayed_sums import DelayedSums, Flight
+from shardwise.islands.difference_exchange import DifferenceExchange
 from shardwise.layout.bucket_layout import Bucket
 from shardwise.layout.byte_ranges import extents
 from shardwise.states.parameters.parameters import Parameters
@@ -140,7 +148,7 @@ class IslandTensors(BesideTensors):
     def __init__(
         self,
         parameters: Parameters,
-        islands: IslandExchange,
+        islands: DifferenceExchange,
         places: Mapping[str, Places],
         *,
         moved: bool,
@@ -189,3 +197,67 @@ class IslandTensors(BesideTensors):
             due = {saved["due"].get(name) for name in names}
             if len(due) == 1 and (when := due.pop()) is not None and when > step:
                 self._islands.expect(index, int(when))
+
+
+FIELD = "behind"
+"""The key under which numbers stand in a checkpoint."""
+
+
+class DelayedTensors(BesideTensors):
+    """What this rank has of `delayed` sums; they are waited for when they are asked for."""
+
+    def __init__(
+        self, parameters: Parameters, delayed: DelayedSums, places: Mapping[str, Places]
+    ) -> None:
+        super().__init__(parameters, places)
+        self._delayed = delayed
+
+    def _each(self) -> Iterator[tuple[str, str, int, Storage]]:
+        for index, residual in enumerate(self._delayed.residuals):
+            yield ISLAND, "residual", index, residual
+        for number, flight in enumerate(self._delayed.flights):
+            self._delayed.land(flight)
+            for index, total in enumerate(flight.sums):
+                assert isinstance(total, Tensor)
+                yield OUTER, f"sum-{number}", index, MemoryStorage(total)
+
+    def _part(self, index: int) -> Span:
+        return self._delayed.parts[index]
+
+    def _whole(self, index: int, part: Tensor) -> Tensor:
+        return self._delayed.whole(index, part)
+
+    def numbers(self, islands: int) -> dict[str, Any]:
+        """How many `islands` there are, and of each step that waits what they reported, and the
+        names of what had a gradient."""
+        waiting = [self._waiting(flight) for flight in self._delayed.flights]
+        return {"islands": islands, "updates": self._delayed.updates, "waiting": waiting}
+
+    def _waiting(self, flight: Flight) -> dict[str, Any]:
+        named = self._parameters.named
+        reports, used = read_reports(self._delayed.reported(flight), len(named))
+        return {
+            "step": flight.step,
+            "reports": json_values.encode([report._asdict() for report in reports]),
+            "used": [each.name for each, flag in zip(named, used, strict=True) if flag],
+        }
+
+    def take_numbers(self, saved: Mapping[str, Any]) -> None:
+        """Go on with `saved` numbers; the sums are to be filled in."""
+        self._delayed.updates = saved["updates"]
+        for each in saved["waiting"]:
+            used = [named.name in each["used"] for named in self._parameters.named]
+            reports = [
+                Report(**{name: float(report[name]) for name in Report._fields})
+                for report in json_values.decode(each["reports"])
+            ]
+            self._delayed.expect(each["step"], [report.row(used) for report in reports])
+
+
+def joined(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers of the ranks that share out the layers, as one."""
+    waiting = [
+        dict(each[0]) | {"used": [name for part in each for name in part["used"]]}
+        for each in zip(*(numbers["waiting"] for numbers in several), strict=True)
+    ]
+    return dict(several[0]) | {"waiting": waiting}

@@ -13,7 +13,7 @@ from shardwise.checkpoint import json_values
 from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.comm import Collectives
-from shardwise.engine.island_tensors import set_name
+from shardwise.islands.checkpoint_tensors import set_name
 from shardwise.states.tensor_spans import ISLAND, OPTIMIZER
 
 Sets = Mapping[str, TensorReader]

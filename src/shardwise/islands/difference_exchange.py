@@ -53,7 +53,7 @@ def send(peers: Collectives, mine: Tensor) -> Message:
     return Message(handle, rows.view(peers.size, length))
 
 
-class IslandExchange:
+class DifferenceExchange:
     """What of `anchor` is on its way over `peers`, the ranks of equal place in all islands."""
 
     def __init__(self, anchor: Anchor, peers: Collectives, *, begun: bool) -> None:
