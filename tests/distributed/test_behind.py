@@ -7,11 +7,11 @@ from collections import deque
 
 import pytest
 import torch
-from shardwise.engine.island_report import Report
 from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import schema
+from shardwise.islands.bounded_staleness import Report
 from shardwise.messages.printable import in_bytes
 from tests.distributed.test_islands import (
     ROWS,

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from shardwise.comm import ElasticRun, IslandLink, Solo
-from shardwise.launch.island_hub import IslandHub
-from shardwise.net.island_desk import IslandDesk
-from shardwise.net.island_membership import Membership
-from shardwise.net.island_place import IslandPlace
+from shardwise.islands.elastic.broker import IslandDesk
+from shardwise.islands.elastic.exchanges import IslandHub
+from shardwise.islands.elastic.membership import IslandPlace, Membership
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--elastic-islands needs Linux")
 

@@ -348,3 +348,31 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 def flag(name: str) -> str:
     """The spelling of a setting on the command line: micro_batch_size is --micro-batch-size."""
     return "--" + name.replace("_", "-")
+
+
+_OF_PARAMETERS = "that is of parameters that are made equal, and --behind makes gradients so"
+
+_BESIDE_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
+    "equal_every": (
+        lambda settings: settings.equal_every not in (None, 1),
+        f"{_OF_PARAMETERS}, at every step",
+    ),
+    "outer": (lambda settings: settings.outer != Outer(), _OF_PARAMETERS),
+    "late": (lambda settings: settings.late > 0, _OF_PARAMETERS),
+    "exact": (
+        lambda settings: settings.exact is not None,
+        "what islands compute depends on how many there are",
+    ),
+}
+
+
+def check_contradictions(settings: Settings) -> None:
+    """Raise ConfigError for a setting that does not work with --behind."""
+    if settings.behind is None:
+        return
+    for name, (is_on, why) in _BESIDE_BEHIND.items():
+        if is_on(settings):
+            raise ConfigError(
+                f"--behind {settings.behind} and {flag(name)} {getattr(settings, name)} cannot be "
+                f"had together: {why}. Leave one of them out."
+            )

@@ -13,7 +13,6 @@ from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
 from shardwise.engine.checkpoint_loader import CheckpointLoader
 from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
-from shardwise.engine.island_returns import island_returns
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
@@ -45,7 +44,8 @@ class Checkpoints:
         self._resumes = False
         self._saved: tuple[int, int] | None = None  # the moment that is saved at home
         self._trial_paths: frozenset[Path] = frozenset()  # where a trial would have saved
-        self._returns = island_returns(state, self)
+        hooks = state.spec.hooks
+        self._returns = None if hooks is None else hooks.returns(state, self)
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """See Engine.track."""
@@ -133,10 +133,14 @@ class Checkpoints:
         if self._returns is not None:
             self._returns.are_expected()
 
-    # -- for an elastic island that comes back ----------------------------------------------
+    # -- for a group of ranks that comes back -----------------------------------------------
+
+    def leave_folder(self) -> None:
+        """Give up the claim to the folder, since another rank leads from now on."""
+        self.saver.leave()
 
     def save_for_return(self) -> dict[str, Any] | None:
-        """Save now, where the user does, for an island that comes back; what it is to know, as
+        """Save now, where the user does, for ranks that come back; what they are to know, as
         JSON, None where that failed or nobody has said where. Collective."""
         home, options = self._home, self._options
         if home is None:
@@ -153,7 +157,7 @@ class Checkpoints:
 
     def come_back(self, about: Mapping[str, Any]) -> None:
         """Go on from what `save_for_return` saved on the others, which have the folder. Collective
-        over this island."""
+        over the ranks that come back."""
         options = _SaveOptions(about["keep"], about["split"])
         self._go_on(Path(about["home"]), Path(about["path"]), options)
         self._world.draws.is_one = about["draws_are_one"]  # the stream is theirs

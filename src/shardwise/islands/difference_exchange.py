@@ -16,8 +16,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from shardwise.comm import Collectives, ElasticPeers, Handle
+from shardwise.comm import Collectives, Handle
 from shardwise.islands.anchor import Anchor
+from shardwise.islands.elastic.collectives import ElasticPeers
 from shardwise.timeline import recorder
 
 _HEADER = 8

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwise.comm import Collectives
-from shardwise.config import BESIDE_ELASTIC, Settings, check_islands
+from shardwise.config import Settings, check_contradictions
 from shardwise.errors import ConfigError
 from shardwise.islands.bounded_staleness import BoundedStaleness
+from shardwise.islands.elastic.membership import DELAYS
 from shardwise.islands.parameter_averaging import ParameterAveraging
 from shardwise.states.step_hooks import StepHooks
 
@@ -50,7 +51,7 @@ _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
 def check(settings: Settings, *, elastic: bool) -> None:
     """Raise ConfigError for a setting that does not work with several islands, or with `elastic`
     ones."""
-    check_islands(settings)
+    check_contradictions(settings)
     settings.averaging_rule  # noqa: B018 (raises for numbers that do not fit each other)
     for given, (is_on, why) in _WITHOUT.items():
         if is_on(settings):
@@ -62,4 +63,4 @@ def check(settings: Settings, *, elastic: bool) -> None:
         return
     for given, value in (("--late", settings.late or None), ("--behind", settings.behind)):
         if value is not None:
-            raise ConfigError(BESIDE_ELASTIC.format(given=f"{given} {value}"))
+            raise ConfigError(DELAYS.format(given=f"{given} {value}"))

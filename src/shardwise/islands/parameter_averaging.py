@@ -18,10 +18,11 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import ElasticRun
 from shardwise.errors import ModelMismatch, UsageError
 from shardwise.islands.anchor import VALUE, Anchor
 from shardwise.islands.difference_exchange import DifferenceExchange, Message, send
+from shardwise.islands.elastic.collectives import ElasticRun
+from shardwise.islands.elastic.returns import Checkpoints, IslandReturns
 from shardwise.messages.printable import in_bytes, many
 from shardwise.model.buffers import Buffers
 from shardwise.states.gradients.gradients import Gradients
@@ -250,6 +251,12 @@ class ParameterAveraging(StepHooks):
             reports = self._receive_reports(buffers)
             exchange.exchange(sent, step)
         return reports
+
+    def returns(self, state: EngineState, checkpoints: Checkpoints) -> IslandReturns | None:
+        run = self.world_group
+        if not isinstance(run, ElasticRun):
+            return None
+        return IslandReturns(state, checkpoints, run, lambda: self.exchange.anchor)
 
     # -- reports and buffers ----------------------------------------------------------------
 

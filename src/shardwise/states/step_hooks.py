@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
@@ -20,11 +20,26 @@ from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.storage.storage_factory import StorageFactory
 
 if TYPE_CHECKING:  # the engine is a layer above: only its types are named here
+    from shardwise.engine.checkpoints import Checkpoints
     from shardwise.engine.engine_state import EngineState
     from shardwise.engine.step_statistics import StepStats, StepTotals
 
 Kept = Mapping[str, Mapping[nn.Parameter, Tensor]]
 """By key, whole tensors by parameter, to restore in a new layout."""
+
+
+class Returns(Protocol):
+    """Lets a group of ranks that has ended come back to an engine."""
+
+    def are_expected(self) -> None:
+        """Tell the launcher that this group can come back after it has ended."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this group is to come back."""
+
+    def come_back(self) -> None:
+        """Wait until the others admit this group, and load what they saved for it."""
 
 
 class StepHooks:
@@ -117,6 +132,10 @@ class StepHooks:
         """Called when the step is made; returns its totals and statistics with what is known of the
         other groups."""
         return totals, stats
+
+    def returns(self, state: EngineState, checkpoints: Checkpoints) -> Returns | None:
+        """Return what lets groups that have ended come back to an engine; None if none can."""
+        return None
 
     # -- what there is ------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -18,7 +18,7 @@ from shardwise import comm as collectives
 from shardwise import config
 from shardwise.errors import ConfigError, LaunchError, UsageError
 from shardwise.layout.sum_tree import MicroShards
-from shardwise.net import error_file, island_place
+from shardwise.net import environment, error_file
 from shardwise.net.identity import Identity
 from shardwise.net.launchers import detection as launcher_detection
 from shardwise.net.launchers import signs
@@ -112,30 +112,15 @@ def _joined(
     chosen: config.Settings,
     on_meeting: collectives.OnMeeting | None,
 ) -> collectives.Collectives:
-    """Join the other ranks; those of an elastic island, and over the launcher all islands."""
+    """Join the other ranks, by the function that the launcher names if it is not `connect`."""
+    if (named := os.environ.get(environment.JOIN_VARIABLE)) is not None:
+        # A string, since the transport is in a package above this one.
+        module, _, name = named.partition(":")
+        join = getattr(import_module(module), name)
+        group: collectives.Collectives = join(identity, device, chosen, on_meeting)
+        return group
     how = device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
-    place = island_place.read(os.environ)
-    if place is None:
-        return collectives.connect(identity, *how)
-    if place.count != chosen.islands:
-        raise ConfigError(
-            f"shardwise run --elastic-islands was told of {place.count} islands, and here they are "
-            f"{chosen.islands}: give --islands there, and nothing else that overrides it."
-        )
-    island = range(place.first, place.first + place.size)
-    host = identity.rank - identity.local_rank
-    here = island_place.ranks_here(island, host, identity.local_size)
-    alone = replace(
-        identity,
-        rank=island.index(identity.rank),
-        size=place.size,
-        local_rank=here.index(identity.rank),
-        local_size=len(here),
-    )
-    of_run = collectives.GroupRanks(tuple(island), identity.size, place.first)
-    group = collectives.connect(alone, *how, of_run=of_run)
-    link = collectives.IslandLink(place, identity.rank, chosen.timeout, chosen.warn_after)
-    return collectives.ElasticRun(group, link)
+    return collectives.connect(identity, *how)
 
 
 def divide(world: World, axes: dict[str, int]) -> None:
@@ -176,7 +161,7 @@ def mesh_after(world: World, axes: dict[str, int]) -> Mesh:
 def _configure(made: World, given: dict[str, Any]) -> None:
     """Settle the settings of `made` with all ranks, and what follows from them. Collective."""
     made.settings = settings = made.settle(**given)
-    config.check_islands(settings)
+    config.check_contradictions(settings)
     made.cut(_mesh(settings, made.size, _island_count(settings, made.collectives)))
     folder = None if settings.record is None else Path(settings.record)
     made.step_log = StepLog(folder, made.rank, settings.stop_after, counts=made.counts)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardwise import comm as collectives
 from shardwise import config
-from shardwise.comm import Collectives, ElasticRun, GatherOrder, Solo, elastic_islands
-from shardwise.errors import UsageError
+from shardwise.comm import Collectives, GatherOrder, Solo
+from shardwise.errors import ConfigError, UsageError
 from shardwise.messages.other_libraries import HintsAtAttributes
 from shardwise.net import error_file
 from shardwise.net.identity import Identity
@@ -113,8 +113,7 @@ class World(BatchRows, HintsAtAttributes):
         """The settings that the script gave."""
         self._said: set[str] = set()
         self._told_stand_in = False
-        if isinstance(group, ElasticRun):
-            group.link.changed = self._members_changed
+        group.watch_members(self._members_changed)
 
     @cached_property
     def side_channel(self) -> Collectives:
@@ -129,7 +128,7 @@ class World(BatchRows, HintsAtAttributes):
         return GatherOrder(self.data.size, lambda: self.side_channel)
 
     def _members_changed(self) -> None:
-        """Elastic islands have ended, or are back."""
+        """Another rank may speak for the run once ranks have left or come back."""
         self.is_main = self.collectives.leads
 
     def cut(self, mesh: Mesh) -> None:
@@ -202,10 +201,19 @@ class World(BatchRows, HintsAtAttributes):
         """Whether this rank speaks for its replica, all of which have the same batches."""
         return self.rank % self.mesh.replica == 0
 
+    def _check_inside(self, call: str) -> None:
+        """Raise UsageError for a `call` over all ranks in an elastic island that is not back yet:
+        the others would not come."""
+        if self.collectives.is_outside:
+            raise UsageError(
+                f"{call} before engine.resume(folder), in an island that comes back: the others go "
+                "on without it until then, and would not come. Call it after."
+            )
+
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""
         self.current_batch.check_even("world.any")
-        elastic_islands.check_inside(self.collectives, "world.any")
+        self._check_inside("world.any")
         row = torch.tensor([float(bool(flag))], device=self.collectives.small_device)
         return bool(self.collectives.gather_rows(row).any())
 
@@ -228,20 +236,27 @@ class World(BatchRows, HintsAtAttributes):
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Rank `source`'s `value` (picklable), on every rank."""
         self.current_batch.check_even("world.broadcast_object")
-        elastic_islands.check_inside(self.collectives, "world.broadcast_object")
+        self._check_inside("world.broadcast_object")
 
         def given() -> T:
             mine = self.is_main if source == 0 else self.rank == source
             gathered: list[tuple[T] | None]
             gathered = self.collectives.gather_objects((value,) if mine else None)
-            return elastic_islands.given(gathered, source)
+            for held in gathered:
+                if held is not None:
+                    return held[0]
+            raise UsageError(
+                f"world.broadcast_object(source={source}) has nothing to give: there is no such "
+                "rank, or its elastic island has ended. Broadcast from rank 0, whose place the "
+                "first of the others takes."
+            )
 
         return self.collectives.steadily(given)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""
         self.current_batch.check_even("world.gather")
-        elastic_islands.check_inside(self.collectives, "world.gather")
+        self._check_inside("world.gather")
         self._tell_stand_in("world.gather")
         return self.collectives.gather_objects(value)
 
@@ -258,7 +273,7 @@ class World(BatchRows, HintsAtAttributes):
                 "world.sum(torch.tensor(value))."
             )
         self.current_batch.check_even("world.sum")
-        elastic_islands.check_inside(self.collectives, "world.sum")
+        self._check_inside("world.sum")
         self._tell_stand_in("world.sum")
         group = self.collectives
         if groups is not None:
@@ -270,8 +285,12 @@ class World(BatchRows, HintsAtAttributes):
         if value.device.type == "cpu":  # NCCL moves only what is on a GPU
             total = total.to(group.small_device)
         group.all_reduce(total.view(-1)).wait()
-        if groups is None:
-            elastic_islands.check_all_here(group, self.size)
+        if groups is None and group.comes_and_goes and group.size < self.size:
+            raise UsageError(
+                f"world.sum over {group.size} of {self.size} workers, since an elastic island is "
+                "away: divided by world.size it would be wrong. Use sw.Metrics, or world.gather, "
+                "which gives as many values as there are workers."
+            )
         return total.to(value.device)
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -370,7 +389,11 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
     it goes on; one of an earlier run is replaced. Raises ConfigError where it cannot be written.
     """
     world = current()
-    elastic_islands.check_timeline(world.collectives, Path(path))
+    if world.collectives.comes_and_goes:
+        raise ConfigError(
+            f"--timeline {path} and --elastic-islands cannot be had together: an island that is "
+            "back would begin the file anew. Leave one of them out."
+        )
     timeline_control.start(Path(path), world.collectives.status_server)
     if world.is_main and not world.settings.quiet:
         line = timeline_control.where(Path(path), world.collectives.status_server)

@@ -1,11 +1,11 @@
 """The islands of a host that may end and come back: the agent's side of them.
 
 launcher                    agent
-    serve ->                the desk of this host, and a server for the others
+    serve ->                the broker of this host, and a server for the others
     listen ->               where an island meets
     <- listening
     start_island ->         its ranks that are here run
-    <- came, back, who      what they bring and ask      (island_desk.py)
+    <- came, back, who      what they bring and ask      (broker.py)
     keep, fetch ->          what ranks of other hosts have brought
     <- fetched, unfetched
     settle, shut ->         what ranks get, and what is needed no longer
@@ -15,48 +15,64 @@ from __future__ import annotations
 
 import base64
 import os
-import selectors
 import socket
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
 from shardwise.errors import LaunchError
-from shardwise.launch.island_workers import IslandWorkers, allow_files
+from shardwise.islands.elastic import transfers
+from shardwise.islands.elastic.broker import Contribution, Delivery, HostBroker, Key
+from shardwise.islands.elastic.membership import ADMITS
+from shardwise.islands.elastic.workers import IslandWorkers, allow_files
 from shardwise.launch.local_workers import RankExit
-from shardwise.launch.ssh import protocol, transfers
+from shardwise.launch.signals import Signals
+from shardwise.launch.ssh import protocol
+from shardwise.launch.ssh.agent import Agent, main
 from shardwise.net import network
-from shardwise.net.island_desk import Contribution, Delivery, IslandDesk, Key
-from shardwise.net.island_membership import ADMITS
 
 LITTLE = 1 << 15
 """So many bytes travel through the launcher, which takes one way less than to be fetched."""
 
-RunPart = Callable[[int, dict[str, Any], Callable[..., IslandWorkers], socket.socket | None], None]
-"""Starts a part of the ranks of this host: see Agent."""
+TO_ISLANDS: protocol.Kinds = {
+    "serve": {"secret": str, "ranks": int, "islands": int},
+    "listen": {"island": int, "address": str},
+    "start_island": {"task": dict, "island": int, "count": int, "returns": bool},
+    "keep": {"rank": int, "number": int, "data": str},
+    "fetch": {"rank": int, "number": int, "address": str, "port": int},
+    "settle": {"deliveries": [dict], "dropped": [[int]]},
+    "shut": {"ranks": [int]},
+}
+
+FROM_ISLANDS: protocol.Kinds = {
+    "serving": {},
+    "listening": {"island": int, "port": int, "master_port": int},
+    "unstarted": {"island": int, "why": str},
+    "came": {
+        "rank": int,
+        "number": int,
+        "size": int,
+        "label": str,
+        "alone": bool,
+        "resumes": bool,
+        "data": (str, type(None)),
+    },
+    "back": {"rank": int},
+    "who": {"rank": int},
+    "fetched": {"rank": int, "number": int},
+    "unfetched": {"rank": int, "number": int, "why": str},
+}
+OF_A_RANK = ("came", "back", "who")
+"""Those of them that tell of a rank that runs there."""
 
 
-class AgentIslands:
-    """The desk of this host, its server, and where its islands meet.
+class IslandAgent(Agent):
+    """Also runs the broker of this host, its server, and the sockets at which islands meet."""
 
-    `send` tells the launcher, `run_part` starts ranks. `listener` is where other hosts connect,
-    `place` the address that they are told for it.
-    """
+    kinds: protocol.Kinds = {**protocol.TO_AGENT, **TO_ISLANDS}  # noqa: RUF012
 
-    def __init__(
-        self,
-        send: Callable[..., None],
-        selector: selectors.BaseSelector,
-        stack: ExitStack,
-        run_part: RunPart,
-    ) -> None:
-        self.listener: socket.socket | None = None
-        self.place: transfers.Address = ("", 0)
-        self._send = send
-        self._selector = selector
-        self._stack = stack
-        self._run_part = run_part
+    def __init__(self, signals: Signals, stack: ExitStack) -> None:
+        super().__init__(signals, stack)
         self._meetings: dict[int, list[socket.socket]] = {}
         """By island whose first rank is here: what listens for it, and a port that is kept."""
 
@@ -64,14 +80,14 @@ class AgentIslands:
 
     def on_serve(self, secret: str, ranks: int, islands: int) -> None:
         """Serve other hosts; `ranks` of `islands` islands are here."""
-        if self.listener is None:
+        if self._listener is None:
             raise protocol.ProtocolError("nothing is served before a check")
         allow_files(ranks, islands, kept=islands)
         known = secret.encode()
-        self._desk = IslandDesk(self._selector, self)
+        self._broker = HostBroker(self._selector, self)
         self._fetches = transfers.Fetches(self._selector, known, self._fetched, self._unfetched)
-        server = transfers.Server(self.listener, self.place, known, self._desk.copy)
-        for each in (self._desk, self._fetches, server):
+        server = transfers.Server(self._listener, self._place, known, self._broker.copy)
+        for each in (self._broker, self._fetches, server):
             self._stack.callback(each.close)
         self._stack.callback(self._forget_meetings)
         self._send("serving")
@@ -94,11 +110,11 @@ class AgentIslands:
 
             def ended(rank_exit: RankExit) -> None:
                 # What it still says must not come after its end: another life may have begun then.
-                self._desk.shut([rank_exit.end.rank])
+                self._broker.shut([rank_exit.end.rank])
                 left(rank_exit)
 
             sinks = [ended, saves]
-            made.append(IslandWorkers(*first, *sinks, link=self._desk.open, **about))
+            made.append(IslandWorkers(*first, *sinks, link=self._broker.open, **about))
             return made[0]
 
         meeting = self._meetings.get(island, [None])[0]
@@ -126,7 +142,7 @@ class AgentIslands:
         """A rank has come to an exchange, and waits."""
         data = None
         if what.size <= LITTLE or what.label.startswith(ADMITS):
-            data = base64.b64encode(self._desk.read(what.key)).decode()
+            data = base64.b64encode(self._broker.read(what.key)).decode()
         self._send("came", **asdict(what), data=data)
 
     def asks_back(self, rank: int) -> None:
@@ -141,7 +157,7 @@ class AgentIslands:
 
     def on_keep(self, rank: int, number: int, data: str) -> None:
         """Have what a rank elsewhere has brought."""
-        self._desk.write((rank, number), base64.b64decode(data))
+        self._broker.write((rank, number), base64.b64decode(data))
 
     def on_fetch(self, rank: int, number: int, address: str, port: int) -> None:
         """Fetch the same from the host that serves at an address."""
@@ -153,21 +169,25 @@ class AgentIslands:
         keys = [(rank, number) for rank, number in dropped]
         for key in keys:
             self._fetches.cancel(key)
-        self._desk.settle(
+        self._broker.settle(
             [replace(each, keys=[(rank, number) for rank, number in each.keys]) for each in found],
             keys,
         )
 
     def on_shut(self, ranks: list[int]) -> None:
         """Hear these ranks no longer."""
-        self._desk.shut(ranks)
+        self._broker.shut(ranks)
 
     def _fetched(self, key: Key, fd: int) -> None:
         if key[1] == transfers.NOTHING:
             os.close(fd)
         else:
-            self._desk.keep(key, fd)
+            self._broker.keep(key, fd)
         self._send("fetched", rank=key[0], number=key[1])
 
     def _unfetched(self, key: Key, why: str) -> None:
         self._send("unfetched", rank=key[0], number=key[1], why=why)
+
+
+if __name__ == "__main__":
+    main(IslandAgent)

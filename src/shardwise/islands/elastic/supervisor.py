@@ -18,13 +18,13 @@ from itertools import product
 from typing import Any, Protocol
 
 from shardwise.errors import LaunchError
+from shardwise.islands.elastic.exchanges import Exchanges
+from shardwise.islands.elastic.membership import Membership
 from shardwise.launch import failure_report
 from shardwise.launch.console import STDERR, STDOUT
-from shardwise.launch.island_hub import IslandHub
 from shardwise.launch.local_workers import RankExit
 from shardwise.launch.supervisor import SETTLE, UNEXPLAINED, Site, Supervisor
 from shardwise.net.error_file import ErrorReport
-from shardwise.net.island_membership import Membership
 from shardwise.net.restarts import STUCK, Ending, Restarts
 
 NEVER = math.inf
@@ -70,7 +70,7 @@ class IslandSupervisor(Supervisor):
 
     def __init__(self, *given: Any, count: int, size: int, restarts: Restarts, **more: Any) -> None:
         super().__init__(*given, **more)
-        self.hub = IslandHub(Membership(count=count, size=size), self._exchanged)
+        self.exchanges = Exchanges(Membership(count=count, size=size), self._exchanged)
         self._size = size
         self._restarts = restarts
         self.islands: list[IslandSite] = []
@@ -98,7 +98,7 @@ class IslandSupervisor(Supervisor):
 
     @property
     def _membership(self) -> Membership:
-        return self.hub.membership
+        return self.exchanges.membership
 
     @property
     def _away(self) -> set[int]:
@@ -137,7 +137,7 @@ class IslandSupervisor(Supervisor):
         super().left(rank_exit)
         if ended_well and not self._living(island):
             self._finished.add(island)
-            self.hub.lose(island)
+            self.exchanges.lose(island)
         self._end_unneeded()
 
     def not_started(self, ranks: Sequence[int]) -> None:
@@ -206,7 +206,7 @@ class IslandSupervisor(Supervisor):
             self._failures[island] = IslandFailure()
             self._outlived.discard(island)
             self._failing[island] = NEVER
-            self.hub.lose(island)
+            self.exchanges.lose(island)
 
     def _failed(self, island: int) -> None:
         """All ranks of `island` have ended: say so, and start it again where that is to be."""
@@ -242,7 +242,7 @@ class IslandSupervisor(Supervisor):
 
     def _next(self, island: int) -> tuple[bool, str]:
         """Whether `island` is started again, and what to say of it."""
-        if island not in self.hub.resuming:
+        if island not in self.exchanges.resuming:
             return False, "It does not come back: the script calls no engine.resume(folder)."
         if self._tries[island] == STUCK:
             return False, f"It does not come back: it has failed {STUCK} times on its way."
@@ -260,7 +260,7 @@ class IslandSupervisor(Supervisor):
             try:
                 self.islands[island] = self._start(island, True)
             except (LaunchError, OSError) as error:
-                self.hub.lose(island)
+                self.exchanges.lose(island)
                 comes, what_next = self._next(island)
                 why = str(error).removesuffix(".")
                 self.say(f"shardwise: island {island} could not start: {why}. {what_next}\n")

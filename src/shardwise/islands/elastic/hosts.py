@@ -12,25 +12,35 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import LaunchError
+from shardwise.islands.elastic import transfers
+from shardwise.islands.elastic.broker import Contribution, Key
+from shardwise.islands.elastic.exchanges import Broker
+from shardwise.islands.elastic.remote import (
+    IslandHost,
+    IslandRemoteHost,
+    RemoteBroker,
+    RemoteIsland,
+    here,
+)
+from shardwise.islands.elastic.supervisor import IslandSupervisor
 from shardwise.launch import failure_report
 from shardwise.launch.console import Console
-from shardwise.launch.island_hub import Desk
-from shardwise.launch.island_supervisor import IslandSupervisor
 from shardwise.launch.job import Job
 from shardwise.launch.signals import Signals
-from shardwise.launch.ssh import agents, command, transfers
+from shardwise.launch.ssh import agents, command
 from shardwise.launch.ssh.agents import START_LIMIT, Agents
 from shardwise.launch.ssh.command import SshOptions
-from shardwise.launch.ssh.remote_desk import RemoteDesk
-from shardwise.launch.ssh.remote_host import LAST_WAIT, RemoteHost
-from shardwise.launch.ssh.remote_island import IslandHost, RemoteIsland, here
-from shardwise.net.island_desk import Contribution, Key
+from shardwise.launch.ssh.remote_host import LAST_WAIT
 from shardwise.net.restarts import Ending, Restarts
 
 Pairs = Sequence[tuple[IslandHost, IslandHost]]
+
+AGENT = "shardwise.islands.elastic.agent"
+"""The module that runs on each host."""
 
 STALLED = 3.0
 """How many times the seconds of silence after which a host is lost a host may fail to fetch from
@@ -53,11 +63,13 @@ def once(
         grace=job.grace,
         joins=job.joins,
         hosts=agents.names(job.shares),
-        count=job.elastic_islands,
-        size=job.size // job.elastic_islands,
+        count=job.parts,
+        size=job.size // job.parts,
         restarts=restarts,
     )
-    with closing(supervisor), Agents(options, supervisor, console.err.lines) as started:
+    options = replace(options, agent=AGENT)
+    lines = console.err.lines
+    with closing(supervisor), Agents(options, supervisor, lines, IslandRemoteHost) as started:
         hosts = IslandHosts(job, options, console, supervisor, started)
         hosts.open()
         if supervisor.is_asked:
@@ -74,12 +86,12 @@ class IslandHosts:
         options: SshOptions,
         console: Console,
         supervisor: IslandSupervisor,
-        started: Agents,
+        started: Agents[IslandRemoteHost],
     ) -> None:
         self._job, self._options, self._console = job, options, console
         self._supervisor, self._agents = supervisor, started
-        self._hub = supervisor.hub
-        self._hub.transfers = self
+        self._exchanges = supervisor.exchanges
+        self._exchanges.transfers = self
         self._hosts: list[IslandHost] = []
         self._islands: dict[int, RemoteIsland] = {}
         supervisor.every_turn.append(self.go_on)
@@ -112,12 +124,12 @@ class IslandHosts:
         ready, job = host.remote.ready, self._job
         assert ready is not None
         place = ready["address"], ready["port"]
-        desk = RemoteDesk(host.remote.send, self._hub, place, self._stalled)
-        count = job.elastic_islands
+        broker = RemoteBroker(host.remote.send, self._exchanges, place, self._stalled)
+        count = job.parts
         host.remote.serve(
-            desk, self._supervisor, secret=job.secret, ranks=host.share.count, islands=count
+            broker, self._supervisor, secret=job.secret, ranks=host.share.count, islands=count
         )
-        self._hub.attach(desk, host.share.numbers)
+        self._exchanges.attach(broker, host.share.numbers)
 
     def _reaching(self, pairs: Pairs, until: float) -> Iterator[None]:
         """Wait until of each pair the one has fetched nothing from the other. Raises LaunchError
@@ -125,8 +137,8 @@ class IslandHosts:
         # Who serves many at once turns some of them away, who ask again.
         patient = time.monotonic() + PATIENT
         for one, other in pairs:
-            one.desk.forget_reached(other.share.first)
-            one.desk.fetch((other.share.first, transfers.NOTHING), other.desk)
+            one.broker.forget_reached(other.share.first)
+            one.broker.fetch((other.share.first, transfers.NOTHING), other.broker)
         try:
             while waiting := [pair for pair in pairs if not _has_reached(*pair)]:
                 for host in {host for pair in pairs for host in pair}:
@@ -137,13 +149,13 @@ class IslandHosts:
                 yield
         finally:
             for one, other in pairs:
-                one.desk.settle((), [(other.share.first, transfers.NOTHING)])
+                one.broker.settle((), [(other.share.first, transfers.NOTHING)])
 
     # -- islands --------------------------------------------------------------------------
 
     def start(self, island: int, returns: bool) -> RemoteIsland:
         """Start an island, as soon as all of its hosts are up."""
-        ranks = self._hub.membership.ranks(island)
+        ranks = self._exchanges.membership.ranks(island)
         hosts = [host for host in self._hosts if here(ranks, host)]
         made = RemoteIsland(island, ranks, hosts, self._supervisor, returns=returns)
         made.starts = self._starting(made)
@@ -156,14 +168,14 @@ class IslandHosts:
         address = yield from self._meeting(island)
         while not island.can_start:  # a host was lost meanwhile
             address = yield from self._meeting(island)
-        self._hub.link(island.ranks)
-        where: dict[str, Any] = dict(first.desk.meetings[number])
+        self._exchanges.link(island.ranks)
+        where: dict[str, Any] = dict(first.broker.meetings[number])
         for host in island.hosts:
             assert host.remote.ready is not None
             words = tuple(host.remote.ready["command"])
             task = job.task(host.share, words, self._console, address=address, **where)
-            host.desk.unstarted.pop(number, None)
-            about = {"island": number, "count": job.elastic_islands, "returns": island.returns}
+            host.broker.unstarted.pop(number, None)
+            about = {"island": number, "count": job.parts, "returns": island.returns}
             host.remote.start_island(task, here(island.ranks, host), **about)
 
     def _meeting(self, island: RemoteIsland) -> Generator[None, None, str]:
@@ -173,10 +185,10 @@ class IslandHosts:
             yield
         first, number = island.hosts[0], island.number
         assert first.remote.ready is not None
-        first.desk.meetings.pop(number, None)
+        first.broker.meetings.pop(number, None)
         address = str(first.remote.ready["address"])
         first.remote.send("listen", island=number, address=address)
-        while island.can_start and number not in first.desk.meetings:
+        while island.can_start and number not in first.broker.meetings:
             yield
         return address
 
@@ -219,8 +231,8 @@ class IslandHosts:
 
     def _replaced(self, host: IslandHost) -> Iterator[None]:
         """End the agent that is there, and wait as long as what it started takes to end."""
-        if host.remote.desk is not None:
-            self._hub.detach(host.remote.desk)
+        if host.remote.broker is not None:
+            self._exchanges.detach(host.remote.broker)
         host.remote.close()
         until = time.monotonic() + self._options.patience
         late = until + LAST_WAIT
@@ -240,7 +252,7 @@ class IslandHosts:
         agents.check(self._job, host.remote, remotes, listens=True)
         yield from _until(host, "ready", until)
         self._serve(host)
-        while not host.desk.serving:
+        while not host.broker.serving:
             _see_no_fault(host, until)
             yield
         pairs = [(host, other) for other in self._hosts if other.is_up]
@@ -248,37 +260,37 @@ class IslandHosts:
 
     # -- what ranks bring -----------------------------------------------------------------
 
-    def bring(self, what: Contribution, data: str | None, source: Desk, target: Desk) -> bool:
-        """Let `target` have what the desk `source` has, of which `data` is all where it is little.
-        Whether it has it at once."""
-        assert isinstance(source, RemoteDesk)
-        assert isinstance(target, RemoteDesk)
+    def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
+        """Copy a contribution from the broker `source` to `target`; `data` is all of it if it is
+        little. Return whether `target` has it at once."""
+        assert isinstance(source, RemoteBroker)
+        assert isinstance(target, RemoteBroker)
         if data is not None:
             target.keep(what.key, data)
         else:
             target.fetch(what.key, source)
         return data is not None
 
-    def _stalled(self, desk: RemoteDesk, key: Key, why: str) -> None:
-        """What is known by `key` could not be fetched at `desk`: after a while its host is taken
+    def _stalled(self, broker: RemoteBroker, key: Key, why: str) -> None:
+        """What is known by `key` could not be fetched at `broker`: after a while its host is taken
         for lost; the one where `key` is, if others cannot fetch from there either."""
-        if time.monotonic() - desk.stalls[key] < STALLED * self._options.patience:
+        if time.monotonic() - broker.stalls[key] < STALLED * self._options.patience:
             return
         up = [each for each in self._hosts if each.is_up and each.remote.fault is None]
-        host = next((each for each in up if each.desk is desk), None)
+        host = next((each for each in up if each.broker is broker), None)
         source = next((each for each in up if key[0] in each.share.numbers), None)
         if host is not None and source is not None:
             others = [each for each in up if each not in (host, source)]
             of_source = source.share.numbers
-            blames_source = any(each.desk.cannot_fetch(of_source) for each in others) and not any(
-                desk.cannot_fetch(each.share.numbers) for each in others
+            blames_source = any(each.broker.cannot_fetch(of_source) for each in others) and not any(
+                broker.cannot_fetch(each.share.numbers) for each in others
             )
             lost = source if blames_source else host
             lost.remote.give_up(_unreachable(host, source, why))
 
 
-def _serves(remote: RemoteHost) -> bool:
-    return remote.desk is not None and remote.desk.serving
+def _serves(remote: IslandRemoteHost) -> bool:
+    return remote.broker is not None and remote.broker.serving
 
 
 def _until(host: IslandHost, word: str, until: float) -> Iterator[None]:
@@ -297,16 +309,16 @@ def _see_no_fault(host: IslandHost, until: float) -> None:
 
 
 def _has_reached(one: IslandHost, other: IslandHost) -> bool:
-    return other.share.first in one.desk.reached
+    return other.share.first in one.broker.reached
 
 
 def _reason(one: IslandHost, other: IslandHost) -> str:
     """Why one host could not fetch from another one last; "" where nothing is known."""
-    return one.desk.unreached.get(other.share.first, "")
+    return one.broker.unreached.get(other.share.first, "")
 
 
 def _unreachable(one: IslandHost, other: IslandHost, why: str = "") -> str:
-    address, port = other.desk.place
+    address, port = other.broker.place
     return (
         f"{one.name} cannot fetch from {other.name}, at port {port} of {address}: "
         f"{why or _reason(one, other)}. Elastic islands send what they exchange from host to host: "

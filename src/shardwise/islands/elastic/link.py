@@ -19,9 +19,8 @@ from typing import Any
 from weakref import WeakSet
 
 from shardwise.errors import CheckpointNotWritten, CollectiveError, UsageError
-from shardwise.net.island_desk import LONGEST, TOO_MANY
-from shardwise.net.island_membership import admission
-from shardwise.net.island_place import IslandPlace
+from shardwise.islands.elastic.broker import LONGEST, TOO_MANY
+from shardwise.islands.elastic.membership import IslandPlace, admission
 from shardwise.watch.wait_graph import named
 
 PATIENCE = 2

@@ -1,4 +1,4 @@
-"""Serves the links to the ranks of one host whose islands may end: what they bring, what they get.
+"""Brokers between the ranks of one host whose islands may end: what they bring, what they get.
 
     rank  ─▶ {"come": label, ...} + a file in memory                  what it brings
     rank  ─▶ {"back": true}                                           it asks to be let in
@@ -36,7 +36,7 @@ TOO_MANY = (
 """What there is to say where a file in memory does not arrive."""
 
 Key = tuple[int, int]
-"""The rank that has brought something, and which number that has at the desk of its host."""
+"""The rank that has brought something, and which number that has at the broker of its host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Delivery:
 
 
 class Customers(Protocol):
-    """Who hears of what ranks bring and ask: the hub, or an agent that passes it on to one."""
+    """Receives what ranks bring and ask: the exchanges, or an agent that passes it on."""
 
     def came(self, what: Contribution) -> None:
         """A rank has come to an exchange, and waits."""
@@ -80,7 +80,7 @@ class Customers(Protocol):
         """`rank` asks for whom it waits."""
 
 
-class IslandDesk:
+class HostBroker:
     """The links to the ranks of this host, in the event loop of `selector`, and the files that
     ranks of all hosts have brought, as far as they are needed here."""
 
@@ -92,7 +92,7 @@ class IslandDesk:
         self._lock = Lock()
         """Guards the files: another thread sends them to other hosts."""
         self._numbers = count(1 + secrets.randbits(40))
-        """Others than those of an earlier desk of this host, of whose some may still be told."""
+        """Others than those of an earlier broker of this host, of whose some may still be told."""
 
     def open(self, rank: int) -> socket.socket:
         """A new link to `rank`; returns the rank's end, which it is to inherit."""
@@ -116,7 +116,7 @@ class IslandDesk:
         self.settle((), list(self._files))
 
     def keep(self, key: Key, fd: int) -> None:
-        """Have what is known by `key`: the file `fd`, which is this desk's from now on."""
+        """Have what is known by `key`: the file `fd`, which is this broker's from now on."""
         with self._lock:
             self._files[key] = fd
 

@@ -1,7 +1,7 @@
 """Leads the exchanges between elastic islands: who takes part, and where what they bring has to be.
 
-    desk of a host ─▶ a rank came with this ─▶ the desks of those who get it have it ─▶ it is here
-                   ◀─ all are here: give these ranks that                  (island_membership.py)
+    a host's broker ─▶ a rank came with this ─▶ its readers' brokers have it ─▶ it is here
+                    ◀─ all are here: give these ranks that                  (membership.py)
 
 A rank counts as come once all hosts have what it brings that will need it. So when an exchange is
 complete, its answers can be given everywhere, whichever host ends meanwhile: there is none that has
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardwise.net.island_desk import Contribution, Delivery, Key
-from shardwise.net.island_membership import Answer, Arrival, Membership
+from shardwise.islands.elastic.broker import Contribution, Delivery, Key
+from shardwise.islands.elastic.membership import Answer, Arrival, Membership
 
 
-class Desk(Protocol):
-    """The links of one host: an IslandDesk here, or one on another host."""
+class Broker(Protocol):
+    """The links of one host: an HostBroker here, or one on another host."""
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
         """Give ranks what is for them, and then forget what is known by the keys `dropped`."""
@@ -32,53 +32,55 @@ class Desk(Protocol):
 class Transfers(Protocol):
     """Moves what is brought between hosts."""
 
-    def bring(self, what: Contribution, data: str | None, source: Desk, target: Desk) -> bool:
-        """Let `target` have what the desk `source` has, of which `data` is all where it is little.
-        Whether it has it at once; else `IslandHub.fetched` is called when it has."""
+    def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
+        """Copy a contribution from the broker `source` to `target`; `data` is all of it if it is
+        little. Return whether `target` has it at once; else `Exchanges.fetched` is called later."""
 
 
 @dataclass
 class _Held:
-    """What a rank has brought: at which desks it is, and at which it is wanted. `counts`: the rank
-    has come."""
+    """What a rank has brought, the brokers that have it, and those that want it.
+
+    `counts` says whether the rank has come.
+    """
 
     what: Contribution
-    there: set[Desk]
-    wanted: set[Desk]
+    there: set[Broker]
+    wanted: set[Broker]
     counts: bool = False
 
 
-class IslandHub:
-    """The exchanges of `membership` over the desks of all hosts.
+class Exchanges:
+    """The exchanges of `membership` over the brokers of all hosts.
 
     `answered` is called after an exchange, with the numbers of the islands that took part;
-    `transfers` move what is brought from desk to desk, None where there is one.
+    `transfers` move what is brought from broker to broker, None where there is one.
     """
 
     def __init__(self, membership: Membership, answered: Callable[[Sequence[int]], None]) -> None:
         self.membership = membership
         self.transfers: Transfers | None = None
         self._answered = answered
-        self._desks: dict[int, Desk] = {}
+        self._brokers: dict[int, Broker] = {}
         self._held: dict[int, _Held] = {}
         self.resuming: set[int] = set()
         """The islands that go on from a checkpoint when they are started again."""
         self._linked: set[int] = set()
         """The ranks that are heard."""
 
-    # -- desks and ranks ------------------------------------------------------------------
+    # -- brokers and ranks ------------------------------------------------------------------
 
-    def attach(self, desk: Desk, ranks: Iterable[int]) -> None:
-        """The links of `ranks` are those of `desk`."""
-        self._desks |= dict.fromkeys(ranks, desk)
+    def attach(self, broker: Broker, ranks: Iterable[int]) -> None:
+        """The links of `ranks` are those of `broker`."""
+        self._brokers |= dict.fromkeys(ranks, broker)
 
-    def detach(self, desk: Desk) -> None:
-        """The host of `desk` is lost, whose islands take part no longer: nothing is wanted there
+    def detach(self, broker: Broker) -> None:
+        """The host of `broker` is lost, whose islands take part no longer: nothing is wanted there
         any more."""
-        self._desks = {rank: each for rank, each in self._desks.items() if each is not desk}
+        self._brokers = {rank: each for rank, each in self._brokers.items() if each is not broker}
         for held in list(self._held.values()):
-            held.there.discard(desk)
-            held.wanted.discard(desk)
+            held.there.discard(broker)
+            held.wanted.discard(broker)
             self._count(held)
 
     def link(self, ranks: Iterable[int]) -> None:
@@ -90,14 +92,14 @@ class IslandHub:
         ranks = self.membership.ranks(island)
         self._linked.difference_update(ranks)
         for rank in ranks:
-            if (desk := self._desks.get(rank)) is not None:
-                desk.shut([rank])
+            if (broker := self._brokers.get(rank)) is not None:
+                broker.shut([rank])
         self._settle((), ranks)
         self._answer(self.membership.lose(island))
         for held in list(self._held.values()):
             unread = held.wanted - self._readers(held.what)
-            for desk in unread:
-                desk.settle((), [held.what.key])
+            for broker in unread:
+                broker.settle((), [held.what.key])
             held.wanted -= unread
             self._count(held)
 
@@ -106,26 +108,26 @@ class IslandHub:
     def came(self, what: Contribution, data: str | None = None) -> None:
         """A rank has come to an exchange; `data` is what it brings, where that is little and to go
         to other hosts."""
-        desk = self._desks[what.rank]
+        broker = self._brokers[what.rank]
         if what.rank not in self._linked:  # its island was lost meanwhile
-            desk.settle((), [what.key])
+            broker.settle((), [what.key])
             return
         if what.resumes:
             self.resuming.add(what.rank // self.membership.size)
         self._settle((), [what.rank])
-        held = _Held(what, {desk}, self._readers(what) - {desk})
+        held = _Held(what, {broker}, self._readers(what) - {broker})
         self._held[what.rank] = held
         for other in list(held.wanted):
-            assert self.transfers is not None, "ranks are at several desks"
-            if self.transfers.bring(what, data, desk, other):
+            assert self.transfers is not None, "ranks are at several brokers"
+            if self.transfers.bring(what, data, broker, other):
                 self._has(held, other)
         self._count(held)
 
-    def fetched(self, desk: Desk, key: Key) -> None:
-        """`desk` has what is known by `key` now."""
+    def fetched(self, broker: Broker, key: Key) -> None:
+        """`broker` has what is known by `key` now."""
         held = self._held.get(key[0])
-        if held is not None and held.what.key == key and desk in held.wanted:
-            self._has(held, desk)
+        if held is not None and held.what.key == key and broker in held.wanted:
+            self._has(held, broker)
             self._count(held)
 
     def asks_back(self, rank: int) -> None:
@@ -139,7 +141,7 @@ class IslandHub:
             missing = self._missing(rank)
             fresh = {each for each in missing if self.membership.is_fresh(each)}
             words = {"missing": missing, "loads": fresh == set(missing)}
-            self._desks[rank].settle([Delivery(rank=rank, words=words)], ())
+            self._brokers[rank].settle([Delivery(rank=rank, words=words)], ())
 
     def _missing(self, rank: int) -> list[int]:
         held = self._held.get(rank)
@@ -148,16 +150,16 @@ class IslandHub:
         if held.counts:
             return self.membership.missing(rank)
         readers = self.membership.readers(rank, held.what.label)
-        return [each for each in readers if self._desks.get(each) in held.wanted]
+        return [each for each in readers if self._brokers.get(each) in held.wanted]
 
-    def _readers(self, what: Contribution) -> set[Desk]:
-        """The desks of those who get `what`."""
+    def _readers(self, what: Contribution) -> set[Broker]:
+        """The brokers of those who get `what`."""
         readers = self.membership.readers(what.rank, what.label)
-        return {self._desks[rank] for rank in readers if rank in self._desks}
+        return {self._brokers[rank] for rank in readers if rank in self._brokers}
 
-    def _has(self, held: _Held, desk: Desk) -> None:
-        held.wanted.discard(desk)
-        held.there.add(desk)
+    def _has(self, held: _Held, broker: Broker) -> None:
+        held.wanted.discard(broker)
+        held.there.add(broker)
 
     def _count(self, held: _Held) -> None:
         """Let who has brought this be here, once it is wherever it is wanted."""
@@ -177,16 +179,16 @@ class IslandHub:
 
     def _settle(self, answers: Sequence[Answer], ranks: Iterable[int]) -> None:
         """Give `answers`, and forget everywhere what `ranks` have brought."""
-        given: dict[Desk, list[Delivery]] = defaultdict(list)
-        dropped: dict[Desk, list[Key]] = defaultdict(list)
+        given: dict[Broker, list[Delivery]] = defaultdict(list)
+        dropped: dict[Broker, list[Key]] = defaultdict(list)
         for answer in answers:
             keys = [self._held[source].what.key for source in answer.sources]
             delivery = Delivery(rank=answer.rank, words=answer.words, keys=keys)
-            if (desk := self._desks.get(answer.rank)) is not None:
-                given[desk].append(delivery)
+            if (broker := self._brokers.get(answer.rank)) is not None:
+                given[broker].append(delivery)
         for rank in ranks:
             if (held := self._held.pop(rank, None)) is not None:
-                for desk in held.there | held.wanted:
-                    dropped[desk].append(held.what.key)
-        for desk in dict.fromkeys([*given, *dropped]):
-            desk.settle(given[desk], dropped[desk])
+                for broker in held.there | held.wanted:
+                    dropped[broker].append(held.what.key)
+        for broker in dict.fromkeys([*given, *dropped]):
+            broker.settle(given[broker], dropped[broker])

@@ -10,17 +10,19 @@ from contextlib import closing
 from itertools import count
 from pathlib import Path
 
-from shardwise.config import BESIDE_ELASTIC, values
+from shardwise.config import values
 from shardwise.errors import LaunchError
+from shardwise.islands.elastic import hosts
+from shardwise.islands.elastic.broker import HostBroker
+from shardwise.islands.elastic.membership import DELAYS
+from shardwise.islands.elastic.supervisor import IslandSupervisor
+from shardwise.islands.elastic.workers import IslandWorkers, allow_files
 from shardwise.launch.console import Console
-from shardwise.launch.island_supervisor import IslandSupervisor
-from shardwise.launch.island_workers import IslandWorkers, allow_files
 from shardwise.launch.job import Job
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.signals import Signals
 from shardwise.net import network
 from shardwise.net.hosts import LOOPBACK
-from shardwise.net.island_desk import IslandDesk
 from shardwise.net.restarts import Ending, Restarts
 
 MOST = 253
@@ -32,10 +34,10 @@ def once(
 ) -> Ending:
     """Start all islands, and watch them to the end of the run; islands that are started again count
     among `restarts`."""
-    allow_files(job.size, job.elastic_islands)
+    allow_files(job.size, job.parts)
     address = LOOPBACK if job.interface is None else network.address_of_interface(job.interface)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
-    size = job.size // job.elastic_islands
+    size = job.size // job.parts
     with OrphanReaper(folder) as reaper, network.reserve_port(address) as spare:
         supervisor = IslandSupervisor(
             console,
@@ -43,18 +45,18 @@ def once(
             signals,
             grace=job.grace,
             joins=job.joins,
-            count=job.elastic_islands,
+            count=job.parts,
             size=size,
             restarts=restarts,
         )
         sinks = supervisor.hear, supervisor.left, supervisor.saves_first
-        desk = IslandDesk(supervisor.selector, supervisor.hub)
-        supervisor.hub.attach(desk, range(job.size))
+        broker = HostBroker(supervisor.selector, supervisor.exchanges)
+        supervisor.exchanges.attach(broker, range(job.size))
         numbers = count()
 
         def link(rank: int) -> socket.socket:
-            supervisor.hub.link([rank])
-            return desk.open(rank)
+            supervisor.exchanges.link([rank])
+            return broker.open(rank)
 
         def start(island: int, returns: bool) -> IslandWorkers:
             own = folder / f"start-{next(numbers)}"
@@ -71,7 +73,7 @@ def once(
                     supervisor.selector,
                     *sinks,
                     island=island,
-                    count=job.elastic_islands,
+                    count=job.parts,
                     link=link,
                     returns=returns,
                 )
@@ -82,7 +84,7 @@ def once(
                     raise
             return workers
 
-        with closing(supervisor), closing(desk):
+        with closing(supervisor), closing(broker):
             ending = supervisor.watch_islands(start)
         for workers in [*supervisor.ended, *supervisor.islands]:
             workers.release()
@@ -102,20 +104,16 @@ def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, di
             "exchange passes on a file each, since Linux takes no more at once."
         )
     if size % islands:
+        fits = [str(each) for each in range(2, size + 1) if size % each == 0]
         raise LaunchError(
             f"--islands {islands} does not divide {size} workers: islands are of one size. Write "
-            f"--islands with one of {', '.join(_divisors(size))}."
+            f"--islands with one of {', '.join(fits)}."
         )
     for name, is_off in (("behind", ""), ("late", "0")):
         value = settings.get(name, is_off)
         if value != is_off:
-            raise LaunchError(BESIDE_ELASTIC.format(given=f"--{name} {value}"))
+            raise LaunchError(DELAYS.format(given=f"--{name} {value}"))
     return islands, {**settings, "islands": str(islands)}
-
-
-def _divisors(size: int) -> list[str]:
-    """The numbers of islands that so many workers can make."""
-    return [str(each) for each in range(2, size + 1) if size % each == 0]
 
 
 def _count(counts: Sequence[int], text: str) -> int:
@@ -135,3 +133,14 @@ def _count(counts: Sequence[int], text: str) -> int:
             f"--elastic-islands with --islands {text}: say how many islands there are, 2 or more, "
             "such as --islands 2; or host, for one on each of several hosts (-H, --hostfile)."
         ) from None
+
+
+class _Runner:
+    """Runs jobs of elastic islands for the launcher, see `launch.job.PartRunner`."""
+
+    checked = staticmethod(checked)
+    on_one_host = staticmethod(once)
+    on_many_hosts = staticmethod(hosts.once)
+
+
+RUNNER = _Runner()

@@ -19,14 +19,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from shardwise.comm import island_link
-from shardwise.comm.island_link import IslandLink
 from shardwise.errors import CollectiveError, LaunchError
-from shardwise.launch.island_hub import Desk, IslandHub
-from shardwise.launch.island_workers import allow_files
-from shardwise.net.island_desk import Contribution, Delivery, IslandDesk, Key
-from shardwise.net.island_membership import Membership
-from shardwise.net.island_place import IslandPlace
+from shardwise.islands.elastic import link as island_link
+from shardwise.islands.elastic.broker import Contribution, Delivery, HostBroker, Key
+from shardwise.islands.elastic.exchanges import Broker, Exchanges
+from shardwise.islands.elastic.link import IslandLink
+from shardwise.islands.elastic.membership import IslandPlace, Membership
+from shardwise.islands.elastic.workers import allow_files
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -45,16 +44,16 @@ def no_more_files() -> Iterator[None]:
 
 
 class Hub:
-    """A hub of two islands of a rank each, and the ranks' ends."""
+    """A exchanges of two islands of a rank each, and the ranks' ends."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.answered: list[Sequence[int]] = []
-        self.hub = IslandHub(Membership(count=2, size=1), self.answered.append)
-        self.desk = IslandDesk(self.selector, self.hub)
-        self.hub.attach(self.desk, range(2))
-        self.hub.link(range(2))
-        self.ends = [self.desk.open(rank) for rank in range(2)]
+        self.exchanges = Exchanges(Membership(count=2, size=1), self.answered.append)
+        self.broker = HostBroker(self.selector, self.exchanges)
+        self.exchanges.attach(self.broker, range(2))
+        self.exchanges.link(range(2))
+        self.ends = [self.broker.open(rank) for rank in range(2)]
 
     def bring(self, *ranks: int) -> None:
         """These ranks come to an exchange."""
@@ -77,14 +76,14 @@ class Hub:
                 key.data()
 
     def close(self) -> None:
-        self.desk.close()
+        self.broker.close()
         self.selector.close()
         for end in self.ends:
             end.close()
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def exchanges() -> Iterator[Hub]:
     with closing(Hub()) as made:
         yield made
 
@@ -98,70 +97,72 @@ def refuse(*given: Any) -> NoReturn:
     raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
 
 
-def test_each_gets_what_the_other_has_brought(hub: Hub) -> None:
-    hub.bring(0, 1)
-    hub.turn()
-    assert hub.answered == [(0, 1)]
-    with closing(link_of(hub.ends[0])) as link:
+def test_each_gets_what_the_other_has_brought(exchanges: Hub) -> None:
+    exchanges.bring(0, 1)
+    exchanges.turn()
+    assert exchanges.answered == [(0, 1)]
+    with closing(link_of(exchanges.ends[0])) as link:
         found = link._received(5.0)
     assert found is not None
     assert (found[0]["islands"], found[1]) == ([0, 1], [b"1"])
 
 
-def test_a_rank_that_has_just_ended_is_sent_nothing(hub: Hub) -> None:
-    hub.bring(0, 1)
-    hub.ends[1].close()
-    hub.turn()
-    assert hub.answered == [(0, 1)]
+def test_a_rank_that_has_just_ended_is_sent_nothing(exchanges: Hub) -> None:
+    exchanges.bring(0, 1)
+    exchanges.ends[1].close()
+    exchanges.turn()
+    assert exchanges.answered == [(0, 1)]
 
 
-def test_the_launcher_has_no_file_left(hub: Hub) -> None:
-    hub.bring(0)
+def test_the_launcher_has_no_file_left(exchanges: Hub) -> None:
+    exchanges.bring(0)
     words = "What rank 0 brings cannot be opened: there are too many open files"
     with no_more_files(), pytest.raises(LaunchError, match=words):
-        hub.turn()
+        exchanges.turn()
 
 
-def test_the_launcher_cannot_pass_on(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub.bring(0, 1)
+def test_the_launcher_cannot_pass_on(exchanges: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges.bring(0, 1)
     monkeypatch.setattr(socket, "send_fds", refuse)
     words = r"cannot be passed on to rank 0 \(Too many references: .*\): there are too many"
     with pytest.raises(LaunchError, match=words):
-        hub.turn()
+        exchanges.turn()
 
 
-def test_a_rank_has_no_file_left(hub: Hub) -> None:
-    hub.bring(0, 1)
-    hub.turn()
+def test_a_rank_has_no_file_left(exchanges: Hub) -> None:
+    exchanges.bring(0, 1)
+    exchanges.turn()
     words = "Rank 0 cannot open what islands bring: there are too many open files"
     with (
-        closing(link_of(hub.ends[0])) as link,
+        closing(link_of(exchanges.ends[0])) as link,
         no_more_files(),
         pytest.raises(CollectiveError, match=words),
     ):
         link._received(5.0)
 
 
-def test_a_rank_cannot_bring(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_cannot_bring(exchanges: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "send_fds", refuse)
     words = r"Rank 0 cannot reach the launcher \(Too many references: "
     with (
-        closing(link_of(hub.ends[0])) as link,
+        closing(link_of(exchanges.ends[0])) as link,
         pytest.raises(CollectiveError, match=words),
     ):
         link.exchange("a barrier", b"")
 
 
-def test_one_that_is_back_may_load_for_long(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_back_may_load_for_long(
+    exchanges: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others wait ten times as long for it, and no longer."""
     monkeypatch.setattr(island_link, "LAST", 0.05)
-    hub.hub.membership.fresh.add(1)
-    answering = Thread(target=hub.answer_for, args=[1.2])
+    exchanges.exchanges.membership.fresh.add(1)
+    answering = Thread(target=exchanges.answer_for, args=[1.2])
     answering.start()
     began = time.monotonic()
     words = r"Rank 0 has waited 1 s in a barrier for rank 1 of another island"
     with (
-        closing(link_of(hub.ends[0], timeout=0.05)) as link,
+        closing(link_of(exchanges.ends[0], timeout=0.05)) as link,
         pytest.raises(CollectiveError, match=words),
     ):
         link.exchange("a barrier", b"")
@@ -169,10 +170,10 @@ def test_one_that_is_back_may_load_for_long(hub: Hub, monkeypatch: pytest.Monkey
     answering.join()
 
 
-def test_a_rank_that_is_left_out(hub: Hub) -> None:
-    hub.hub.lose(0)
+def test_a_rank_that_is_left_out(exchanges: Hub) -> None:
+    exchanges.exchanges.lose(0)
     with (
-        closing(link_of(hub.ends[0])) as link,
+        closing(link_of(exchanges.ends[0])) as link,
         pytest.raises(CollectiveError, match="Island 0 is left out by the launcher"),
     ):
         link.exchange("a barrier", b"")
@@ -194,7 +195,7 @@ def test_open_files_of_a_run(monkeypatch: pytest.MonkeyPatch, hard: int, soft: i
 
 
 class Elsewhere:
-    """A desk on another host, with what it holds; what it is to do is done in its order, later."""
+    """A broker on another host, with what it holds; it does what it is told later, in order."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -225,13 +226,13 @@ class Cluster:
     def __init__(self, draw: random.Random, hosts: Sequence[Sequence[int]], islands: int) -> None:
         self.draw = draw
         self.islands = islands
-        self.hub = IslandHub(Membership(count=islands, size=2), lambda found: None)
-        self.hub.transfers = self
-        self.desks = [Elsewhere(number) for number in range(len(hosts))]
+        self.exchanges = Exchanges(Membership(count=islands, size=2), lambda found: None)
+        self.exchanges.transfers = self
+        self.brokers = [Elsewhere(number) for number in range(len(hosts))]
         self.home = {rank: number for number, ranks in enumerate(hosts) for rank in ranks}
-        for desk, ranks in zip(self.desks, hosts, strict=True):
-            self.hub.attach(desk, ranks)
-        self.hub.link(self.home)
+        for broker, ranks in zip(self.brokers, hosts, strict=True):
+            self.exchanges.attach(broker, ranks)
+        self.exchanges.link(self.home)
         self.fetches: list[tuple[Elsewhere, Key, Elsewhere]] = []
         self.lost: set[int] = set()
         self.numbers = count(1)
@@ -239,7 +240,7 @@ class Cluster:
         self.waiting: set[int] = set()
         self.learned: dict[int, list[list[int]]] = {rank: [] for rank in self.home}
 
-    def bring(self, what: Contribution, data: str | None, source: Desk, target: Desk) -> bool:
+    def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
         assert isinstance(source, Elsewhere)
         assert isinstance(target, Elsewhere)
         assert what.key in source.held
@@ -260,39 +261,39 @@ class Cluster:
             resumes=False,
         )
         self.waiting.add(rank)
-        self.desks[self.home[rank]].held.add(what.key)
-        self.hub.came(what, "" if self.draw.random() < 0.5 else None)
+        self.brokers[self.home[rank]].held.add(what.key)
+        self.exchanges.came(what, "" if self.draw.random() < 0.5 else None)
 
     def lose(self, islands: set[int]) -> None:
         """The ranks of `islands` have ended."""
         self.living -= islands
         for island in islands:
-            self.hub.lose(island)
-            self.waiting.difference_update(self.hub.membership.ranks(island))
+            self.exchanges.lose(island)
+            self.waiting.difference_update(self.exchanges.membership.ranks(island))
 
     def lose_host(self, number: int) -> None:
         """A host is gone, with the islands that have ranks there."""
         self.lost.add(number)
         self.lose({rank // 2 for rank, home in self.home.items() if home == number} & self.living)
-        self.hub.detach(self.desks[number])
+        self.exchanges.detach(self.brokers[number])
 
     def turn(self) -> None:
         """One of the things that are on their way arrives."""
-        ready = [desk for desk in self.desks if desk.orders and desk.number not in self.lost]
+        ready = [each for each in self.brokers if each.orders and each.number not in self.lost]
         if self.fetches and (not ready or self.draw.random() < 0.5):
             target, key, source = self.fetches.pop(self.draw.randrange(len(self.fetches)))
             gone = self.lost & {target.number, source.number}
             if not gone and key not in target.dropped and key in source.held:
                 target.held.add(key)
-                self.hub.fetched(target, key)
+                self.exchanges.fetched(target, key)
         elif ready:
-            desk = self.draw.choice(ready)
-            desk.orders.popleft()()
-            for delivery in desk.given:
+            broker = self.draw.choice(ready)
+            broker.orders.popleft()()
+            for delivery in broker.given:
                 if delivery.rank // 2 in self.living:
                     self.learned[delivery.rank].append(delivery.words["islands"])
                     self.waiting.discard(delivery.rank)
-            desk.given.clear()
+            broker.given.clear()
 
 
 HOSTS = (
@@ -333,8 +334,8 @@ def test_whatever_is_lost_when_all_learn_the_same(seed: int) -> None:
             others = [found.learned[r][number] for r in alike if number < len(found.learned[r])]
             assert others == [islands] * len(others)
     found.lose(set(found.living))
-    while found.fetches or any(d.orders for d in found.desks if d.number not in found.lost):
+    while found.fetches or any(d.orders for d in found.brokers if d.number not in found.lost):
         found.turn()
-    assert [desk.held for desk in found.desks if desk.number not in found.lost] == [set()] * (
-        len(found.desks) - len(found.lost)
-    )
+    left = [broker for broker in found.brokers if broker.number not in found.lost]
+    assert all(broker.held == set() for broker in left)
+    assert len(left) == len(found.brokers) - len(found.lost)

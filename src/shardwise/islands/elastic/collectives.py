@@ -3,27 +3,32 @@
     ElasticRun     all ranks:  inside the island over its own transport, between over IslandLink
     ElasticPeers   the ranks of equal place in the islands, over IslandLink alone
 
-Each call is one exchange (net/island_membership.py), so an island that ends is in the result for
+Each call is one exchange (membership.py), so an island that ends is in the result for
 all the others, or for none of them. `rank` and `size` are those of who takes part now.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Collectives, Cuts, Handle, check_groups
-from shardwise.comm.island_link import Bytes, IslandLink, IslandsChanged
+from shardwise.comm import OnMeeting, connect
+from shardwise.comm.base import Collectives, Cuts, GroupRanks, Handle, check_groups
 from shardwise.comm.ordered_sums import PLAIN, Sum
+from shardwise.config import Settings
 from shardwise.errors import CollectiveError, ConfigError, UsageError
+from shardwise.islands.elastic import membership
+from shardwise.islands.elastic.link import Bytes, IslandLink, IslandsChanged
+from shardwise.islands.elastic.membership import BEGINS, BOUNDARY, ranks_here
 from shardwise.net import authentication
-from shardwise.net.island_membership import BEGINS, BOUNDARY
+from shardwise.net.identity import Identity
 
 T = TypeVar("T")
 
@@ -187,6 +192,9 @@ class ElasticRun(_OverLink):
         """Whether this rank speaks for the run."""
         return not self.is_outside and self.rank == 0
 
+    def watch_members(self, changed: Callable[[], None]) -> None:
+        self.link.changed = changed
+
     def begin(self) -> None:
         """All have come to train, from equal weights: from now on an island may end."""
         self.link.exchange(f"{BEGINS} of training", b"")
@@ -280,45 +288,41 @@ def _tensor(data: Bytes, like: Tensor) -> Tensor:
     return torch.frombuffer(whole, dtype=torch.uint8).view(like.dtype)
 
 
-# -- what cannot be had -----------------------------------------------------------------------
+def join(
+    identity: Identity,
+    device: torch.device,
+    settings: Settings,
+    on_meeting: OnMeeting | None,
+) -> Collectives:
+    """Join the other ranks of this rank's island, and over the launcher all islands.
 
-
-def check_inside(group: Collectives, call: str) -> None:
-    """Raise UsageError for a `call` over all ranks while the others go on without this island,
-    which comes back in engine.resume."""
-    if group.is_outside:
-        raise UsageError(
-            f"{call} before engine.resume(folder), in an island that comes back: the others go on "
-            "without it until then, and would not come. Call it after."
-        )
-
-
-def check_all_here(group: Collectives, size: int) -> None:
-    """Raise UsageError for a sum that is not of all `size` workers, by whom it may be divided."""
-    if group.comes_and_goes and group.size < size:
-        raise UsageError(
-            f"world.sum over {group.size} of {size} workers, since an elastic island is away: "
-            "divided by world.size it would be wrong. Use sw.Metrics, or world.gather, which gives "
-            "as many values as there are workers."
-        )
-
-
-def given(gathered: Sequence[tuple[T] | None], source: int) -> T:
-    """What rank `source` has given, of what all have. Raises UsageError where none has."""
-    for held in gathered:
-        if held is not None:
-            return held[0]
-    raise UsageError(
-        f"world.broadcast_object(source={source}) has nothing to give: there is no such rank, or "
-        "its elastic island has ended. Broadcast from rank 0, whose place the first of the others "
-        "takes."
-    )
-
-
-def check_timeline(group: Collectives, path: Path) -> None:
-    """Raise ConfigError for a timeline of elastic islands."""
-    if group.comes_and_goes:
+    `shardwise.init` calls it in the place of `comm.connect`, since workers.py names it in the
+    environment. Raises ConfigError if the script has another number of islands than the launcher.
+    """
+    place = membership.read(os.environ)
+    assert place is not None, "the launcher gives the place with the name of this function"
+    if place.count != settings.islands:
         raise ConfigError(
-            f"--timeline {path} and --elastic-islands cannot be had together: an island that is "
-            "back would begin the file anew. Leave one of them out."
+            f"shardwise run --elastic-islands was told of {place.count} islands, and here they are "
+            f"{settings.islands}: give --islands there, and nothing else that overrides it."
         )
+    island = range(place.first, place.first + place.size)
+    here = ranks_here(island, identity.rank - identity.local_rank, identity.local_size)
+    alone = replace(
+        identity,
+        rank=island.index(identity.rank),
+        size=place.size,
+        local_rank=here.index(identity.rank),
+        local_size=len(here),
+    )
+    group = connect(
+        alone,
+        device,
+        settings.timeout,
+        settings.transport,
+        settings.rendezvous,
+        on_meeting,
+        of_run=GroupRanks(tuple(island), identity.size, place.first),
+    )
+    link = IslandLink(place, identity.rank, settings.timeout, settings.warn_after)
+    return ElasticRun(group, link)

@@ -10,22 +10,25 @@ the weights of all are the anchor.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shardwise.comm import ElasticRun
-from shardwise.engine.checkpoint_saver import CheckpointSaver
-from shardwise.engine.engine_state import EngineState
 from shardwise.errors import ConfigError
+from shardwise.islands.anchor import Anchor
+from shardwise.islands.elastic.collectives import ElasticRun
 from shardwise.world.current_batch import Batch
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine_state import EngineState
 
 
 class Checkpoints(Protocol):
     """What of an engine's checkpoints is needed here."""
 
-    saver: CheckpointSaver
+    def leave_folder(self) -> None:
+        """Give up the claim to the folder, since another rank leads from now on."""
 
     def save_for_return(self) -> dict[str, Any] | None:
         """Save where the user does; what who comes back is to know, None where that failed."""
@@ -35,9 +38,19 @@ class Checkpoints(Protocol):
 
 
 class IslandReturns:
-    """Islands of an elastic `run` that come back to an engine, and this one where it does."""
+    """Lets islands of an elastic `run` come back to an engine, and this island to the others.
 
-    def __init__(self, state: EngineState, checkpoints: Checkpoints, run: ElasticRun) -> None:
+    `anchor` returns the anchor of the present layout.
+    """
+
+    def __init__(
+        self,
+        state: EngineState,
+        checkpoints: Checkpoints,
+        run: ElasticRun,
+        anchor: Callable[[], Anchor],
+    ) -> None:
+        self._anchor = anchor
         self._state = state
         self._checkpoints = checkpoints
         self._run = run
@@ -65,7 +78,7 @@ class IslandReturns:
         if about is None:
             return
         if waiting[0] < run.link.members[0]:
-            self._checkpoints.saver.leave()  # another rank leads, and claims the folders
+            self._checkpoints.leave_folder()
         run.link.admit(waiting, self._state.steps, json.dumps(about).encode())
 
     def are_expected(self) -> None:
@@ -82,14 +95,6 @@ class IslandReturns:
         lost is theirs. Collective over the island."""
         answer, about = self._run.link.ask_back()
         self._checkpoints.come_back(json.loads(about))
-        if (islands := self._state.states.islands) is not None:
-            with torch.no_grad():
-                islands.anchor.forget_losses()
+        with torch.no_grad():
+            self._anchor().forget_losses()
         self._run.link.enter(answer)
-
-
-def island_returns(state: EngineState, checkpoints: Checkpoints) -> IslandReturns | None:
-    """Those of an engine with elastic islands. None without: the two refer to each other, and an
-    engine that the user drops is to end at once, so that another one may save into its folder."""
-    group = state.spec.world_group
-    return IslandReturns(state, checkpoints, group) if isinstance(group, ElasticRun) else None

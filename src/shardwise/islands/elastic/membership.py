@@ -1,4 +1,4 @@
-"""Decides which islands take part in an exchange, where islands may end and come back. Pure.
+"""Decides which elastic islands take part in an exchange, and tells a rank its island. Pure.
 
     member ── a rank ends ─▶ gone ── its ranks ask ─▶ waiting ── the members admit it ─▶ member
 
@@ -9,9 +9,18 @@ out of it by all, one that ends later has taken part for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from shardwise.net.environment import JOIN_VARIABLE, PREFIX
+
+DELAYS = (
+    "{given} and --elastic-islands cannot be had together: an island that ends may have sent what "
+    "the others have yet to use. Leave one of them out."
+)
+"""The error for --late and --behind with elastic islands."""
 
 BEGINS = "the beginning"
 BOUNDARY = "the boundary"
@@ -175,3 +184,45 @@ class Membership:
         for rank in at_fault:
             del self._arrived[rank]
             yield Answer(rank=rank, words=words)
+
+
+# -- the place of a rank ---------------------------------------------------------------------
+
+VARIABLE = PREFIX + "ISLAND"
+"""Holds an IslandPlace as JSON, where islands are elastic."""
+
+JOIN = "shardwise.islands.elastic.collectives:join"
+"""The function by which such a rank joins the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandPlace:
+    """Island number `island` of `count`, each of `size` ranks; `fd` is the rank's end of a socket
+    to the launcher, which it inherits. `returns` says that the others have gone on without it."""
+
+    island: int
+    count: int
+    size: int
+    fd: int
+    returns: bool
+
+    @property
+    def first(self) -> int:
+        """The first rank of the island."""
+        return self.island * self.size
+
+    def variables(self) -> dict[str, str]:
+        """What the rank's environment says of it."""
+        return {VARIABLE: json.dumps(asdict(self)), JOIN_VARIABLE: JOIN}
+
+
+def read(environ: Mapping[str, str]) -> IslandPlace | None:
+    """The place that `variables` wrote down; None where islands are not elastic."""
+    text = environ.get(VARIABLE)
+    return None if text is None else IslandPlace(**json.loads(text))
+
+
+def ranks_here(island: range, first: int, count: int) -> range:
+    """Those of an island's ranks that are on the host of the `count` ranks from `first` on."""
+    start = max(island.start, first)
+    return range(start, max(start, min(island.stop, first + count)))
