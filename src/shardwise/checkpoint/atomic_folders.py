@@ -72,19 +72,18 @@ def lost(folder: Path) -> list[Found]:
     DOCUMENT that is a file. Oldest step first."""
     if not folder.is_dir():
         return []
-    return sorted(
-        Found(int(named[1]), path)
-        for path in folder.iterdir()
-        if (named := _STEP.fullmatch(path.name)) and not _has_document(path) and _holds(path)
-    )
-
-
-def _holds(path: Path) -> bool:
-    """Whether anything is there; what cannot be looked into may hold anything."""
-    try:
-        return next(path.iterdir(), None) is not None
-    except OSError:
-        return True
+    found = []
+    for path in folder.iterdir():
+        named = _STEP.fullmatch(path.name)
+        if not named or _has_document(path):
+            continue
+        try:
+            is_empty = next(path.iterdir(), None) is None
+        except OSError:  # a folder that cannot be read may hold anything
+            is_empty = False
+        if not is_empty:
+            found.append(Found(int(named[1]), path))
+    return sorted(found)
 
 
 def lacks_document(path: Path) -> bool:
@@ -160,10 +159,20 @@ class Draft:
         """
         if self.path != self._partial:
             for path in sorted(self.path.iterdir()):
-                _copy(path, self._partial / path.name)
+                with path.open("rb") as source, (self._partial / path.name).open("wb") as file:
+                    shutil.copyfileobj(source, file, 8 * 2**20)
+                    file.flush()
+                    os.fsync(file.fileno())
         for name, data in documents.items():
-            _write(self._partial / name, data)
+            with (self._partial / name).open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        # Contents and names must be on the disk before the rename is: after a power failure a
+        # folder with the final name has to be whole.
         sync(self._partial)
+        # No rename replaces a folder that is not empty, so there are two. A kill between them
+        # leaves the older one hidden; `complete` still finds it, and the next save restores it.
         if os.path.lexists(self.final):
             self.final.rename(self._replaced)
         self._partial.rename(self.final)
@@ -274,18 +283,3 @@ def _takes_offsets(folder: Path) -> bool:
         os.close(fd)
         path.unlink()
     return True
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file from its beginning to its end, onto the disk."""
-    with source.open("rb") as data, target.open("wb") as file:
-        shutil.copyfileobj(data, file, 8 * 2**20)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

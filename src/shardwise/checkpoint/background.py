@@ -120,7 +120,12 @@ class BackgroundSave(threading.Thread):
             try:
                 for rank in range(self._size):
                     _path(self.draft.path, f"rank-{rank}").unlink()
-                self._finish([_sums(note["sums"]) for note in notes])
+                self._finish(
+                    [
+                        {(kind, name): [ChecksumPart(*p) for p in ps] for kind, name, ps in sums}
+                        for sums in (note["sums"] for note in notes)
+                    ]
+                )
             except Exception as error:  # the same
                 failed = [f"Rank 0: {self._said(error)}"]
         if failed:
@@ -156,10 +161,6 @@ class BackgroundSave(threading.Thread):
         if isinstance(error, OSError):
             return self.draft.refused(error)
         return f"{self.draft.final} was not written. {type(error).__name__}: {error}"
-
-
-def _sums(told: Sequence[Any]) -> dict[Tensor, list[ChecksumPart]]:
-    return {(kind, name): [ChecksumPart(*part) for part in parts] for kind, name, parts in told}
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -174,7 +174,7 @@ def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
     """
     table = _table(header[_LENGTH:], name)
     metadata = table.pop(_METADATA, {})
-    if not _is_text(metadata):
+    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise _broken(name, "its metadata is not a map of text to text")
     start = len(header)
     found = [_placed(key, value, name, start) for key, value in table.items()]
@@ -212,10 +212,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [key for key, _ in pairs]
         raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is in it twice")
     return table
-
-
-def _is_text(metadata: Any) -> bool:
-    return isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
 
 
 def _placed(key: str, value: Any, name: str, start: int) -> Placed:

@@ -127,15 +127,11 @@ class Writer:
         while data:
             written = os.pwrite(fd, data, offset)
             data, offset = data[written:], offset + written
-        if offset - first >= WORTH_STARTING:
-            _start_writeback(fd, first, offset - first)
-
-
-def _start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Let the disk begin with what was written, beside the summing of what follows. A hint: fsync
-    comes at the end anyway, and tells of errors."""
-    if (start := _sync_file_range()) is not None:
-        start(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
+        start = _sync_file_range()
+        if start is not None and offset - first >= WORTH_STARTING:
+            # The disk writes while the next ranges are summed. Only a hint: fsync comes at the end
+            # anyway, and reports errors.
+            start(fd, ctypes.c_int64(first), ctypes.c_int64(offset - first), _WRITE)
 
 
 @cache

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
-from shardwise.engine.checkpoint_loader import CheckpointLoader
-from shardwise.engine.checkpoint_saver import CheckpointSaver
+from shardwise.checkpoint.loader import CheckpointLoader
+from shardwise.checkpoint.saver import CheckpointSaver
+from shardwise.checkpoint.tracking import Tracking
+from shardwise.engine import usage_checks
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.random_state import RandomState
-from shardwise.engine.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
 
 
@@ -190,6 +191,8 @@ class Checkpoints:
         self.saver.wait()
         steps = self.loader.load(path, strict=strict, model_only=model_only)
         if steps is not None:
+            if steps:
+                usage_checks.mark_schedulers(self._state.spec.optimizers)
             self._state.steps = steps
             self._randoms.reseed()
 

@@ -14,7 +14,7 @@ from torch import Tensor, optim
 from shardwise.comm import Collectives
 from shardwise.engine import initial_values
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.errors import CheckpointError, ModelMismatch
+from shardwise.errors import ModelMismatch
 from shardwise.layout import fingerprints
 from shardwise.states.optimizer.optimizer_kind import settings_of
 from shardwise.states.parameters.named_parameters import NamedParameter
@@ -167,15 +167,6 @@ def everything(spec: EngineSpec) -> list[Tensor]:
     buffers = [buffer for model in spec.models for buffer in model.buffers()]
     found = [*(named.parameter for named in spec.located()), *buffers]
     return [tensor for tensor in found if not tensor.is_meta]
-
-
-def agree(
-    group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
-) -> None:
-    """Raise `kind` on all ranks alike if one has a `failure`. Collective."""
-    for rank, each in enumerate(group.gather_objects(failure)):
-        if each is not None:
-            raise kind(each if group.size == 1 else f"Rank {rank}: {each}")
 
 
 # -- options of the optimizers -----------------------------------------------------------------

@@ -9,11 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn, optim
 
+from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.comm import Collectives, GatherOrder, Solo, shard_within_hosts
 from shardwise.config import Settings
 from shardwise.config.outer_optimizer import StalenessRule
 from shardwise.errors import ConfigError
 from shardwise.islands import hooks as island_hooks
+from shardwise.islands.checkpoint import IslandSets
 from shardwise.layout.placement import Placement
 from shardwise.layout.shards import Shard
 from shardwise.layout.sum_tree import MicroShards
@@ -74,6 +76,11 @@ class EngineSpec:
         return island_hooks.hooks_for(
             self.settings, self.world_group, self.step_group, self.peers, self.shard_group
         )
+
+    @cached_property
+    def extra_sets(self) -> ExtraSets:
+        """What checkpoints hold next to model, optimizers and progress."""
+        return IslandSets(self.hooks, self.peers)
 
     @property
     def staleness(self) -> StalenessRule | None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn, optim
 from torch.amp import GradScaler
 
+from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.config import Settings
 from shardwise.engine import exact_mode, pipeline_parallel, tensor_parallel, usage_checks
 from shardwise.engine.build import States
@@ -43,6 +44,8 @@ class EngineState:
     weighting: GradientWeighting
     accumulation: LossAccumulation
     """This rank's backwards since the last step."""
+    extra_sets: ExtraSets
+    """What checkpoints hold besides model, optimizers and progress."""
     steps: int = 0
     """How many steps were made."""
     totals: StepTotals | None = None
@@ -180,7 +183,17 @@ def build_state(
     alone = world.size == 1 and spec.micro_shards is None
     weighting = GradientWeighting(scale, estimated_by, aggregation, crosses=crosses, alone=alone)
     objects = UserObjects(world, spec, accumulation, weighting, tensor_plan)
-    return EngineState(world, number, spec, objects, scale, aggregation, weighting, accumulation)
+    return EngineState(
+        world,
+        number,
+        spec,
+        objects,
+        scale,
+        aggregation,
+        weighting,
+        accumulation,
+        spec.extra_sets,
+    )
 
 
 def _refuse_second_engine(spec: EngineSpec) -> None:

@@ -19,10 +19,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.agreement import agree
 from shardwise.checkpoint.atomic_folders import DOCUMENT, complete, place_of, sync
 from shardwise.checkpoint.document import crc_of
 from shardwise.checkpoint.schema import plain_name
-from shardwise.engine.consistency import agree
 from shardwise.engine.engine import Engine
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten, UsageError
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.checkpoint_tensors import EngineTensors
+from shardwise.checkpoint.tensor_spans import ReportedState, TensorSpan, state_name
+from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.step_statistics import StepStats
 from shardwise.model.module_records import ForwardInputs, Named, tensors_beside
-from shardwise.states.tensor_spans import ReportedState, TensorSpan, state_name
 from shardwise.world.tensor_log import Fed, Part, TensorLog
 
 
@@ -52,7 +52,7 @@ class Recording:
 
     def _write(self, figures: dict[str, Any]) -> None:
         spec = self._state.spec
-        tensors = EngineTensors(spec, self._state.states)
+        tensors = EngineTensors(spec, self._state.states, self._state.extra_sets)
         reported = tensors.trained.reported()
         counts = self._world.counts
         fed, samples = self._inputs.taken()

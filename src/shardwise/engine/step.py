@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.comm import Handle
 from shardwise.engine import closures, consistency, diagnosis, start_lines, usage_checks
 from shardwise.engine.backward import BackwardRunner
-from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import exchange, over_stages
 from shardwise.engine.random_state import RandomState

@@ -11,6 +11,8 @@ from weakref import WeakMethod, WeakSet
 import torch
 from torch import Tensor, nn, optim
 
+from shardwise.checkpoint.agreement import agree
+from shardwise.checkpoint.attribute_values import OptimizerAttributes
 from shardwise.engine import (
     build,
     consistency,
@@ -21,7 +23,6 @@ from shardwise.engine import (
     usage_checks,
     whole_optimizer,
 )
-from shardwise.engine.attribute_values import OptimizerAttributes
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.engine.loss_accumulation import LossAccumulation
@@ -363,7 +364,7 @@ class UserObjects:
             )
         self.look_for_changes()
         failure = plain_state_dict.misfit(optimizer, state)
-        consistency.agree(self.spec.world_group, failure, CheckpointMismatch)
+        agree(self.spec.world_group, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""

@@ -107,6 +107,7 @@ class BoundedStaleness(StepHooks):
         factory: StorageFactory,
         kept: Kept | None,
     ) -> None:
+        self.parameters = parameters
         self._optimizer = optimizer
         self.sums = DelayedSums(
             parameters,
@@ -128,9 +129,6 @@ class BoundedStaleness(StepHooks):
 
     def finish(self) -> None:
         self.sums.forget()
-
-    def begin_anew(self) -> None:
-        self.sums.restart()
 
     # -- what there is ------------------------------------------------------------------------
 

@@ -18,14 +18,16 @@ With bounded staleness, where islands have the same weights:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from shardwise.checkpoint import json_values
+from shardwise.checkpoint.extra_sets import ExtraTensors, Places
 from shardwise.checkpoint.format import TensorSpec, dtype_name
+from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, OUTER, TensorSpan, state_name
 from shardwise.islands.anchor import RESIDUAL, SENT, VALUE, VELOCITY
 from shardwise.islands.bounded_staleness import Report, read_reports
 from shardwise.islands.delayed_sums import DelayedSums, Flight
@@ -34,29 +36,21 @@ from shardwise.layout.bucket_layout import Bucket
 from shardwise.layout.byte_ranges import extents
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.storage.storage import MemoryStorage, Span, Storage
-from shardwise.states.tensor_spans import ISLAND, OPTIMIZER, OUTER, TensorSpan, state_name
 
 OWN, MEAN = "own", "mean"
-
-Places = Mapping[bool, tuple[int, int]]
-"""By whether it is a part of a tensor: the number of this rank among those with the same, and how
-many they are."""
 
 
 def set_name(kind: str, island: int) -> str:
     """The set in which island `island` keeps what is its own; the first one's optimizer state is
     where a run without islands has it."""
-    if kind == ISLAND:
+    if kind == GROUP:
         return f"island-{island}"
     return f"island-{island}-optimizer" if kind == OPTIMIZER and island else kind
 
 
-class BesideTensors(ABC):
+class BesideTensors(ExtraTensors):
     """Tensors that lie over the buckets beside the states, of which this rank has parts; `places`
     are by kind."""
-
-    moved = False
-    """Whether islands have weights of their own now."""
 
     def __init__(self, parameters: Parameters, places: Mapping[str, Places]) -> None:
         self._parameters = parameters
@@ -89,7 +83,7 @@ class BesideTensors(ABC):
 
     def specs(self) -> dict[str, list[TensorSpec]]:
         """By kind, the tensors that there are."""
-        found: dict[str, list[TensorSpec]] = {ISLAND: [], OUTER: []}
+        found: dict[str, list[TensorSpec]] = {GROUP: [], OUTER: []}
         for kind, key, index, storage in self._each():
             for number, name in self._names(index, key).items():
                 shape = tuple(self._parameters.named[number].whole_shape)
@@ -161,14 +155,18 @@ class IslandTensors(BesideTensors):
         anchor, flying = self._islands.anchor, self._islands.flying
         for index in range(self._islands.buckets):
             if self.moved:
-                yield ISLAND, OWN, index, anchor.storages[VALUE][index]
+                yield GROUP, OWN, index, anchor.storages[VALUE][index]
             if RESIDUAL in anchor.keys:
-                yield ISLAND, RESIDUAL, index, anchor.storages[RESIDUAL][index]
+                yield GROUP, RESIDUAL, index, anchor.storages[RESIDUAL][index]
             if VELOCITY in anchor.keys:
                 yield OUTER, VELOCITY, index, anchor.storages[VELOCITY][index]
             if index in flying:
-                yield ISLAND, SENT, index, anchor.storages[SENT][index]
+                yield GROUP, SENT, index, anchor.storages[SENT][index]
                 yield OUTER, MEAN, index, MemoryStorage(self._islands.landed(index))
+
+    def buffers(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Islands that have trained by themselves have other statistics.
+        return {state_name(n, OWN): value for n, value in held.items()} if self.moved else {}
 
     def _part(self, index: int) -> Span:
         return self._islands.anchor.parts[index]
@@ -214,7 +212,7 @@ class DelayedTensors(BesideTensors):
 
     def _each(self) -> Iterator[tuple[str, str, int, Storage]]:
         for index, residual in enumerate(self._delayed.residuals):
-            yield ISLAND, "residual", index, residual
+            yield GROUP, "residual", index, residual
         for number, flight in enumerate(self._delayed.flights):
             self._delayed.land(flight)
             for index, total in enumerate(flight.sums):

@@ -91,6 +91,7 @@ class ParameterAveraging(StepHooks):
         factory: StorageFactory,
         kept: Kept | None,
     ) -> None:
+        self.parameters = parameters
         anchor = Anchor(
             parameters,
             optimizer,
@@ -133,10 +134,6 @@ class ParameterAveraging(StepHooks):
             self.exchange.forget()
             with torch.no_grad():
                 self.exchange.anchor.swap()
-
-    def begin_anew(self) -> None:
-        self.exchange.forget()
-        self.exchange.begun = False
 
     # -- what there is ------------------------------------------------------------------------
 

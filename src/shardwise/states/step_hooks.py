@@ -111,9 +111,6 @@ class StepHooks:
         """Set the weights to their last common value, and drop messages in transit. Collective over
         each group."""
 
-    def begin_anew(self) -> None:
-        """Forget all earlier steps, after a load of weights alone. Collective over all ranks."""
-
     # -- around a step ----------------------------------------------------------------------
 
     def before_step(self, state: EngineState) -> None:

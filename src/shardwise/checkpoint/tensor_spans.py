@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Collectives
-from shardwise.layout.bucket_layout import Bucket, Slot
+from shardwise.layout.bucket_layout import Slot
 from shardwise.layout.byte_ranges import Extent, extents, of_whole
 from shardwise.layout.shards import Shard
 from shardwise.states.optimizer.ema import Averages
 from shardwise.states.optimizer.existing_optimizer_state import Blank
-from shardwise.states.optimizer.interval_gather import on_host
+from shardwise.states.optimizer.interval_gather import gather_bucket, on_host
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters
@@ -30,8 +30,8 @@ from shardwise.states.storage.storage import MemoryStorage, Storage
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 """The sets of tensors that there are."""
 
-OUTER, ISLAND = "outer", "island"
-"""Those that islands have more: alike on all, and of each."""
+OUTER, GROUP = "outer", "group"
+"""Further sets if groups of ranks step apart: the same on all, and one per group."""
 
 ATTRIBUTES = "attributes"
 """The set of tensors that optimizers keep in attributes."""
@@ -75,7 +75,7 @@ class TensorSpans:
 
     `group` shards them where `scattered`. `among`: this rank's number, and of how many that have
     the same, of what is whole here and (True) of what is a part; `among_own` that of optimizer
-    state, which each island has for itself.
+    state, which each group that steps apart has for itself.
     """
 
     def __init__(
@@ -267,11 +267,8 @@ class TensorSpans:
         else:
             assert key is not None
             value = self._optimizer.whole(index, key, dtype).to(device)
-        return gathered(interval.bucket, interval.own, value, self._reach)
-
-    @property
-    def _reach(self) -> Collectives | None:
-        return self._group if self._scattered else None
+        group = self._group if self._scattered else None
+        return gather_bucket(interval.bucket, interval.own, value, group)
 
 
 def of_sharded_bucket(bucket: ShardedBucket, among: Mapping[bool, tuple[int, int]]) -> TensorSpan:
@@ -298,17 +295,6 @@ def of_tensor(
     return TensorSpan(kind, MemoryStorage(_flat(value)), found, copy, copies)
 
 
-def gathered(
-    bucket: Bucket, own: tuple[int, int], interval: Tensor, group: Collectives | None
-) -> Tensor:
-    """A whole bucket from the ranks' intervals, or from the one that is all of it."""
-    flat = interval.new_zeros(bucket.numel)
-    flat[own[0] : own[1]] = interval
-    if group is not None:
-        group.all_gather(flat, bucket.cuts).wait()
-    return flat
-
-
 def reordered_bucket(
     bucket: ShardedBucket, group: Collectives
 ) -> Iterator[tuple[NamedParameter, Tensor]]:
@@ -316,7 +302,7 @@ def reordered_bucket(
     if all(named.in_order for named in bucket.named):
         return
     value = bucket.storage.loaded(bucket.kind[2])
-    flat = gathered(bucket.layout, bucket.own, value, group)
+    flat = gather_bucket(bucket.layout, bucket.own, value, group)
     for named, slot in zip(bucket.named, bucket.layout.slots, strict=True):
         if not named.in_order:
             yield named, named.view(flat, slot.start).contiguous().view(-1)

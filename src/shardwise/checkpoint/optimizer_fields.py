@@ -1,4 +1,4 @@
-"""Reads the optimizers' part of checkpoint.json: options, and state that is one value each."""
+"""Writes and reads the optimizers' part of checkpoint.json: options, and single values of state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from shardwise.checkpoint import json_values
+from shardwise.checkpoint import attribute_values, json_values
 from shardwise.checkpoint.tensor_names import listed
-from shardwise.engine import attribute_values
-from shardwise.engine.checkpoint_tensors import EngineTensors
-from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+from shardwise.checkpoint.tensors import EngineTensors
+from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,58 @@ class OptimizerFields:
                         now.copy_(value)  # a rate that is a tensor may be part of a CUDA graph
                     else:
                         group[key] = value
+
+
+def encoded(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
+    """Return for each optimizer its class, its groups with their options, and its attributes.
+
+    Raises CheckpointError for a value that no file can hold.
+    """
+    names = engine_tensors.optimized
+    return [
+        {
+            "class": type(optimizer).__name__,
+            "groups": [
+                {
+                    "parameters": [names[p] for p in group["params"]],
+                    "options": {
+                        key: _encoded(value, f"option {key} of {type(optimizer).__name__}")
+                        for key, value in group.items()
+                        if key not in ("params", "param_names")
+                    },
+                }
+                for group in optimizer.param_groups
+            ],
+        }
+        | ({} if values is None else {"attributes": values.fields})
+        for optimizer, values in zip(
+            engine_tensors.spec.optimizers, engine_tensors.attributes, strict=True
+        )
+    ]
+
+
+def encoded_state(
+    numbers: Mapping[str, Mapping[str, Any]],
+) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Return by parameter the state that is one value each, as JSON, and why a value cannot be
+    saved, if so."""
+    try:
+        return {
+            name: {key: _encoded(value, f"{key} of {name}") for key, value in entries.items()}
+            for name, entries in numbers.items()
+        }, None
+    except CheckpointError as error:
+        return {}, str(error)
+
+
+def _encoded(value: Any, what: str) -> Any:
+    try:
+        return json_values.encode(value)
+    except json_values.NotPlain as error:
+        raise CheckpointError(
+            f"The optimizer keeps {what} as {error}, which a checkpoint cannot hold: tensors, "
+            "numbers, text, and lists and maps of those."
+        ) from error
 
 
 def read(fields: Mapping[str, Any]) -> OptimizerFields:

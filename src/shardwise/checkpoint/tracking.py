@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.document import crc_of
 from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.schema import plain_name
-from shardwise.engine.trackable import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
 from shardwise.world.current_batch import LoaderStream
 
@@ -69,7 +72,16 @@ class Tracking:
         known = list(self._tracked.values())
         for optimizer in optimizers:
             scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-            if scheduled and not any(_schedules(each, optimizer) for each in known):
+            # A scheduler of schedulers may keep the optimizer in its parts only.
+            tracked = any(
+                hasattr(each, "get_last_lr")
+                and (
+                    getattr(each, "optimizer", optimizer) is optimizer
+                    or hasattr(each, "_schedulers")
+                )
+                for each in known
+            )
+            if scheduled and not tracked:
                 yield (
                     f"a learning-rate scheduler acts on {type(optimizer).__name__} and is not "
                     "tracked: a resume would start it anew. Write "
@@ -107,7 +119,7 @@ class Tracking:
             )
         return {
             name: _unpickled(path, value["$file"], sums)
-            if _is_file(value)
+            if isinstance(value, dict) and set(value) == {"$file"}
             else json_values.decode(value)
             for name, value in saved.items()
         }
@@ -146,13 +158,6 @@ def _give(name: str, each: Any, state: Any) -> None:
         ) from error
 
 
-def _schedules(each: Any, optimizer: optim.Optimizer) -> bool:
-    """Whether `each` is, or may wrap, a scheduler of `optimizer`."""
-    if hasattr(each, "get_last_lr"):
-        return getattr(each, "optimizer", optimizer) is optimizer or hasattr(each, "_schedulers")
-    return False
-
-
 def _pickled(name: str, state: Any, odd: str) -> bytes:
     """A state as torch.save writes it, if it can be read without running code."""
     buffer = io.BytesIO()
@@ -166,10 +171,6 @@ def _pickled(name: str, state: Any, odd: str) -> bytes:
             "and lists and maps of those."
         )
     return buffer.getvalue()
-
-
-def _is_file(value: Any) -> bool:
-    return isinstance(value, dict) and set(value) == {"$file"}
 
 
 def _unpickled(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
@@ -188,3 +189,56 @@ def _unpickled(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
         raise
     except Exception as error:  # whatever torch meets in a file that is not whole
         raise BrokenCheckpoint(f"{path / name} cannot be read: {error!r:.300}.") from error
+
+
+# -- objects without a state_dict ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _StateAdapter:
+    """Gives an object a `state_dict` and a `load_state_dict`."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+    def state_dict(self) -> Any:
+        return self.get()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.set(state)
+
+
+def trackable(name: str, each: Any) -> Any:
+    """`each` with `state_dict` and `load_state_dict`: as it is, or for it, where it is a generator
+    (torch's, numpy's, random.Random), or a dict, list, deque or tensor, which is filled in place.
+
+    Raises UsageError for anything else: a number, say, cannot be given its value back.
+    """
+    if all(callable(getattr(each, m, None)) for m in ("state_dict", "load_state_dict")):
+        return each
+    if isinstance(each, torch.Generator):
+        return _StateAdapter(each.get_state, each.set_state)
+    if isinstance(each, random.Random):
+        # The state is (version, words, gauss), and JSON makes lists of tuples.
+        return _StateAdapter(
+            lambda: list(each.getstate()), lambda s: each.setstate((s[0], tuple(s[1]), s[2]))
+        )
+    if hasattr(each, "bit_generator"):  # numpy's, which may not be loaded
+        bits = each.bit_generator
+        return _StateAdapter(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if isinstance(each, dict):
+        return _StateAdapter(lambda: dict(each), partial(_refill, each, each.update))
+    if isinstance(each, list | deque):
+        return _StateAdapter(lambda: list(each), partial(_refill, each, each.extend))
+    if isinstance(each, Tensor):
+        return _StateAdapter(each.detach, each.detach().copy_)
+    raise UsageError(
+        f"engine.track({name}=...) takes an object with state_dict() and load_state_dict(), a "
+        f"generator, a dict, a list or a tensor, not {type(each).__name__}, which nothing can be "
+        f"given back to. Keep it in a dict: {name}s = {{...}}; engine.track({name}s={name}s)."
+    )
+
+
+def _refill(each: Any, fill: Callable[[Any], None], state: Any) -> None:
+    each.clear()
+    fill(state)

@@ -31,9 +31,9 @@ from torch import Tensor, nn, optim
 
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.json_values import NotPlain
+from shardwise.checkpoint.spec_view import Spec
 from shardwise.checkpoint.tensor_names import listed
-from shardwise.engine.engine_spec import EngineSpec
-from shardwise.engine.trackable import trackable
+from shardwise.checkpoint.tracking import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch, UsageError
 from shardwise.model.optimizer_access import held
 from shardwise.states.optimizer.optimizer_kind import attributes_of, common_state, is_known
@@ -185,7 +185,7 @@ def _check(value: Any) -> None:
 class _Encoder:
     """Encodes the attributes of `optimizer`, whose tensors get names that begin with `number`."""
 
-    def __init__(self, optimizer: optim.Optimizer, number: int, spec: EngineSpec) -> None:
+    def __init__(self, optimizer: optim.Optimizer, number: int, spec: Spec) -> None:
         self._optimizer = optimizer
         self._number = number
         self._names = {named.parameter: named.name for named in spec.located()}
@@ -312,7 +312,8 @@ class _Encoder:
     def _left_out(self, value: Any, place: str) -> Any:
         """Note that `value` cannot be saved."""
         # Of one that is no constant it cannot be told whether it has changed.
-        is_constant = isinstance(value, Hashable) and not _counts(value)
+        counts = isinstance(value, Iterator) or hasattr(value, "__array__")
+        is_constant = isinstance(value, Hashable) and not counts
         self._mark(_Identity(value) if is_constant else object())
         places = self._made.unsaved.setdefault(self._name, [])
         places.append(f"{place} (a {type(value).__name__})")
@@ -337,10 +338,6 @@ class _Identity:
     __hash__ = object.__hash__
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, Iterator) or hasattr(value, "__array__")
-
-
 def _state_dict_of(value: Any) -> Any:
     try:
         return trackable("value", value).state_dict()
@@ -355,7 +352,7 @@ class _Restorer:
     """
 
     def __init__(
-        self, optimizer: optim.Optimizer, spec: EngineSpec, read: Callable[[str], Tensor]
+        self, optimizer: optim.Optimizer, spec: Spec, read: Callable[[str], Tensor]
     ) -> None:
         self.lost: list[str] = []
         self._optimizer = optimizer
@@ -408,13 +405,6 @@ class _Restorer:
         self._places[place] = value
         return value
 
-    def _key(self, key: Any) -> Any:
-        if isinstance(key, dict) and "$parameter" in key:
-            return self._parameters[key["$parameter"]]
-        if isinstance(key, dict) and "$id" in key:
-            return id(self._parameters[key["$id"]])
-        return json_values.decode(key)
-
     def _tensor(self, now: Any, tag: str, told: Any, on_device: bool) -> Tensor:
         value: Tensor = json_values.decode(told) if tag == "$small" else self._read(told)
         if isinstance(now, Tensor) and now.shape == value.shape:
@@ -428,7 +418,13 @@ class _Restorer:
         old = dict(into)
         into.clear()
         for key, saved in told:
-            known = self._key(key)
+            known: Any
+            if isinstance(key, dict) and "$parameter" in key:
+                known = self._parameters[key["$parameter"]]
+            elif isinstance(key, dict) and "$id" in key:
+                known = id(self._parameters[key["$id"]])
+            else:
+                known = json_values.decode(key)
             value = self._restored(old.get(known, _NOTHING), saved, _inside(place, key))
             if value is not _NOTHING:
                 into[known] = value
@@ -487,7 +483,7 @@ class OptimizerAttributes:
     torch's own optimizers are left out: their state is all in torch's places.
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._initial = {
             optimizer: replace(_Encoder(optimizer, number, spec).encode(), tensors={})

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
+from shardwise.checkpoint import tensor_spans
+from shardwise.checkpoint.attribute_values import AttributeValues
+from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.checkpoint.format import TensorSpec, dtype_name
-from shardwise.engine.attribute_values import AttributeValues
-from shardwise.engine.build import States
-from shardwise.engine.engine_spec import EngineSpec
-from shardwise.engine.frozen_state import idle
-from shardwise.islands.bounded_staleness import BoundedStaleness
-from shardwise.islands.checkpoint_tensors import (
-    OWN,
-    BesideTensors,
-    DelayedTensors,
-    IslandTensors,
-    set_name,
-)
-from shardwise.islands.difference_exchange import DifferenceExchange
-from shardwise.islands.parameter_averaging import ParameterAveraging
-from shardwise.layout.shards import Shard
-from shardwise.states import tensor_spans
-from shardwise.states.optimizer.existing_optimizer_state import Blank
-from shardwise.states.tensor_spans import (
-    ISLAND,
+from shardwise.checkpoint.spec_view import Spec, States
+from shardwise.checkpoint.tensor_spans import (
+    GROUP,
     OUTER,
     ReportedState,
     TensorSpan,
     TensorSpans,
 )
+from shardwise.layout.shards import Shard
+from shardwise.model.optimizer_access import held
+from shardwise.states.optimizer.existing_optimizer_state import Blank
+from shardwise.states.optimizer.optimizer_kind import OptimizerKind, placed
+from shardwise.states.optimizer.optimizer_trial import examine
 
 T = TypeVar("T")
 
@@ -60,7 +53,7 @@ class Inventory:
         return {alias: first for first, several in self.names.items() for alias in several[1:]}
 
 
-def take(spec: EngineSpec, states: States) -> Inventory:
+def take(spec: Spec, states: States) -> Inventory:
     """List the tensors that an engine has now."""
     parameters = states.parameters
     laid = {t.parameter: t for t in parameters.named}
@@ -93,7 +86,7 @@ def take(spec: EngineSpec, states: States) -> Inventory:
     return Inventory(known, buffers, homes, whole, specs)
 
 
-def _tensors(spec: EngineSpec) -> Iterator[tuple[str, Tensor, nn.Module]]:
+def _tensors(spec: Spec) -> Iterator[tuple[str, Tensor, nn.Module]]:
     """Every name of every parameter and persistent buffer of the models, as in state_dict(), and
     the module that has it."""
     for model, prefix in zip(spec.models, spec.prefixes, strict=True):
@@ -155,6 +148,69 @@ def average_specs(states: States) -> list[TensorSpec]:
     ]
 
 
+class _Group:
+    """A parameter group of an optimizer; what kind it is costs a trial, made once when asked."""
+
+    def __init__(self, optimizer: optim.Optimizer, options: dict[str, Any]) -> None:
+        self.optimizer = optimizer
+        self.options = options
+
+    @cached_property
+    def kind(self) -> OptimizerKind:
+        """As the group's first parameter is updated."""
+        device = self.options["params"][0].device
+        return examine(self.optimizer, self.options, device, is_copied=False)
+
+
+@dataclass(frozen=True)
+class FrozenState:
+    """A parameter that a group of an optimizer has, and that is not trained now."""
+
+    name: str
+    parameter: nn.Parameter
+    group: _Group
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is a tensor of its state, by key, as it is while the parameter is trained."""
+        state = self._state
+        if not state:
+            return {}
+        kind, shape = self.group.kind, self.parameter.shape
+        return {k: v for k, v in sorted(state.items()) if kind.is_tensor(k, v, shape)}
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What is one value each."""
+        tensors = self.tensors
+        return {k: v for k, v in self._state.items() if k not in tensors}
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = held(self.group.optimizer).get(self.parameter, {})
+        return state
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Have `state` in place of what there is."""
+        held(self.group.optimizer).pop(self.parameter, None)
+        if state:
+            device = self.parameter.device
+            held(self.group.optimizer)[self.parameter] = {
+                key: placed(key, value, device, self.group.options) for key, value in state.items()
+            }
+
+
+def _idle(spec: Spec, states: States) -> Iterator[FrozenState]:
+    """Yield the frozen parameters of the optimizers' groups, in their order."""
+    trained = {named.parameter for named in states.parameters.named}
+    names = {named.parameter: named.name for named in spec.located()}
+    for optimizer in spec.optimizers:
+        for group in (_Group(optimizer, options) for options in optimizer.param_groups):
+            for parameter in group.options["params"]:
+                if parameter not in trained and spec.is_here(parameter):
+                    yield FrozenState(names[parameter], parameter, group)
+
+
 def _place(rank: int, alike: list[bool]) -> tuple[int, int]:
     """The number of `rank` among those that are `alike`, and how many they are."""
     return sum(alike[:rank]), sum(alike)
@@ -166,22 +222,30 @@ def _each(*several: list[bool]) -> list[bool]:
 
 
 class EngineTensors:
-    """The tensors that a rank has, to be saved or loaded. Making it is collective."""
+    """The tensors that a rank has, to be saved or loaded. Making it is collective.
+
+    Args:
+        extra_sets: What a feature adds.
+        attributes: What each optimizer keeps in attributes of its own, for a save.
+    """
 
     def __init__(
-        self, spec: EngineSpec, states: States, attributes: Sequence[AttributeValues | None] = ()
+        self,
+        spec: Spec,
+        states: States,
+        extra_sets: ExtraSets,
+        attributes: Sequence[AttributeValues | None] = (),
     ) -> None:
-        """`attributes` are what each optimizer keeps in its own, for a save."""
         self.spec = spec
         self.states = states
         self.attributes = attributes
         self.inventory = take(spec, states)
-        self.idle = list(idle(spec, states))
+        self.idle = list(_idle(spec, states))
         run = spec.world_group
         self.attribute_specs, self._attribute_copies = self._share_attributes()
         places_of = spec.shard_group, spec.apart, spec.peers
         mine = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
-        parts, near, shared, home, island = (
+        parts, near, shared, home, peer = (
             [there == here for there in column]
             for here, column in zip(mine, zip(*run.gather_objects(mine), strict=True), strict=True)
         )
@@ -192,6 +256,8 @@ class EngineTensors:
                 True: _place(run.rank, _each(near, parts, *alike)),
             }
 
+        # Ranks that hold the same elements share the writing. Parameters are the same in all groups
+        # of ranks, optimizer state only within a group (`home`).
         self._among, self._everywhere = places(shared), places()
         among_own, self._everywhere_own = places(shared, home), places(home)
         scattered = spec.placement.is_sharded("optimizer")
@@ -204,19 +270,10 @@ class EngineTensors:
             among=self._among if scattered else self._everywhere,
             among_own=among_own if scattered else self._everywhere_own,
         )
-        self._everywhere_island = places(island)
-        self._of_islands = {OUTER: self._among, ISLAND: places(shared, island)}
-        self.delayed: DelayedTensors | None = None
-        """The gradients that islands have not used yet, where they make those equal."""
-        hooks = states.hooks
-        if isinstance(hooks, BoundedStaleness):
-            self.delayed = DelayedTensors(states.parameters, hooks.sums, self._of_islands)
-        self.islands: IslandTensors | None = None
-        """What islands have beside; None where they have no weights of their own, or have not
-        begun."""
-        if isinstance(hooks, ParameterAveraging) and hooks.exchange.begun:
-            moved = run.gather_plain(not hooks.exchange.anchor.is_reached)
-            self.islands = self.all_of_islands(hooks.exchange, moved=any(moved))
+        self._everywhere_peers = places(peer)
+        self.extra_places = {OUTER: self._among, GROUP: places(shared, peer)}
+        self._extra_sets = extra_sets
+        self.extra = extra_sets.tensors(self.extra_places)
 
     def _share_attributes(self) -> tuple[list[TensorSpec], tuple[int, int] | None]:
         """The tensors of `attributes` that rank 0 has, and this rank's number among those that
@@ -237,21 +294,9 @@ class EngineTensors:
             n: v for each in self.attributes if each is not None for n, v in each.tensors.items()
         }
 
-    def all_of_islands(self, islands: DifferenceExchange, *, moved: bool = True) -> IslandTensors:
-        """All that they may have beside, weights of their own where they have `moved`."""
-        return IslandTensors(self.states.parameters, islands, self._of_islands, moved=moved)
-
-    def set_of(self, kind: str, island: int | None = None) -> str:
-        """The name of the set in which tensors of a kind are: this rank's, or those of an
-        `island`."""
-        if kind == tensor_spans.OPTIMIZER and not self.spec.steps_apart:
-            return kind
-        return set_name(kind, self.spec.peers.rank if island is None else island)
-
-    @property
-    def of_islands(self) -> BesideTensors | None:
-        """What islands have beside the states of a run without islands."""
-        return self.islands or self.delayed
+    def set_of(self, kind: str, group: int | None = None) -> str:
+        """The name of the set in which tensors of a kind are: this rank's, or those of `group`."""
+        return self._extra_sets.set_name(kind, self.spec.peers.rank if group is None else group)
 
     @property
     def optimized(self) -> dict[nn.Parameter, str]:
@@ -263,18 +308,16 @@ class EngineTensors:
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
-        """Those that this rank writes: on the first one of those that run their modules."""
-        return {} if self.spec.peers.rank > 0 else self._buffers_of_island
+        """The buffers that this rank writes: the first of the ranks that run their modules does."""
+        return {} if self.spec.peers.rank > 0 else self._buffers_of_group
 
     @property
-    def island_buffers(self) -> dict[str, Tensor]:
-        """Those that this rank writes for its island, where islands have trained by themselves."""
-        moved = self.islands is not None and self.islands.moved
-        found = self._buffers_of_island if moved else {}
-        return {tensor_spans.state_name(name, OWN): value for name, value in found.items()}
+    def extra_buffers(self) -> dict[str, Tensor]:
+        """The buffers that this rank writes into the set of its own group."""
+        return {} if self.extra is None else self.extra.buffers(self._buffers_of_group)
 
     @property
-    def _buffers_of_island(self) -> dict[str, Tensor]:
+    def _buffers_of_group(self) -> dict[str, Tensor]:
         if self.spec.stage_group.rank > 0:
             return {}
         homes = self.inventory.homes
@@ -294,8 +337,8 @@ class EngineTensors:
         """What is not trained: frozen parameters and the state they have, what optimizers keep in
         attributes, and on rank 0 buffers."""
         yield from self.frozen()
-        if self.of_islands is not None:
-            yield from self.of_islands
+        if self.extra is not None:
+            yield from self.extra
         for each in self.idle:
             for key, value in each.tensors.items():
                 name = tensor_spans.state_name(each.name, key)
@@ -308,8 +351,8 @@ class EngineTensors:
                 yield tensor_spans.of_tensor(name, value, *copies, tensor_spans.ATTRIBUTES)
         for name, value in self.own_buffers.items():
             yield tensor_spans.of_tensor(name, value, 0, 1)
-        for name, value in self.island_buffers.items():
-            yield tensor_spans.of_tensor(name, value, 0, 1, ISLAND)
+        for name, value in self.extra_buffers.items():
+            yield tensor_spans.of_tensor(name, value, 0, 1, GROUP)
 
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
@@ -320,20 +363,20 @@ class EngineTensors:
 
     def _copies(self, kind: str, shard: Shard | None = None) -> tuple[int, int]:
         """The number of this rank among those that have the whole of a tensor, and how many."""
-        own = {tensor_spans.OPTIMIZER: self._everywhere_own, ISLAND: self._everywhere_island}
+        own = {tensor_spans.OPTIMIZER: self._everywhere_own, GROUP: self._everywhere_peers}
         return own.get(kind, self._everywhere)[shard is not None]
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
         """Set and name of what lies in memory in another order than that of its elements."""
         frozen = [t for slab in self.states.parameters.frozen for t in slab.named]
         odd = {(tensor_spans.MODEL, named.name) for named in frozen if not named.in_order}
-        apart = set() if self.of_islands is None else self.of_islands.out_of_order()
+        apart = set() if self.extra is None else self.extra.out_of_order()
         return self.trained.out_of_order(reported) | odd | apart
 
     def reordered(self, reported: ReportedState) -> Iterator[TensorSpan]:
         """The same, in the order of its elements. Collective."""
         # A part of a tensor always lies in order.
-        beside = () if self.of_islands is None else self.of_islands.reordered()
+        beside = () if self.extra is None else self.extra.reordered()
         for kind, name, value in chain(self.trained.reordered(reported), beside):
             yield tensor_spans.of_tensor(name, value, *self._copies(kind), kind)
         for slab in self.states.parameters.frozen:
