@@ -191,7 +191,7 @@ def test_each_host_is_an_island(group, zero):
 
 def names_case(world):
     assert (world.island_count, world.peers.name, world.peers.size) == (2, "gloo", 2)
-    assert world.island.name == "shared memory"
+    assert world.step_group.name == "shared memory"
 
 
 def test_every_step_and_plain_sgd_are_one_large_batch(group):

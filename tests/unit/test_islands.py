@@ -8,8 +8,8 @@ from shardwise.config import Settings, check_islands
 from shardwise.config.outer_optimizer import AveragingRule, Outer, StalenessRule
 from shardwise.errors import ConfigError, ModelMismatch, UsageError
 from shardwise.islands.parameter_averaging import Report, check_reports
-from shardwise.world.initialize import _island_count, _mesh
-from shardwise.world.mesh import Mesh
+from shardwise.world.mesh import Mesh, mesh_of
+from shardwise.world.world import count_groups
 
 
 def test_islands_are_the_outermost_axis():
@@ -112,9 +112,9 @@ def hosts(*keys: str) -> SimpleNamespace:
 
 def test_one_island_per_host():
     by_host = Settings(islands="host")
-    assert _island_count(by_host, hosts("a", "a", "b", "b")) == 2
-    assert _island_count(by_host, hosts("a", "a")) == 1
-    assert _island_count(Settings(islands=3), hosts()) == 3
+    assert count_groups(by_host, hosts("a", "a", "b", "b")) == 2
+    assert count_groups(by_host, hosts("a", "a")) == 1
+    assert count_groups(Settings(islands=3), hosts()) == 3
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_one_island_per_host():
 )
 def test_hosts_that_are_no_islands(keys, words):
     with pytest.raises(ConfigError, match=f"--islands host needs as many workers .*{words}"):
-        _island_count(Settings(islands="host"), hosts(*keys))
+        count_groups(Settings(islands="host"), hosts(*keys))
 
 
 def test_the_exact_mode_has_one_island():
     with pytest.raises(ConfigError, match="--exact 4 and --islands 2 cannot be had together"):
-        _mesh(Settings(exact=4, islands=2), 4, 2)
-    assert _mesh(Settings(exact=4, islands=1), 4, 1).islands == 1
+        mesh_of(Settings(exact=4, islands=2), 4, 2)
+    assert mesh_of(Settings(exact=4, islands=1), 4, 1).islands == 1
 
 
 def test_words_of_gradients():

@@ -65,8 +65,8 @@ class CheckpointSaver:
     def save(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         """See Engine.save; raises CheckpointNotWritten whatever the settings say."""
         group = self._spec.world_group
-        # Elastic islands write at once: one that ended meanwhile would leave a save without its
-        # part, which is begun anew then.
+        # Groups that come and go write at once: one that ended meanwhile would leave a save
+        # without its part, and the save would have to begin again.
         behind = background and not group.comes_and_goes
 
         def save() -> Path:

@@ -41,6 +41,9 @@ from shardwise.config.sources import (
 )
 
 __all__ = [
+    "APART",
+    "APART_FLAG",
+    "ELASTIC_FLAG",
     "FIELDS",
     "FILE",
     "FLAG",

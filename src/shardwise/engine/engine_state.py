@@ -155,7 +155,7 @@ def spec_of(
         tensor_parallel.begin(world, settings, tensor_plan),
         pipeline_parallel.begin(world, settings, several),
         world.stage,
-        world.island,
+        world.step_group,
         world.peers,
     )
 

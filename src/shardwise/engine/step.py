@@ -178,7 +178,9 @@ class StepRunner:
         """Raise UsageError where no weight is right for all losses of the step; say it once where
         the user gave the weights. Collective."""
         accumulation = self._accumulation
-        told = self._world.island.gather_plain((accumulation.describe(), accumulation.are_given))
+        told = self._world.step_group.gather_plain(
+            (accumulation.describe(), accumulation.are_given)
+        )
         losses = [found for found, _ in told]
         if not all(given for _, given in told):
             raise usage_checks.mixed_losses(losses)

@@ -28,12 +28,12 @@ class StepStats:
     items, `grad_norm` the global 2-norm of the gradient before clipping. `skipped` when nothing was
     updated: the total weight was zero, or a gradient overflowed under a loss scale.
 
-    With `--islands` they are those of this island, alike on its ranks; after a step that makes all
-    parameters equal (`--late 0`), `loss` and `weight` are those of all islands.
+    If groups of ranks step apart, the numbers are those of this group, the same on its ranks. After
+    a step that averages parameters (`--late 0`), `loss` and `weight` are those of all groups.
 
     With `--behind S` they are those of all workers, and of the gradients that were used: of S steps
     before. `staleness` says how many updates had changed the weights since these were computed, at
-    most S; `waited` how many seconds this rank has waited for those of the other islands. The first
+    most S; `waited` how many seconds this rank has waited for those of the other groups. The first
     S steps have none to use: NaN, and `skipped`.
     """
 

@@ -9,14 +9,13 @@ import multiprocessing
 import os
 from importlib import import_module
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import torch
 
 from shardwise import comm as collectives
 from shardwise import config
-from shardwise.errors import ConfigError, LaunchError, UsageError
+from shardwise.errors import LaunchError, UsageError
 from shardwise.layout.sum_tree import MicroShards
 from shardwise.net import environment, error_file
 from shardwise.net.identity import Identity
@@ -28,10 +27,10 @@ from shardwise.watch import process_status
 from shardwise.watch.watchdog import Watchdog
 from shardwise.world import randomness
 from shardwise.world.loop_checks import StepsWithoutEngine
-from shardwise.world.mesh import Mesh
+from shardwise.world.mesh import Mesh, mesh_of
 from shardwise.world.randomness import GeneratorStates
 from shardwise.world.step_log import StepLog
-from shardwise.world.world import World, refuse_second, set_current, start_timeline
+from shardwise.world.world import World, count_groups, refuse_second, set_current, start_timeline
 
 
 def init(seed: int | None = None, **settings: Any) -> World:
@@ -155,14 +154,14 @@ def mesh_after(world: World, axes: dict[str, int]) -> Mesh:
     Raises ConfigError for one that cannot be.
     """
     settings = config.load(world.keywords | axes | _IN_PARTS)[0]
-    return _mesh(settings, world.size, world.island_count)
+    return world.mesh.changed(settings)
 
 
 def _configure(made: World, given: dict[str, Any]) -> None:
     """Settle the settings of `made` with all ranks, and what follows from them. Collective."""
     made.settings = settings = made.settle(**given)
     config.check_contradictions(settings)
-    made.cut(_mesh(settings, made.size, _island_count(settings, made.collectives)))
+    made.cut(mesh_of(settings, made.size, count_groups(settings, made.collectives)))
     folder = None if settings.record is None else Path(settings.record)
     made.step_log = StepLog(folder, made.rank, settings.stop_after, counts=made.counts)
     _share_cores(made)
@@ -185,53 +184,6 @@ def _begin_alike(made: World, keywords: dict[str, Any]) -> None:
         states_of_main = group.gather_plain(states)[0]
         if not is_first:
             GeneratorStates.of_plain(states_of_main).restore(made.device)
-
-
-def _island_count(settings: config.Settings, group: collectives.Collectives) -> int:
-    """How many islands the ranks of `group` make. Collective where that is one per host.
-
-    Raises ConfigError where hosts are no islands.
-    """
-    if isinstance(settings.islands, int):
-        return settings.islands
-    hosts = collectives.ranks_by_host(group.gather_plain(collectives.host_key() or gethostname()))
-    in_a_row = all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in hosts)
-    if len({len(ranks) for ranks in hosts}) > 1 or not in_a_row:
-        counts = ", ".join(str(len(ranks)) for ranks in hosts)
-        raise ConfigError(
-            f"--islands host needs as many workers on every host, numbered host by host; these "
-            f"have {counts}{'' if in_a_row else ', and their numbers alternate'}. Start equal "
-            "numbers host by host (-H a:4,b:4), or write --islands with a number."
-        )
-    return len(hosts)
-
-
-def _mesh(settings: config.Settings, size: int, islands: int) -> Mesh:
-    """The mesh of a run of `size` ranks. Raises ConfigError for one that cannot be."""
-    if settings.exact is not None and islands > 1:
-        raise ConfigError(
-            f"--exact {settings.exact} and --islands {settings.islands} cannot be had together: "
-            "what islands compute depends on how many there are. Leave one of them out."
-        )
-    if settings.exact is not None and settings.tensor > 1:
-        raise ConfigError(
-            f"--exact {settings.exact} and --tensor {settings.tensor} cannot be had together: what "
-            "a split layer adds up depends on how many workers it is split over. Leave one of "
-            "them out."
-        )
-    if not settings.reseed and (settings.tensor > 1 or settings.pipeline > 1):
-        split = "tensor" if settings.tensor > 1 else "pipeline"
-        raise ConfigError(
-            f"--no-reseed and --{split} {getattr(settings, split)} cannot be had together: the "
-            "workers of a split model draw what they have in common from seeds of the step. Leave "
-            "one of them out."
-        )
-    if settings.exact is not None and settings.pipeline > 1:
-        raise ConfigError(
-            f"--exact {settings.exact} and --pipeline {settings.pipeline} cannot be had together: "
-            "both cut a batch, each in its own way. Leave one of them out."
-        )
-    return Mesh(size, settings.tensor, settings.pipeline, islands)
 
 
 def _share_cores(made: World) -> None:

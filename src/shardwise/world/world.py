@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shardwise import comm as collectives
 from shardwise import config
-from shardwise.comm import Collectives, GatherOrder, Solo
+from shardwise.comm import Collectives, GatherOrder, Solo, host_key, ranks_by_host
 from shardwise.errors import ConfigError, UsageError
 from shardwise.messages.other_libraries import HintsAtAttributes
 from shardwise.net import error_file
@@ -86,7 +87,7 @@ class World(BatchRows, HintsAtAttributes):
         self.stage = group
         """The ranks of all replicas that have these layers: all, where all have all; in this
         island where there are several."""
-        self.island = group
+        self.step_group = group
         """The ranks that make steps together: all, or those of this island."""
         self.peers: Collectives = Solo()
         """The ranks of equal place in all islands, in the order of these."""
@@ -137,10 +138,10 @@ class World(BatchRows, HintsAtAttributes):
         self._former_groups += self._groups_of_axes()
         vars(self).pop("gather_order", None)  # it is of the data-parallel ranks before
         vars(self).pop("side_channel", None)
-        self.island = self.data = self.stage = whole
+        self.step_group = self.data = self.stage = whole
         self.tensor, self.pipeline, self.peers = Solo(), Solo(), Solo()
         if mesh.islands > 1:
-            self.island = self.data = self.stage = whole.split(mesh.island_groups)
+            self.step_group = self.data = self.stage = whole.split(mesh.island_groups)
             self.peers = whole.split(mesh.peer_groups)
         if mesh.replica > 1:
             self.data = whole.split(mesh.data_groups)
@@ -152,9 +153,25 @@ class World(BatchRows, HintsAtAttributes):
     def _groups_of_axes(self) -> list[Collectives]:
         """The groups that were split off for the axes, the side channel first."""
         side = vars(self).get("side_channel", self.data)
-        cut = (self.data, self.tensor, self.pipeline, self.stage, self.island, self.peers)
+        cut = (self.data, self.tensor, self.pipeline, self.stage, self.step_group, self.peers)
         made = dict.fromkeys((side, *cut))
         return [group for group in made if group is not self.collectives]
+
+    @property
+    def groups_apart(self) -> int:
+        """How many groups of ranks make updates of their own; 1 if all make the same."""
+        return self.mesh.islands if self.settings.behind is None else 1
+
+    def groups_in_words(self) -> str:
+        """The number of groups of ranks that step apart, such as "2 islands"."""
+        return f"{self.mesh.islands} islands"
+
+    def share_in_words(self, batch_size: int) -> str:
+        """Return how much of a total batch a step has, for a line; "" if it has all."""
+        if (islands := self.groups_apart) == 1:
+            return ""
+        up_to = "up to " if batch_size % islands else ""
+        return f"; a step of an island has {up_to}{math.ceil(batch_size / islands)} of them"
 
     @property
     def island_rank(self) -> int:
@@ -426,3 +443,22 @@ def leave() -> None:
     if world is not None:
         exit_handlers.unregister(leave)
         world.close()
+
+
+def count_groups(settings: config.Settings, group: Collectives) -> int:
+    """Return how many islands the ranks of `group` form. Collective if that is one per host.
+
+    Raises ConfigError if hosts cannot be islands.
+    """
+    if isinstance(settings.islands, int):
+        return settings.islands
+    hosts = ranks_by_host(group.gather_plain(host_key() or socket.gethostname()))
+    in_a_row = all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in hosts)
+    if len({len(ranks) for ranks in hosts}) > 1 or not in_a_row:
+        counts = ", ".join(str(len(ranks)) for ranks in hosts)
+        raise ConfigError(
+            f"--islands host needs as many workers on every host, numbered host by host; these "
+            f"have {counts}{'' if in_a_row else ', and their numbers alternate'}. Start equal "
+            "numbers host by host (-H a:4,b:4), or write --islands with a number."
+        )
+    return len(hosts)

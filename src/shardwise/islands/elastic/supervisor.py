@@ -255,7 +255,7 @@ class IslandSupervisor(Supervisor):
         """Start `island`; that it cannot be started is a failure of it as any other."""
         comes = True
         while comes:
-            self._restarts.island_started()
+            self._restarts.part_started()
             self._tries[island] += 1
             try:
                 self.islands[island] = self._start(island, True)
