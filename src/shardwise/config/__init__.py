@@ -13,6 +13,9 @@ keyword in the script.
 
 from shardwise.config.effect import OF_A_RUN, OF_AN_ENGINE, idle
 from shardwise.config.settings import (
+    APART,
+    APART_FLAG,
+    ELASTIC_FLAG,
     FIELDS,
     PRECISIONS,
     SCHEDULES,

@@ -222,8 +222,8 @@ def check_reachable(loss: Tensor, *, several: bool) -> None:
 
 _DISTRIBUTED = {
     "ZeroRedundancyOptimizer": "optim.{inner}(params), and --zero 1 shards its state",
-    "PostLocalSGDOptimizer": f"optim.{{inner}}(params), and {APART_FLAG} N --equal-every H averages "
-    "parameters every H steps",
+    "PostLocalSGDOptimizer": "optim.{inner}(params), and "
+    f"{APART_FLAG} N --equal-every H averages parameters every H steps",
     "DistributedOptimizer": "optim.Adam(params), and --pipeline P puts layers on other hosts",
 }
 """By wrapper of torch.distributed that communicates by itself, what to write instead."""
