@@ -33,11 +33,11 @@ from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import recording_of
 from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepRunner
-from shardwise.engine.step_statistics import StepStats
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 from shardwise.messages.other_libraries import HintsAtAttributes
 from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.states.step_totals import StepStats
 from shardwise.world.world import current as current_world
 
 _engines: WeakSet[Engine] = WeakSet()

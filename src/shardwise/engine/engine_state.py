@@ -19,12 +19,14 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.exchange import squared_norm
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.engine.loss_accumulation import LossAccumulation
-from shardwise.engine.step_statistics import Aggregation, StepTotals
+from shardwise.engine.step_statistics import Aggregation
 from shardwise.engine.user_objects import UserObjects, living
 from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
+from shardwise.model.buffers import Buffers
 from shardwise.model.loss_scale import LossScale
 from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.states.step_totals import StepTotals
 from shardwise.world.world import World
 
 
@@ -63,6 +65,16 @@ class EngineState:
     @in_ema.setter
     def in_ema(self, value: bool) -> None:
         self.objects.in_ema = value
+
+    @property
+    def buffers(self) -> Buffers:
+        """The buffers of the models, which forwards may change."""
+        return self.objects.buffers
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the model make a step together."""
+        return self.spec.replicas
 
     @property
     def states(self) -> States:

@@ -31,10 +31,11 @@ from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.engine.loss_terms import UNKNOWN, LossTerms
-from shardwise.engine.step_statistics import Aggregation, StepTotals
+from shardwise.engine.step_statistics import Aggregation
 from shardwise.errors import UsageError
 from shardwise.model.loss_scale import LossScale
 from shardwise.model.precision import NARROW
+from shardwise.states.step_totals import StepTotals
 from shardwise.world.current_batch import Batch
 
 REDUCTIONS = ("mean", "sum", "ddp")

@@ -28,10 +28,10 @@ from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import exchange, over_stages
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import Recording
-from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel.pipeline import LayerTimes
 from shardwise.states.gradients.gradient_norm import clip_coefficient
+from shardwise.states.step_totals import StepStats, StepTotals
 from shardwise.states.whole_gradients import WholeGradients
 from shardwise.timeline import recorder, span
 

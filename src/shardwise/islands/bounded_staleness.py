@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -29,13 +29,10 @@ from shardwise.states.gradients.gradients import Gradients
 from shardwise.states.optimizer.interval_gather import IntervalGather
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.step_hooks import Kept, StepHooks
+from shardwise.states.step_hooks import Engine, Kept, StepHooks
+from shardwise.states.step_totals import StepStats, StepTotals
 from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine_state import EngineState
-    from shardwise.engine.step_statistics import StepStats, StepTotals
 
 CHECK_EVERY = 30
 """Steps from one comparison of the islands' weights to the next."""
@@ -148,23 +145,23 @@ class BoundedStaleness(StepHooks):
 
     # -- around a step ----------------------------------------------------------------------
 
-    def after_exchange(self, state: EngineState, totals: StepTotals) -> StepTotals:
+    def after_exchange(self, engine: Engine, totals: StepTotals) -> StepTotals:
         """Send the sums of this step, and replace them by those of `behind` steps before.
 
         Returns the totals of those; in the first steps of a run there are none, and the totals
         weigh nothing. Collective over all ranks. Raises if islands have diverged, and ModelError
         for a model whose forward changes buffers.
         """
-        if state.objects.buffers.form():
+        if engine.buffers.form():
             raise ModelError(
                 f"--behind {self._rule.behind} with a model whose forward changes its "
                 "buffers, as BatchNorm does its running statistics: those would be other ones on "
                 "each island. Take GroupNorm or LayerNorm, or leave --behind out, so that islands "
                 "make parameters and buffers equal every --equal-every steps."
             )
-        step = state.steps + 1
+        step = engine.steps + 1
         with torch.no_grad():
-            self._send(state, step, totals)
+            self._send(engine, step, totals)
             with span("islands"):
                 flight = self.sums.due(step - self._rule.behind)
                 if flight is None:
@@ -181,9 +178,9 @@ class BoundedStaleness(StepHooks):
                         unsaved=False,
                         asked=0,
                     )
-                return self._use(state, flight, totals)
+                return self._use(engine, flight, totals)
 
-    def _send(self, state: EngineState, step: int, totals: StepTotals) -> None:
+    def _send(self, engine: Engine, step: int, totals: StepTotals) -> None:
         finite = math.isfinite(totals.squared_norm)
         report = Report(
             step,
@@ -198,13 +195,13 @@ class BoundedStaleness(StepHooks):
             finite,
             totals.options,
             self._checksum() if step % CHECK_EVERY == 1 else 0.0,
-            state.scale.value,
+            engine.scale.value,
             self.sums.updates,
         )
         row = torch.tensor(report.row(totals.used), dtype=torch.float64)
         # Each step chooses the seeds of its backwards anew. What is sent is divided by them, so
         # that sums of different steps have one unit.
-        self.sums.send(step, row, 1.0 / state.weighting.divisor(1.0), counts=finite)
+        self.sums.send(step, row, 1.0 / engine.weighting.divisor(1.0), counts=finite)
 
     def _checksum(self) -> float:
         """32 bits of this rank's part of the weights: equal on those of equal place."""
@@ -213,7 +210,7 @@ class BoundedStaleness(StepHooks):
         ]
         return float(crc32(repr(several).encode()))
 
-    def _use(self, state: EngineState, flight: Flight, totals: StepTotals) -> StepTotals:
+    def _use(self, engine: Engine, flight: Flight, totals: StepTotals) -> StepTotals:
         """Replace the gradients by the sums of `flight`; returns their totals."""
         sums, begun = self.sums, time.monotonic()
         reports, used = read_reports(sums.reported(flight), len(totals.used))
@@ -221,23 +218,23 @@ class BoundedStaleness(StepHooks):
         sums.land(flight)
         self._waited += time.monotonic() - begun
         self._staleness = sums.updates - int(reports[0].updates)
-        theirs = _joined(totals, reports, used, state.spec.replicas)
+        theirs = _joined(totals, reports, used, engine.replicas)
         if not theirs.weight:
             return theirs
         if not math.isfinite(theirs.squared_norm):
             sums.spoil(used)
             return theirs
         # Before the sums are stored: they are stored in the unit of their own step.
-        state.weighting.follow_step(theirs)
-        sums.use(flight, state.weighting.divisor(1.0))
-        return replace(theirs, squared_norm=state.squared_norm())
+        engine.weighting.follow_step(theirs)
+        sums.use(flight, engine.weighting.divisor(1.0))
+        return replace(theirs, squared_norm=engine.squared_norm())
 
     def after_update(
-        self, state: EngineState, totals: StepTotals, stats: StepStats
+        self, engine: Engine, totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
         # Not in `after_exchange`: until the update is made, a step may be abandoned and begun
         # again, and then needs the same sums.
-        self.sums.stepped(state.steps)
+        self.sums.stepped(engine.steps)
         self.sums.updates += not stats.skipped
         stats = replace(stats, staleness=self._staleness, waited=self._waited)
         self._staleness, self._waited = 0, 0.0

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -22,20 +22,17 @@ from shardwise.errors import ModelMismatch, UsageError
 from shardwise.islands.anchor import VALUE, Anchor
 from shardwise.islands.difference_exchange import DifferenceExchange, Message, send
 from shardwise.islands.elastic.collectives import ElasticRun
-from shardwise.islands.elastic.returns import Checkpoints, IslandReturns
+from shardwise.islands.elastic.returns import IslandReturns
 from shardwise.messages.printable import in_bytes, many
 from shardwise.model.buffers import Buffers
 from shardwise.states.gradients.gradients import Gradients
 from shardwise.states.optimizer.interval_gather import IntervalGather
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.step_hooks import Kept, StepHooks
+from shardwise.states.step_hooks import Checkpoints, Engine, Kept, StepHooks
+from shardwise.states.step_totals import StepStats, StepTotals
 from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine_state import EngineState
-    from shardwise.engine.step_statistics import StepStats, StepTotals
 
 WEIGHT = "weight"
 """The key, next to those of the anchor, of the weight of the steps since a parameter was sent."""
@@ -167,7 +164,7 @@ class ParameterAveraging(StepHooks):
 
     # -- around a step ----------------------------------------------------------------------
 
-    def before_step(self, state: EngineState) -> None:
+    def before_step(self, engine: Engine) -> None:
         """At the first step, take the weights as the first anchor. Collective over all ranks then.
 
         Not at the start: user code may load or change weights until the first step.
@@ -192,7 +189,7 @@ class ParameterAveraging(StepHooks):
         self.exchange.begun = True
 
     def after_update(
-        self, state: EngineState, totals: StepTotals, stats: StepStats
+        self, engine: Engine, totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
         """Average what is due. Between boundaries a request to end, or a save that failed, waits
         for the next report: all islands have to learn of it at the same step."""
@@ -200,7 +197,7 @@ class ParameterAveraging(StepHooks):
         self._unsaved |= totals.unsaved
         self.exchange.count(0.0 if stats.skipped else stats.weight)
         with span("islands"), torch.no_grad():
-            reports = self._average(state, stats)
+            reports = self._average(engine, stats)
         if reports is None:
             return replace(totals, asked=0, unsaved=False), stats
         self._asked, self._unsaved = 0, False
@@ -218,11 +215,11 @@ class ParameterAveraging(StepHooks):
             loss = sum(r.loss * w for r, w in zip(reports, shares, strict=True)) / sum(shares)
         return totals, replace(stats, loss=loss, weight=weight)
 
-    def _average(self, state: EngineState, stats: StepStats) -> list[Report] | None:
+    def _average(self, engine: Engine, stats: StepStats) -> list[Report] | None:
         """Send and move the buckets whose turn it is; returns the reports of all islands if those
         are due too."""
-        rule, exchange, step = self._rule, self.exchange, state.steps
-        buffers, count = state.objects.buffers, exchange.buckets
+        rule, exchange, step = self._rule, self.exchange, engine.steps
+        buffers, count = engine.buffers, exchange.buckets
         sent = [i for i in range(count) if rule.sends(step, i, count)]
         due = [i for i in range(count) if rule.is_due(step, i, count)]
         is_boundary = rule.sends(step, 0, count)
@@ -249,11 +246,11 @@ class ParameterAveraging(StepHooks):
             exchange.exchange(sent, step)
         return reports
 
-    def returns(self, state: EngineState, checkpoints: Checkpoints) -> IslandReturns | None:
+    def returns(self, engine: Engine, checkpoints: Checkpoints) -> IslandReturns | None:
         run = self.world_group
         if not isinstance(run, ElasticRun):
             return None
-        return IslandReturns(state, checkpoints, run, lambda: self.exchange.anchor)
+        return IslandReturns(engine, checkpoints, run, lambda: self.exchange.anchor.forget_losses())
 
     # -- reports and buffers ----------------------------------------------------------------
 

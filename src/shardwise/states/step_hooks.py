@@ -7,25 +7,78 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from shardwise.comm import Collectives
 from shardwise.config import Settings
+from shardwise.model.buffers import Buffers
+from shardwise.model.loss_scale import LossScale
 from shardwise.states.gradients.gradients import Gradients
 from shardwise.states.optimizer.interval_gather import IntervalGather
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.step_totals import StepStats, StepTotals
 from shardwise.states.storage.storage_factory import StorageFactory
-
-if TYPE_CHECKING:  # the engine is a layer above: only its types are named here
-    from shardwise.engine.checkpoints import Checkpoints
-    from shardwise.engine.engine_state import EngineState
-    from shardwise.engine.step_statistics import StepStats, StepTotals
+from shardwise.world.world import World
 
 Kept = Mapping[str, Mapping[nn.Parameter, Tensor]]
 """By key, whole tensors by parameter, to restore in a new layout."""
+
+
+class Weighting(Protocol):
+    """How an engine weights gradients."""
+
+    def divisor(self, denominator: float) -> float:
+        """Return what the summed gradients are divided by to be their mean."""
+
+    def follow_step(self, totals: StepTotals) -> None:
+        """Take over the unit of the step of `totals`."""
+
+
+class Engine(Protocol):
+    """What hooks use of the engine that calls them."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def world(self) -> World: ...
+    @property
+    def buffers(self) -> Buffers: ...
+    @property
+    def scale(self) -> LossScale: ...
+    @property
+    def weighting(self) -> Weighting: ...
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the model make a step together."""
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the engine can be saved now."""
+
+    def squared_norm(self) -> float:
+        """Return the squared norm of the gradient sums as they are now. Collective."""
+
+
+class Checkpoints(Protocol):
+    """What returns use of an engine's checkpoints."""
+
+    def leave_folder(self) -> None:
+        """Give up the claim to the folder, since another rank leads from now on."""
+
+    def save_for_return(self) -> dict[str, Any] | None:
+        """Save where the user does; return what the ranks that come back need, None if it failed.
+
+        Collective.
+        """
+
+    def come_back(self, about: Mapping[str, Any]) -> None:
+        """Continue from what `save_for_return` saved. Collective over the ranks that come back."""
 
 
 class Returns(Protocol):
@@ -113,10 +166,10 @@ class StepHooks:
 
     # -- around a step ----------------------------------------------------------------------
 
-    def before_step(self, state: EngineState) -> None:
+    def before_step(self, engine: Engine) -> None:
         """Called before the first gradient of a step is reduced."""
 
-    def after_exchange(self, state: EngineState, totals: StepTotals) -> StepTotals:
+    def after_exchange(self, engine: Engine, totals: StepTotals) -> StepTotals:
         """Called when the ranks of this group have agreed on the totals of their gradient sums.
 
         Returns the totals of the sums that the update uses.
@@ -124,13 +177,13 @@ class StepHooks:
         return totals
 
     def after_update(
-        self, state: EngineState, totals: StepTotals, stats: StepStats
+        self, engine: Engine, totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
         """Called when the step is made; returns its totals and statistics with what is known of the
         other groups."""
         return totals, stats
 
-    def returns(self, state: EngineState, checkpoints: Checkpoints) -> Returns | None:
+    def returns(self, engine: Engine, checkpoints: Checkpoints) -> Returns | None:
         """Return what lets groups that have ended come back to an engine; None if none can."""
         return None
 

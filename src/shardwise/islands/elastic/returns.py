@@ -10,66 +10,49 @@ the weights of all are the anchor.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
 
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.islands.anchor import Anchor
 from shardwise.islands.elastic.collectives import ElasticRun
+from shardwise.states.step_hooks import Checkpoints, Engine
 from shardwise.world.current_batch import Batch
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine_state import EngineState
-
-
-class Checkpoints(Protocol):
-    """What of an engine's checkpoints is needed here."""
-
-    def leave_folder(self) -> None:
-        """Give up the claim to the folder, since another rank leads from now on."""
-
-    def save_for_return(self) -> dict[str, Any] | None:
-        """Save where the user does; what who comes back is to know, None where that failed."""
-
-    def come_back(self, about: Mapping[str, Any]) -> None:
-        """Go on from what was saved so."""
 
 
 class IslandReturns:
     """Lets islands of an elastic `run` come back to an engine, and this island to the others.
 
-    `anchor` returns the anchor of the present layout.
+    `forget_losses` drops what the wire has lost of this island's differences.
     """
 
     def __init__(
         self,
-        state: EngineState,
+        engine: Engine,
         checkpoints: Checkpoints,
         run: ElasticRun,
-        anchor: Callable[[], Anchor],
+        forget_losses: Callable[[], None],
     ) -> None:
-        self._anchor = anchor
-        self._state = state
+        self._forget_losses = forget_losses
+        self._engine = engine
         self._checkpoints = checkpoints
         self._run = run
-        if state.number:
+        if engine.number:
             raise ConfigError(
                 "--elastic-islands is for scripts with one engine, and this is the second: leave "
                 "the flag out. Without it an island that ends ends the run, and --restarts goes on."
             )
-        state.world.current_batch.watch(self.before_batch)
+        engine.world.current_batch.watch(self.before_batch)
 
     def before_batch(self, batch: Batch) -> None:
         """A batch is about to be handed out: after a boundary let those in that wait. Collective
         then."""
         del batch
-        run, every = self._run, self._state.spec.settings.averaging_rule.every
+        run, every = self._run, self._engine.world.settings.averaging_rule.every
         if not run.link.waiting or not torch.is_grad_enabled():
             return
-        ending = self._state.world.preemption.agreed
-        if self._state.is_between_steps and not self._state.steps % every and not ending:
+        ending = self._engine.world.preemption.agreed
+        if self._engine.is_between_steps and not self._engine.steps % every and not ending:
             self._admit(run)
 
     def _admit(self, run: ElasticRun) -> None:
@@ -79,7 +62,7 @@ class IslandReturns:
             return
         if waiting[0] < run.link.members[0]:
             self._checkpoints.leave_folder()
-        run.link.admit(waiting, self._state.steps, json.dumps(about).encode())
+        run.link.admit(waiting, self._engine.steps, json.dumps(about).encode())
 
     def are_expected(self) -> None:
         """Let the launcher know that this island comes back where it has ended."""
@@ -96,5 +79,5 @@ class IslandReturns:
         answer, about = self._run.link.ask_back()
         self._checkpoints.come_back(json.loads(about))
         with torch.no_grad():
-            self._anchor().forget_losses()
+            self._forget_losses()
         self._run.link.enter(answer)
