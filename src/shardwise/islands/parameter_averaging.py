@@ -250,7 +250,14 @@ class ParameterAveraging(StepHooks):
         run = self.world_group
         if not isinstance(run, ElasticRun):
             return None
-        return IslandReturns(engine, checkpoints, run, lambda: self.exchange.anchor.forget_losses())
+        return IslandReturns(
+            engine,
+            checkpoints,
+            run,
+            self._rule.every,
+            # A function, since a new layout has another anchor.
+            lambda: self.exchange.anchor.forget_losses(),
+        )
 
     # -- reports and buffers ----------------------------------------------------------------
 

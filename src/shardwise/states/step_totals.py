@@ -36,18 +36,19 @@ class StepStats:
 class StepTotals:
     """What all ranks know of a step after its exchange, alike.
 
-    `weight` and `loss` (x weight) are sums over the ranks, `shown` is what users see of the weight;
-    `is_mixed` says that no weight is right for all losses. `squared_norm` is that of the summed
-    gradients. `backwards` is the number of those that had a weight, `shares` their seeds added up,
-    `options` the checksum of the optimizers' options, and `calls` that of the calls that all make
-    alike, NaN where ranks differ. `rows_differ`: ranks have shared different batches.
-    `copies_differ`: buffers or frozen parameters that are not averaged differ between ranks. `used`
-    says by parameter whether any rank had a gradient for it, `late` by bucket whether any came
-    after it had started; `news` whether a buffer was seen to change for the first time, `several`
-    whether any rank made more than one backward, `unsaved` whether a save in the background has failed. `asked` is the signal that
-    asked any to end, or 0. `written` says whether user code has written into parameters of any
-    rank, `divisor` what the added losses are divided by, 0 for means: NaN where ranks differ.
-    `scale` is the loss scale that gradients of an earlier step had.
+    `weight` and `loss` (x weight) are sums over the ranks, `shown` is what users see of the
+    weight; `is_mixed` says that no weight is right for all losses. `squared_norm` is that of
+    the summed gradients. `backwards` is the number of those that had a weight, `shares` their
+    seeds added up, `options` the checksum of the optimizers' options, and `calls` that of the
+    calls that all make alike, NaN where ranks differ. `rows_differ`: ranks have shared
+    different batches. `copies_differ`: buffers or frozen parameters that are not averaged
+    differ between ranks. `used` says by parameter whether any rank had a gradient for it,
+    `late` by bucket whether any came after it had started; `news` whether a buffer was seen to
+    change for the first time, `several` whether any rank made more than one backward, `unsaved`
+    whether a save in the background has failed. `asked` is the signal that asked any to end, or
+    0. `written` says whether user code has written into parameters of any rank, `divisor` what
+    the added losses are divided by, 0 for means: NaN where ranks differ. `scale` is the loss
+    scale that gradients of an earlier step had.
     """
 
     weight: float

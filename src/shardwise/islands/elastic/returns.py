@@ -23,7 +23,8 @@ from shardwise.world.current_batch import Batch
 class IslandReturns:
     """Lets islands of an elastic `run` come back to an engine, and this island to the others.
 
-    `forget_losses` drops what the wire has lost of this island's differences.
+    Boundaries are `every` so many steps. `forget_losses` drops what the wire has lost of this
+    island's differences.
     """
 
     def __init__(
@@ -31,8 +32,10 @@ class IslandReturns:
         engine: Engine,
         checkpoints: Checkpoints,
         run: ElasticRun,
+        every: int,
         forget_losses: Callable[[], None],
     ) -> None:
+        self._every = every
         self._forget_losses = forget_losses
         self._engine = engine
         self._checkpoints = checkpoints
@@ -48,11 +51,11 @@ class IslandReturns:
         """A batch is about to be handed out: after a boundary let those in that wait. Collective
         then."""
         del batch
-        run, every = self._run, self._engine.world.settings.averaging_rule.every
+        run = self._run
         if not run.link.waiting or not torch.is_grad_enabled():
             return
         ending = self._engine.world.preemption.agreed
-        if self._engine.is_between_steps and not self._engine.steps % every and not ending:
+        if self._engine.is_between_steps and not self._engine.steps % self._every and not ending:
             self._admit(run)
 
     def _admit(self, run: ElasticRun) -> None:
