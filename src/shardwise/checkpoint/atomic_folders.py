@@ -144,8 +144,9 @@ class Draft:
         """
         if not self.folder.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            sync(self.folder.parent)
+            file_system.sync(self.folder.parent)
         self._sweep()
+        # Files are sparse until they are written, so a full disk would show only halfway.
         if self.nbytes > self._free():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self._partial.mkdir()
@@ -164,19 +165,16 @@ class Draft:
                     file.flush()
                     os.fsync(file.fileno())
         for name, data in documents.items():
-            with (self._partial / name).open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            file_system.write_synced(self._partial / name, data)
         # Contents and names must be on the disk before the rename is: after a power failure a
         # folder with the final name has to be whole.
-        sync(self._partial)
+        file_system.sync(self._partial)
         # No rename replaces a folder that is not empty, so there are two. A kill between them
         # leaves the older one hidden; `complete` still finds it, and the next save restores it.
         if os.path.lexists(self.final):
             self.final.rename(self._replaced)
         self._partial.rename(self.final)
-        sync(self.folder)
+        file_system.sync(self.folder)
         self._remove(self._replaced)
         if self.path != self._partial:
             self._remove(self.path)
@@ -230,6 +228,7 @@ class Draft:
         removed."""
         older = [found for found in complete(self.folder) if found.step <= self.step]
         for found in older[:-keep]:
+            # Renamed first: a kill while its files are removed must not leave what looks complete.
             gone = file_system.gone_name(self.folder, found.step)
             try:
                 found.path.rename(gone)
@@ -245,6 +244,7 @@ class Draft:
             if not hidden:
                 continue
             named = self.folder / f"step-{hidden[1]}"
+            # A save was killed between its two renames: this is the only one of its step.
             if hidden[2] == "replaced" and not os.path.lexists(named):
                 path.rename(named)
             elif not self._remove(path) and hidden[2] != "gone":
@@ -256,15 +256,6 @@ class Draft:
         if why is not None:
             self.left.append(why)
         return why is None
-
-
-def sync(path: Path) -> None:
-    """Return when what stands in folder `path` is on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _takes_offsets(folder: Path) -> bool:

@@ -114,10 +114,12 @@ class BackgroundSave(threading.Thread):
 
     def _complete(self) -> None:
         """On rank 0: when all have left their notes, the checkpoint gets its name."""
+        # All of them, also after a failure: a rank that still writes must not lose its folder.
         notes = [self._note_of(rank) for rank in range(self._size)]
         failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
         if not failed:
             try:
+                # Before the rename: a complete checkpoint has no notes in it.
                 for rank in range(self._size):
                     _path(self.draft.path, f"rank-{rank}").unlink()
                 self._finish(
@@ -138,6 +140,7 @@ class BackgroundSave(threading.Thread):
         deadline = time.monotonic() + self._limit
         end = _path(self.draft.path, "end")
         while time.monotonic() < deadline:
+            # The rename is the only sign of success: rank 0 may fail until that moment.
             if not self.draft.path.exists() and (self.draft.final / DOCUMENT).exists():
                 return
             if end.exists():

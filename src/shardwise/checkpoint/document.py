@@ -16,7 +16,6 @@ each is.
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -24,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import schema
-from shardwise.checkpoint.atomic_folders import DOCUMENT, complete, sync
-from shardwise.checkpoint.file_system import read_whole
+from shardwise.checkpoint.atomic_folders import DOCUMENT, complete
+from shardwise.checkpoint.file_system import read_whole, replace_file
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 FORMAT = "shardwise checkpoint"
@@ -46,6 +45,7 @@ def dump(fields: Mapping[str, Any]) -> bytes:
     known = set(schema.FIELDS) | (set(fields) & set(schema.OPTIONAL))
     assert set(fields) == known, set(fields) ^ known
     whole = {"format": FORMAT, "version": VERSION} | dict(fields)
+    # The sum covers all bytes before it, so it has to stand at the end.
     body = json.dumps(whole, indent=1, allow_nan=False).encode().removesuffix(b"\n}") + b",\n"
     return body + f' "{_SUM}": "{zlib.crc32(body):08x}"\n}}\n'.encode()
 
@@ -87,27 +87,13 @@ def accept(folder: Path) -> dict[str, Any]:
     for name in sorted({*told["files"], *there} - tensors - {DOCUMENT}):
         told["files"][name] = crc_of(read_whole(folder / name))
     known = [name for name in (*schema.FIELDS, *schema.OPTIONAL) if name in told]
-    _replace(path, dump({name: told[name] for name in known}))
+    replace_file(path, dump({name: told[name] for name in known}))
     return load(folder)
 
 
 def crc_of(data: bytes) -> str:
     """The CRC-32 of `data`, as it stands in the document."""
     return f"{zlib.crc32(data):08x}"
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Let `path` hold `data`: the old or the new, whatever happens meanwhile."""
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def _accept(folder: Path) -> str:

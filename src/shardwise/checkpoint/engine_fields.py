@@ -52,6 +52,7 @@ class _Seed(EngineField):
         chosen = engine.world.settings.seed
         if parsed is None:  # a save of DeepSpeed has none
             return
+        # A seed of --seed or sw.init(seed=...) wins: the user may want other data order.
         if chosen is None:
             engine.world.seed = parsed
         elif chosen != parsed:

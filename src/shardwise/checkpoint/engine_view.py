@@ -66,5 +66,15 @@ class Engine(Protocol):
     @property
     def extra_sets(self) -> ExtraSets: ...
 
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the engine can be saved now."""
+
+    def refuse_in_step(self, call: str) -> None:
+        """Raise UsageError unless `call` is between two steps."""
+
+    def continue_at(self, steps: int) -> None:
+        """Count on from `steps`, which a checkpoint has made."""
+
     def anchored(self) -> AbstractContextManager[None]:
         """Context manager: all groups of ranks have the same weights inside it."""

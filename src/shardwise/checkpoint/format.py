@@ -89,6 +89,7 @@ def lay_out(
     the metadata, as safetensors' own `save_model` puts them there. A tensor that is longer than
     the limit has a file of its own.
     """
+    # sorted() is stable: all ranks compute the same layout from the same list.
     ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
     groups: list[list[TensorSpec]] = [[]]
     held = 0
@@ -207,6 +208,7 @@ def _table(text: bytes, name: str) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Of two equal keys Python keeps the last and other readers the first: both cannot be right.
     table = dict(pairs)
     if len(table) != len(pairs):
         names = [key for key, _ in pairs]

@@ -41,6 +41,7 @@ def encode(value: Any) -> Any:
 
 
 def _encode(value: Any) -> Any:
+    # Exact types: an IntEnum or a subclass of dict would come back as something else.
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:

@@ -49,6 +49,8 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
             _fill(holding, source, apart, window)
         _fill_whole(engine_tensors, source, window)
         if engine_tensors.spec.placement.is_sharded("optimizer"):
+            # Only this rank's intervals were read: those of the others come by the gather that also
+            # follows an update. All are started before the first is waited for.
             sent = [states.parameters.publish(i) for i in range(len(states.optimizer.intervals))]
             for handle in sent:
                 handle.wait()
@@ -202,6 +204,7 @@ def _fill(
     known = [extent for extent in holding.extents if extent.tensor in fills]
     if not known:
         return
+    # If all of it is read, its old bytes need not come from their tier first.
     fresh = len(known) == len(holding.extents)
     for index, (first, _) in enumerate(held.spans):
         value = held.take(index, fresh=fresh)

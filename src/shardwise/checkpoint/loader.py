@@ -55,6 +55,7 @@ class CheckpointLoader:
         """
         mine: tuple[list[Found], list[Found]] = [], []
         failure = None
+        # One rank looks for all: on a network disk another may see a new folder later.
         if self._spec.world_group.rank == 0:
             try:
                 mine = atomic_folders.complete(folder)[::-1], atomic_folders.lost(folder)[::-1]
@@ -87,6 +88,8 @@ class CheckpointLoader:
             examine = partial(
                 self._examine, path, tensors, stack, strict=strict, model_only=model_only
             )
+            # All ranks read and check their part before anything changes. So a damaged checkpoint
+            # leaves the engine as it was, and `resume` can try the one before.
             found, parsed = read_on_all(spec.world_group, path, examine)
             if model_only and not found.fields and lacks_document(path):
                 world.say_once(
@@ -97,6 +100,7 @@ class CheckpointLoader:
                 tensors = EngineTensors(spec, objects.states, state.extra_sets)
             state.extra_sets.before_model()
             load_tensors.fill_model(tensors, found)
+            # These are no writes of the user, which would be compared over the ranks.
             objects.buffers.remember()
             if spec.pipeline is not None:
                 spec.pipeline.tied_weights.invalidate()
@@ -117,6 +121,7 @@ class CheckpointLoader:
                 "as it is."
             )
         self._tracked.give(parsed.tracked)
+        # Tells the launcher that a restart has made progress from here, not from step 0.
         world.progress.stepped(state.number, parsed.step)
         world.progress.kept(state.number, parsed.step)
         return parsed.step

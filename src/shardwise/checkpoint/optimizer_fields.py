@@ -119,6 +119,7 @@ def _check_steps(steps: Mapping[str, Any]) -> None:
     """Raise BrokenCheckpoint for one that would only fail in an update: no number, or one in
     another form (a tensor or not) than those of the optimizer's other parameters."""
     forms = Counter(isinstance(step, Tensor) for step in steps.values())
+    # Whether a step is a tensor depends on the optimizer, so most of them say what is right.
     usual = forms[True] >= forms[False]
     for name, step in steps.items():
         if _kind(step) != NUMBER or isinstance(step, Tensor) != usual:

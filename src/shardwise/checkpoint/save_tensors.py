@@ -91,6 +91,8 @@ def plan(
     singles |= {e.name: e.numbers for e in engine_tensors.idle if e.numbers or e.tensors}
     for part in of_all_layers(singles):
         numbers |= part
+    # Segments were cut where a parameter had no gradient. A load cuts there again, because
+    # optimizers keep one step count for each segment.
     borders = _joined(of_all_layers([named[number].name for number in sorted(reported.borders)]))
     specs = {
         MODEL: [
@@ -141,6 +143,8 @@ def _joined(several: Iterable[Iterable[T]]) -> list[T]:
 def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> None:
     """Give `sink` all that this rank writes. Collective if memory is out of order."""
     known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
+    # Of a tensor in channels_last order, a rank has no contiguous range of the file. These
+    # are put together and written whole, all others first from where they are.
     apart = engine_tensors.out_of_order(made.reported)
     apart = {(engine_tensors.set_of(kind), name) for kind, name in apart}
     window = HostWindow()
@@ -217,4 +221,5 @@ def documents(
     summed = {name: document.crc_of(data) for name, data in small.items()}
     summed |= {file.name: document.crc_of(file.header) for file in made.files}
     tensors = {"sets": sets, "checksums": checksums, "files": summed}
+    # Last: a folder counts as a checkpoint once this file is in it.
     return small | {DOCUMENT: document.dump(tensors | dict(fields))}

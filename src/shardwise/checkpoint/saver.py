@@ -58,6 +58,7 @@ class CheckpointSaver:
         self._job: BackgroundSave | None = None
         self._claims: dict[Path, FolderClaim] = {}
         self._is_awaited_at_exit = False
+        # An engine that is dropped without `close` must not keep its folders from other jobs.
         finalize(self, _release, self._claims)
 
     # -- saving ---------------------------------------------------------------------------
@@ -78,6 +79,7 @@ class CheckpointSaver:
     def _save(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         if keep is not None and keep < 1:
             raise UsageError(f"keep takes how many checkpoints to keep, 1 or more, not {keep}.")
+        # One save at a time: `Draft.begin` removes drafts, also one that a thread still writes.
         self.wait()
         self._objects.check_passes()
         self._objects.look_for_changes()
@@ -87,6 +89,7 @@ class CheckpointSaver:
             self._world.say_once(line)
         for line in self._objects.attributes.lacks():
             self._world.say_once(line)
+        # Before any work: a second job in the folder has to fail at once, not after a long copy.
         self.claim(folder)
         # The model of a checkpoint is what all groups of ranks have in common.
         with self._state.anchored():
@@ -99,7 +102,9 @@ class CheckpointSaver:
         tensors = EngineTensors(spec, self._objects.states, state.extra_sets, attributes)
         scaling = engine_fields.SCALING.value(state)
         made = save_tensors.plan(tensors, state.extra_sets, scaling, split)
+        # Only rank 0 writes these: what users track may be large, and one copy is saved.
         fields, more, failure = self._fields(tensors, made) if group.rank == 0 else ({}, {}, None)
+        # Before the draft: a value that cannot be saved must leave no trace on the disk.
         agree(group, failure)
         draft = Draft(folder, state.steps, made.nbytes)
         kept = partial(self._world.progress.kept, state.number, state.steps)
@@ -164,7 +169,9 @@ class CheckpointSaver:
             except OSError as error:
                 failure = draft.refused(error)
         agree(group, failure, CheckpointNotWritten)
+        # Rank 0 takes a temporary folder if the file system knows no writes at an offset.
         draft.path = group.gather_objects(draft.path)[0]
+        # The path may exist on every host and be another disk there: look for what rank 0 made.
         seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
         blind = sorted({host for host, there in seen if not there})
         if blind:
@@ -219,6 +226,7 @@ class CheckpointSaver:
         group, failure = self._spec.world_group, None
         self._copies.begin()
         save_tensors.lend(tensors, made, self._copies)
+        # The note of a failure must find room even if the thread fills the disk.
         try:
             reserve(draft.path, group.rank)
         except OSError as error:
@@ -235,6 +243,7 @@ class CheckpointSaver:
         )
         if not self._is_awaited_at_exit:
             self._is_awaited_at_exit = True
+            # Weak, so that the handler does not keep a dropped engine and its memory.
             _await_at_exit(WeakMethod(self.wait))
         self._job.start()
 

@@ -130,6 +130,7 @@ def open_source(
             sets, fields = fields_of(save, engine_tensors.inventory.names, groups)
     else:
         sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
+    # Names may have a prefix of DistributedDataParallel or torch.compile.
     found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
     _check(path, engine_tensors, sets[MODEL], found, strict=strict)
     buffers = engine_tensors.inventory.buffers.keys()
@@ -185,6 +186,8 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
         raise BrokenCheckpoint(
             f"{path} lacks what was written: {names.listed(lost)}. Take another checkpoint."
         )
+    # Every byte of all sets, not just those that this rank will read: each is checked once, by
+    # some rank. The largest tensors go to the least loaded rank, so that all take equally long.
     loads = [0] * size
     specs = [
         (kind, spec)

@@ -90,6 +90,7 @@ def _tensors(spec: Spec) -> Iterator[tuple[str, Tensor, nn.Module]]:
     """Every name of every parameter and persistent buffer of the models, as in state_dict(), and
     the module that has it."""
     for model, prefix in zip(spec.models, spec.prefixes, strict=True):
+        # With duplicates: every name of a tied weight belongs into the file.
         for path, module in model.named_modules(remove_duplicate=False):
             kept = {
                 key: buffer
@@ -158,6 +159,7 @@ class _Group:
     @cached_property
     def kind(self) -> OptimizerKind:
         """As the group's first parameter is updated."""
+        # All parameters of a group are updated in one way, so one of them is enough.
         device = self.options["params"][0].device
         return examine(self.optimizer, self.options, device, is_copied=False)
 
@@ -285,7 +287,9 @@ class EngineTensors:
         everywhere = run.gather_objects([spec_of(name, value) for name, value in values.items()])
         first = everywhere[0]
         if self.spec.steps_apart or any(each != first for each in everywhere):
+            # Ranks disagree: only the values of one rank fit each other.
             return first, (0, 1) if run.rank == 0 else None
+        # The same everywhere, so all ranks share the writing.
         return first, (run.rank, run.size)
 
     @property

@@ -163,6 +163,7 @@ def _pickled(name: str, state: Any, odd: str) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
+    # At the save and not at the load, when the training would be lost.
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
     if unsafe:
         raise CheckpointError(

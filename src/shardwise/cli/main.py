@@ -14,8 +14,7 @@ from typing import Any
 import click
 
 from shardwise import __version__, config
-from shardwise.checkpoint.commands import checkpoint
-from shardwise.checkpoint.deepspeed.commands import zero_to_fp32
+from shardwise.checkpoint.commands import checkpoint, zero_to_fp32
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import (
     allocations,

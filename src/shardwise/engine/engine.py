@@ -4,7 +4,7 @@
     BackwardRunner  weights losses, seeds autograd, collects gradients    (backward.py)
     StepRunner      reduces, exchanges, decides, updates, clears          (step.py)
     StateAccess     whole parameters, averages, plain optimizer state     (state_access.py)
-    Checkpoints     saves, resumes, loads, saves when asked to end        (checkpoints.py)
+    Checkpoints     saves, resumes, loads, saves when asked to end        (checkpoint/)
     RandomState     the generators of this rank                           (random_state.py)
 
 What a step does follows from the placement's cells alone.
@@ -24,10 +24,10 @@ from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 
 from shardwise import config
+from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.engine import describe, start_lines
 from shardwise.engine.backward import BackwardRunner, layer_times_of
 from shardwise.engine.build import States
-from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.engine_state import build_state, spec_of
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import recording_of
@@ -84,7 +84,7 @@ class Engine(HintsAtAttributes):
         self._timing = layer_times_of(state)
         self._randoms = RandomState(state)
         self._access = StateAccess(state)
-        self._checkpoints = Checkpoints(state, self._randoms)
+        self._checkpoints = Checkpoints(state, self._randoms.reseed, state.returns_of)
         self._backward = BackwardRunner(state, self._randoms, self._timing)
         self._recording = recording_of(state)
         saver = self._checkpoints.saver

@@ -26,6 +26,7 @@ from shardwise.model import precision
 from shardwise.model.buffers import Buffers
 from shardwise.model.loss_scale import LossScale
 from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.states.step_hooks import Checkpoints, Returns
 from shardwise.states.step_totals import StepTotals
 from shardwise.world.world import World
 
@@ -92,6 +93,12 @@ class EngineState:
         """Whether the engine can be saved now."""
         return self.accumulation.backwards == 0 and not self.in_ema
 
+    def continue_at(self, steps: int) -> None:
+        """Count on from `steps`, which a checkpoint has made."""
+        if steps:
+            usage_checks.mark_schedulers(self.spec.optimizers)
+        self.steps = steps
+
     def refuse_in_step(self, call: str) -> None:
         """Raise UsageError unless `call` comes between two steps."""
         if self.accumulation.backwards:
@@ -133,6 +140,11 @@ class EngineState:
         group = spec.pipeline.group
         row = torch.tensor([squared], dtype=torch.float64, device=group.small_device)
         return float(group.read(group.gather_rows(row)).sum())
+
+    def returns_of(self, checkpoints: Checkpoints) -> Returns | None:
+        """Return what brings groups of ranks back by `checkpoints`, None if none can end alone."""
+        hooks = self.spec.hooks
+        return None if hooks is None else hooks.returns(self, checkpoints)
 
     def parameters_changed(self) -> None:
         """Parameters have other values now: with `--pipeline` other stages may have copies."""

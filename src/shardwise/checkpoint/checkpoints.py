@@ -1,22 +1,21 @@
-"""Saves, resumes and loads an engine as the user asks, and saves it when the run must end."""
+"""Decides where and when an engine is saved, and from which checkpoint it continues."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
+from shardwise.checkpoint.engine_view import Engine
 from shardwise.checkpoint.loader import CheckpointLoader
 from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.checkpoint.tracking import Tracking
-from shardwise.engine import usage_checks
-from shardwise.engine.engine_state import EngineState
-from shardwise.engine.random_state import RandomState
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
+from shardwise.states.step_hooks import Returns
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,21 @@ class Checkpoints:
     """The checkpoints of an engine, and the folder where it saves when the run is asked to end.
 
     Attributes: `saver` and `loader`, which move the bytes.
+
+    Args:
+        reseed: Seeds the random generators for the step that follows a load.
+        returns_of: Makes what brings groups of ranks back by these checkpoints, None without.
     """
 
-    def __init__(self, state: EngineState, randoms: RandomState) -> None:
+    def __init__(
+        self,
+        state: Engine,
+        reseed: Callable[[], None],
+        returns_of: Callable[[Checkpoints], Returns | None],
+    ) -> None:
         self._state = state
         self._world = state.world
-        self._randoms = randoms
+        self._reseed = reseed
         self._tracked = Tracking()
         self.saver = CheckpointSaver(state, self._tracked)
         self.loader = CheckpointLoader(state, self._tracked)
@@ -45,8 +53,7 @@ class Checkpoints:
         self._resumes = False
         self._saved: tuple[int, int] | None = None  # the moment that is saved at home
         self._trial_paths: frozenset[Path] = frozenset()  # where a trial would have saved
-        hooks = state.spec.hooks
-        self._returns = None if hooks is None else hooks.returns(state, self)
+        self._returns = returns_of(self)
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """See Engine.track."""
@@ -96,6 +103,7 @@ class Checkpoints:
         if self._returns is not None and self._returns.is_due:
             self._returns.come_back()
             return self._state.steps
+        # Before looking: the previous start of this job may still be writing in there.
         self.saver.claim(home)
         self.saver.wait()
         self.saver.end_removals(home)
@@ -175,6 +183,7 @@ class Checkpoints:
             except BrokenCheckpoint as error:
                 broken.append(error)
                 continue
+            # Said only now: if no checkpoint is whole, the newest one's error is raised instead.
             for each in broken:
                 self._pass_over(each)
             return path
@@ -186,15 +195,14 @@ class Checkpoints:
     def load(self, path: Path, *, strict: bool = True, model_only: bool = False) -> None:
         """See Engine.load."""
         self._state.refuse_in_step("engine.load")
+        # A trial has written nothing, and goes on with what it has.
         if path in self._trial_paths:
             return
         self.saver.wait()
         steps = self.loader.load(path, strict=strict, model_only=model_only)
         if steps is not None:
-            if steps:
-                usage_checks.mark_schedulers(self._state.spec.optimizers)
-            self._state.steps = steps
-            self._randoms.reseed()
+            self._state.continue_at(steps)
+            self._reseed()
 
     # -- when the run is asked to end -------------------------------------------------------
 
@@ -217,6 +225,7 @@ class Checkpoints:
         assert self._home is not None
         if self._saved == self._moment():
             return place_of(self._home, self._state.steps)
+        # A forward may have run since the last step, whose step will never be made.
         self.saver.go_back_to_boundary()
         return self.saver.save(
             self._home,
