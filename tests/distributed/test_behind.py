@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import schema
-from shardwise.engine.island_report import Report
+from shardwise.islands.bounded_staleness import Report
 from shardwise.messages.printable import in_bytes
 from tests.distributed.test_islands import (
     ROWS,
@@ -553,7 +553,7 @@ def bytes_case(world, settings):
     for batch in batches(4):
         engine.backward(loss_of(model, world.share(batch)))
         engine.step()
-    delayed = engine._states.delayed
+    delayed = engine._states.hooks.sums
     messages = [message for flight in delayed.flights for message in flight.sums]
     held = [*(message.rows for message in messages), *(r.loaded() for r in delayed.residuals)]
     nbytes = sum(tensor.nbytes for tensor in held)

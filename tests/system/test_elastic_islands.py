@@ -255,7 +255,7 @@ STARTS_BADLY = """
 import errno, sys
 from itertools import count
 from shardwise import cli
-from shardwise.launch.island_workers import IslandWorkers
+from shardwise.islands.elastic.workers import IslandWorkers
 
 plain, numbers = IslandWorkers._start, count()
 

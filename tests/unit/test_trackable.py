@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engine.tracking import Tracking
+from shardwise.checkpoint.tracking import Tracking
 from shardwise.errors import UsageError
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import click
 
 from shardwise import __version__, config
-from shardwise.checkpoint.commands import checkpoint
-from shardwise.checkpoint.deepspeed.commands import zero_to_fp32
+from shardwise.checkpoint.commands import checkpoint, zero_to_fp32
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch import (
     allocations,
@@ -141,6 +140,11 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
         given["module"] = True
     if "deepspeed" in settings:
         _show_json(settings["deepspeed"], given["size"], dry_run=given["dry_run"])
+    if given.pop("elastic_islands"):
+        # Only then, since most runs need none of it.
+        from shardwise.islands.elastic.run import RUNNER
+
+        given["part_runner"] = RUNNER
     return start.run(start.RunRequest(words=words, settings=settings, **given))
 
 

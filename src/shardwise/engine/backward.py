@@ -212,10 +212,10 @@ class BackwardRunner:
 
     def _share(self, batch: Batch | None, *, summed: bool) -> float:
         replicas = self._spec.replicas
-        islands = self._world.data_size // replicas
+        groups = self._world.data_size // replicas
         if self._spec.micro_shards is not None:
             replicas = self._spec.micro_shards.count  # the same seeds on any number of workers
-        return share_of(batch, summed=summed, replicas=replicas, islands=islands)
+        return share_of(batch, summed=summed, replicas=replicas, groups=groups)
 
     def _announce(self, parts: int | None, *, averaged: bool, share: float = 1.0) -> None:
         """Print, at the first backward, into how many `parts` batches are cut, and whether losses

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import flag
-from shardwise.engine import initial_values, island_states, unit_assignment, usage_checks
+from shardwise.engine import initial_values, unit_assignment, usage_checks
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
-from shardwise.islands.anchor import Kept
-from shardwise.islands.delayed_sums import DelayedSums
-from shardwise.islands.island_exchange import IslandExchange
 from shardwise.layout import bucket_layout
 from shardwise.layout.placement import STATES
 from shardwise.model import sync_batch_norm
@@ -35,6 +32,7 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters, ReplicatedParameters
 from shardwise.states.parameters.residency import Residency
 from shardwise.states.parameters.sharded_parameters import ShardedParameters
+from shardwise.states.step_hooks import Kept, StepHooks
 from shardwise.states.storage.storage_factory import StorageFactory
 
 
@@ -60,8 +58,8 @@ class BucketBytes:
 class States:
     """Parameters, gradients and optimizer state, laid out and connected.
 
-    `shown` gathers parameters where they are sharded; `averages` where `ema_decay` is given,
-    `islands` where those have weights of their own, `delayed` where several have the same.
+    `shown` gathers parameters where they are sharded; `averages` where `ema_decay` is given;
+    `hooks` are those of the spec.
     """
 
     parameters: Parameters
@@ -71,8 +69,7 @@ class States:
     shown: ShardedUnits | None
     storage_factories: dict[str, StorageFactory]
     averages: Averages | None
-    islands: IslandExchange | None
-    delayed: DelayedSums | None
+    hooks: StepHooks | None
 
     @property
     def state_bytes(self) -> int:
@@ -85,8 +82,7 @@ class States:
         """Bytes of what is kept beside the three states, by its name, where there is some."""
         kept = {
             "averages": self.averages,
-            "what islands have in common": self.islands,
-            "gradients between islands": self.delayed,
+            "" if self.hooks is None else self.hooks.bytes_name: self.hooks,
         }
         return {name: x.state_bytes for name, x in kept.items() if x and x.state_bytes}
 
@@ -142,8 +138,8 @@ def build(
     _check_trainable(everything, owners, main=spec.world_group.rank == 0)
     located = [t for t in everything if spec.is_here(t.parameter)]
     # What has an average stays laid out while it is frozen, since its average goes on; so does what
-    # has an anchor, since islands may have other values of it until they are equal next.
-    kept = {*(averages or {}), *island_states.anchored(anchor)}
+    # has an anchor, since groups of ranks differ in its value until they average it next.
+    kept = {*(averages or {}), *(p for values in (anchor or {}).values() for p in values)}
     named = [
         t
         for t in located
@@ -165,6 +161,9 @@ def build(
         sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
     )
+    if spec.hooks is not None:
+        held = storage_factories["optimizer"]
+        spec.hooks.lay_out(parameters, gradients, optimizer, held, anchor)
     return States(
         parameters,
         gradients,
@@ -173,8 +172,7 @@ def build(
         shown,
         storage_factories,
         _averages(spec, parameters, optimizer, storage_factories["optimizer"], averages),
-        island_states.build(spec, parameters, optimizer, storage_factories["optimizer"], anchor),
-        island_states.delay(spec, parameters, gradients, storage_factories["optimizer"]),
+        spec.hooks,
     )
 
 
@@ -246,8 +244,9 @@ def take_apart(
     anchor, by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
-    island_states.drop(states.delayed)
-    anchor = island_states.take_apart(states.islands, states.parameters, states.gathering)
+    anchor = None
+    if states.hooks is not None:
+        anchor = states.hooks.take_apart(states.parameters, states.gathering)
     for parameter, state in states.gathering.optimizer_state().items():
         for optimizer in spec.optimizers:
             if any(parameter is p for group in optimizer.param_groups for p in group["params"]):

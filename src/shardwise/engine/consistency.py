@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, optim
 
 from shardwise.comm import Collectives
+from shardwise.config import APART_FLAG
 from shardwise.engine import initial_values
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.errors import CheckpointError, ModelMismatch
+from shardwise.errors import ModelMismatch
 from shardwise.layout import fingerprints
 from shardwise.states.optimizer.optimizer_kind import settings_of
 from shardwise.states.parameters.named_parameters import NamedParameter
@@ -72,7 +73,7 @@ def _gathered_values(
         for each in named
         if each.name in names
     }
-    return spec.island_group.gather_objects(mine)
+    return spec.step_group.gather_objects(mine)
 
 
 def _hash_of(lines: Sequence[str]) -> str:
@@ -169,15 +170,6 @@ def everything(spec: EngineSpec) -> list[Tensor]:
     return [tensor for tensor in found if not tensor.is_meta]
 
 
-def agree(
-    group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
-) -> None:
-    """Raise `kind` on all ranks alike if one has a `failure`. Collective."""
-    for rank, each in enumerate(group.gather_objects(failure)):
-        if each is not None:
-            raise kind(each if group.size == 1 else f"Rank {rank}: {each}")
-
-
 # -- options of the optimizers -----------------------------------------------------------------
 
 _PLAIN = (bool, int, float, str, complex, type(None))
@@ -211,7 +203,7 @@ class OptionChecksum:
                         f"{name} is {here!r} on rank 0 and {there!r} on rank {rank}, so ranks "
                         "would train different models. Nothing was updated. Set it alike on all "
                         "ranks; give a scheduler what all know: engine.step().loss, or with "
-                        "--islands the mean of sw.Metrics."
+                        f"{APART_FLAG} the mean of sw.Metrics."
                     )
         lengths = [len(named) for named in gathered]
         return ModelMismatch(f"Optimizers have different options on each rank: {lengths} of them.")

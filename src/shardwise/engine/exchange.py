@@ -9,9 +9,10 @@ import torch
 
 from shardwise.comm import Collectives
 from shardwise.engine.loss_accumulation import LossAccumulation
-from shardwise.engine.step_statistics import Aggregation, StepReport, StepTotals
+from shardwise.engine.step_statistics import Aggregation, StepReport
 from shardwise.model.buffers import Buffers
 from shardwise.states.gradients.gradients import Gradients
+from shardwise.states.step_totals import StepTotals
 from shardwise.world.common_calls import CommonCalls
 
 

@@ -31,10 +31,11 @@ from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.engine.loss_terms import UNKNOWN, LossTerms
-from shardwise.engine.step_statistics import Aggregation, StepTotals
+from shardwise.engine.step_statistics import Aggregation
 from shardwise.errors import UsageError
 from shardwise.model.loss_scale import LossScale
 from shardwise.model.precision import NARROW
+from shardwise.states.step_totals import StepTotals
 from shardwise.world.current_batch import Batch
 
 REDUCTIONS = ("mean", "sum", "ddp")
@@ -80,13 +81,13 @@ def weigh(
     return LossWeight(factor=items, items=items, shown=shown)
 
 
-def share_of(batch: Batch | None, *, summed: bool, replicas: int, islands: int = 1) -> float:
+def share_of(batch: Batch | None, *, summed: bool, replicas: int, groups: int = 1) -> float:
     """Return which part of the loss of one process a loss of `batch` is; its backward starts with
     that, as the gradient of the one process would.
 
     A mean over some of the rows of a total batch counts by its rows. Without a batch the
     `replicas` are taken to have equal parts. A sum counts whole. A total batch is that of all
-    `islands`, and each of them makes the mean over its own part.
+    `groups` that step apart, and each of them makes the mean over its own part.
     """
     if batch is not None and batch.samples == 0:
         return 0.0
@@ -94,7 +95,7 @@ def share_of(batch: Batch | None, *, summed: bool, replicas: int, islands: int =
         return 1.0
     if batch is None or not batch.total:
         return 1.0 / replicas
-    return batch.samples * islands / batch.total
+    return batch.samples * groups / batch.total
 
 
 def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:

@@ -64,8 +64,8 @@ def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> No
 
 
 def value_of(named: NamedParameter, group: Collectives, peers: Collectives) -> Tensor:
-    """A parameter's starting value: rank 0's where it has no memory yet, of the first island's
-    `group`. Collective then."""
+    """A parameter's starting value: that of rank 0 of the first of the `peers` if it has
+    no memory yet. Collective then."""
     parameter = named.parameter
     if not parameter.is_meta:
         return parameter.detach()

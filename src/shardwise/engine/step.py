@@ -2,12 +2,12 @@
 
 reduce      wait for the sums that are still being made
 exchange    one small collective: weights, losses, norm, what was used
-(delay)     where islands are behind: another step's sums in their place (bounded_staleness.py)
+(delay)     with `--behind`: replace them by the sums of an earlier step
 (between)   whole gradients for the user: read, changed
 decide      skip the step, stop the run, or compute the factor that clips and averages
 update      each bucket (states/optimizer_state), then its all-gather where one is needed
 clear       the gradients; seed what is drawn next
-equal       parameters between islands, where there are several (islands.py)
+(average)   with several groups that step apart: average their parameters if that is due
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.comm import Handle
 from shardwise.engine import closures, consistency, diagnosis, start_lines, usage_checks
 from shardwise.engine.backward import BackwardRunner
-from shardwise.engine.bounded_staleness import BoundedStaleness
-from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
-from shardwise.engine.exchange import exchange, over_stages, squared_norm
-from shardwise.engine.islands import Islands
+from shardwise.engine.exchange import exchange, over_stages
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import Recording
-from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel.pipeline import LayerTimes
 from shardwise.states.gradients.gradient_norm import clip_coefficient
+from shardwise.states.step_totals import StepStats, StepTotals
 from shardwise.states.whole_gradients import WholeGradients
 from shardwise.timeline import recorder, span
 
@@ -61,8 +59,7 @@ class StepRunner:
         self._saver = saver
         self._timing = timing
         self._recording = recording
-        self._islands = Islands(state)
-        self._staleness = BoundedStaleness(state)
+        self._hooks = state.spec.hooks
         self._options = consistency.OptionChecksum(state.spec.optimizers)
         self._skips = diagnosis.Skips(scaled=state.scale.active)
 
@@ -109,7 +106,7 @@ class StepRunner:
             states.parameters,
             states.gradients,
             spec.shard_group,
-            spec.island_group if spec.staleness is None else spec.world_group,
+            spec.gradient_group,
             totals.used,
             self._scale_of(totals) or 1.0,
             scattered=spec.placement.is_sharded("optimizer"),
@@ -119,9 +116,7 @@ class StepRunner:
             yield
             used = whole.take()
         states.gradients.guard()
-        squared = squared_norm(
-            self._state.aggregation, states.gradients, spec.island_group, spec.shard_group.copies
-        )
+        squared = self._state.squared_norm()
         self._state.totals = replace(totals, used=used, squared_norm=squared)
 
     def zero_grad(self) -> None:
@@ -157,7 +152,7 @@ class StepRunner:
         forgotten then."""
         try:
             if not totals.alike:
-                raise self._options.difference(self._spec.island_group)
+                raise self._options.difference(self._spec.step_group)
             if math.isnan(totals.divisor):
                 raise UsageError(
                     'Losses of this step are sums on some ranks (reduction="sum" or "ddp") and '
@@ -183,7 +178,9 @@ class StepRunner:
         """Raise UsageError where no weight is right for all losses of the step; say it once where
         the user gave the weights. Collective."""
         accumulation = self._accumulation
-        told = self._world.island.gather_plain((accumulation.describe(), accumulation.are_given))
+        told = self._world.step_group.gather_plain(
+            (accumulation.describe(), accumulation.are_given)
+        )
         losses = [found for found, _ in told]
         if not all(given for _, given in told):
             raise usage_checks.mixed_losses(losses)
@@ -201,21 +198,22 @@ class StepRunner:
         self._objects.take_in_writes()
         self._backward.check_gradients()
         if state.totals is None:
-            with self._backward.abandoning():
-                self._islands.begin()
+            if self._hooks is not None:
+                with self._backward.abandoning():
+                    self._hooks.before_step(state)
             with span("reduce"):
                 states.gradients.reduce()
             with span("exchange"):
                 totals = self._exchange()
             self._check_consistent(totals)
-            state.totals = totals if self._spec.staleness is None else self._delayed(totals)
+            if self._hooks is not None:
+                if self._hooks.replaces_sums:
+                    # Now, since nobody knows later which samples the sums of this step were of.
+                    self._check_finite(totals)
+                with self._backward.abandoning():
+                    totals = self._hooks.after_exchange(state, totals)
+            state.totals = totals
         return state.totals
-
-    def _delayed(self, totals: StepTotals) -> StepTotals:
-        """The totals of the step whose sums are used, those of this one being on their way."""
-        self._check_finite(totals)  # while it is known which samples they are of
-        with self._backward.abandoning():
-            return self._staleness.delayed(totals)
 
     def _exchange(self) -> StepTotals:
         """Report this rank's part of the step, and return the totals, which all ranks have."""
@@ -276,7 +274,7 @@ class StepRunner:
         if goes_on or not totals.weight or math.isfinite(totals.squared_norm):
             return
         error = diagnosis.nonfinite_error(
-            state.steps, state.states, self._accumulation, self._spec.island_group
+            state.steps, state.states, self._accumulation, self._spec.step_group
         )
         self._backward.abandon()
         raise error
@@ -353,8 +351,9 @@ class StepRunner:
             start_lines.announce_weight(self._world, self._spec, terms, stats.weight)
         self._clear(totals)
         self._count()
-        stats = self._staleness.stepped(stats)
-        totals, stats = self._islands.stepped(totals, stats)
+        if self._hooks is not None:
+            totals, stats = self._hooks.after_update(self._state, totals, stats)
+            self._state.parameters_changed()
         if totals.asked:
             self._agree_to_end(totals.asked)
         # Only now: the step is made on all ranks, and all know of the failure by the exchange.

@@ -66,10 +66,10 @@ def full_parameters(
 
 
 def _writers(spec: EngineSpec, states: States) -> Collectives:
-    """The ranks that what the first of them writes is for: all, but where islands make steps of
-    their own those of this island, from its first step on."""
-    has_own = states.islands is not None and states.islands.begun
-    return spec.island_group if has_own else spec.world_group
+    """Return the ranks that get what the first of them writes: all, or from the first step on those
+    that make the same updates."""
+    has_own = states.hooks is not None and states.hooks.have_own_weights
+    return spec.step_group if has_own else spec.world_group
 
 
 def _made_alike(spec: EngineSpec, states: States, group: Collectives) -> set[int]:
@@ -144,7 +144,7 @@ def _check_unwritten(spec: EngineSpec, states: States) -> None:
         return
     written = set(spec.tensor.written())
     mine = [named.name for named in spec.located() if named.parameter in written]
-    for name in itertools.chain.from_iterable(spec.island_group.gather_objects(mine)):
+    for name in itertools.chain.from_iterable(spec.step_group.gather_objects(mine)):
         if states.shown is not None:
             states.parameters.remember()  # told once
         raise BrokenView(
@@ -190,5 +190,5 @@ def _on_the_first(
         whole = nullcontext()
     else:
         whole = shown.residency.whole(unit_assignment.units_in(shown.sections, model), here=here)
-    with whole, _joined(spec, model, spec.island_group, write=False, here=here):
+    with whole, _joined(spec, model, spec.step_group, write=False, here=here):
         yield model

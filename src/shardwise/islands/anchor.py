@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Collectives
-from shardwise.config.outer_optimizer import IslandRule
+from shardwise.config.outer_optimizer import AveragingRule
 from shardwise.errors import NonFiniteError
 from shardwise.islands.wire import Wire
 from shardwise.layout import fingerprints
@@ -31,6 +31,7 @@ from shardwise.layout.bucket_layout import Bucket
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.optimizer.update_interval import UpdateInterval
 from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.step_hooks import Kept
 from shardwise.states.storage.storage import Span, Storage
 from shardwise.states.storage.storage_factory import StorageFactory
 
@@ -38,9 +39,6 @@ VALUE, VELOCITY, RESIDUAL, SENT = "value", "velocity", "residual", "sent"
 
 COMMON = (VALUE, VELOCITY)
 """What is alike on all islands; the rest is each island's own."""
-
-Kept = Mapping[str, Mapping[nn.Parameter, Tensor]]
-"""By key, whole tensors by parameter, to go on with."""
 
 
 class Anchor:
@@ -53,7 +51,7 @@ class Anchor:
         self,
         parameters: Parameters,
         optimizer: OptimizerState,
-        rule: IslandRule,
+        rule: AveragingRule,
         factory: StorageFactory,
         group: Collectives,
         *,
@@ -287,7 +285,7 @@ class Anchor:
         return sum(held.nbytes for storages in self.storages.values() for held in storages)
 
 
-def _keys(rule: IslandRule) -> tuple[str, ...]:
+def _keys(rule: AveragingRule) -> tuple[str, ...]:
     found = [VALUE]
     found += [VELOCITY] if rule.outer.momentum else []
     found += [RESIDUAL] if Wire(rule.wire).loses else []

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.errors import NonFiniteError, UsageError
-from shardwise.islands.island_exchange import Message, send
+from shardwise.islands.difference_exchange import Message, send
 from shardwise.islands.wire import Wire
 from shardwise.model.precision import NARROW
 from shardwise.states.gradients.gradients import Gradients

@@ -4,11 +4,12 @@ import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from shardwise.launch import program
 from shardwise.launch.console import Console
 from shardwise.launch.local_workers import HostTask
+from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import command
 from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.worker import WorkerStreams
@@ -17,6 +18,40 @@ from shardwise.messages.printable import in_shell
 from shardwise.net import environment
 from shardwise.net.hosts import Share
 from shardwise.net.python_command import python_words
+from shardwise.net.restarts import Ending, Restarts
+
+
+class PartRunner(Protocol):
+    """Runs jobs whose parts may end and start again by themselves; a package above implements it.
+
+    The launcher knows no such package, so that those who run whole jobs pay nothing for it.
+    """
+
+    def checked(
+        self, counts: Sequence[int], settings: Mapping[str, str]
+    ) -> tuple[int, dict[str, str]]:
+        """Return the number of parts of a run with so many ranks on each of its hosts, and its
+        `settings` with that number. Raises LaunchError if they do not fit."""
+
+    def on_one_host(
+        self,
+        job: "Job",
+        command: tuple[str, ...],
+        console: Console,
+        signals: Signals,
+        restarts: Restarts,
+    ) -> Ending:
+        """Run `job` on this host until it has ended."""
+
+    def on_many_hosts(
+        self,
+        job: "Job",
+        options: SshOptions,
+        console: Console,
+        signals: Signals,
+        restarts: Restarts,
+    ) -> Ending:
+        """Run `job` on several hosts until it has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +61,8 @@ class Job:
     `words` are as the user gave them, a `module` and its arguments or a program and its own.
     `port` 0 lets the kernel choose. `grace` is the seconds between asking and killing. `passed`
     are variables for the ranks. `restarts` is how often a run that failed starts again;
-    `elastic_islands` how many islands it has of which each may end by itself. `shown`
+    `parts` is how many parts of it may end and start again by themselves, 0 if it is one whole;
+    `part_runner` runs it then. `shown`
     are the ranks whose output is on the screen, None for all of them; `log_dir` is where that of
     each is kept. `run` is a name that all its starts share, `secret` what only its processes know.
     """
@@ -38,7 +74,8 @@ class Job:
     port: int = 0
     grace: float = 5.0
     restarts: int = 0
-    elastic_islands: int = 0
+    parts: int = 0
+    part_runner: PartRunner | None = None
     interface: str | None = None
     passed: Mapping[str, str] = field(default_factory=dict)
     shown: frozenset[int] | None = None

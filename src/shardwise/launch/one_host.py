@@ -6,7 +6,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from shardwise.launch import island_run, program
+from shardwise.launch import program
 from shardwise.launch.console import Console
 from shardwise.launch.job import Job
 from shardwise.launch.local_workers import LocalWorkers
@@ -42,8 +42,8 @@ def _ending(
     with Signals() as signals:
         allowed = restarts.Restarts(job.restarts)
         once = partial(_once, job, command, console, signals, begin)
-        if job.elastic_islands:
-            once = partial(island_run.once, job, command, console, signals, allowed)
+        if job.part_runner is not None:
+            once = partial(job.part_runner.on_one_host, job, command, console, signals, allowed)
         try:
             return restarts.last_ending(allowed, once, console.say)
         finally:

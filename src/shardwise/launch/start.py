@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import LaunchError
-from shardwise.launch import allocations, elastic, flags, island_run, one_host, program, resources
+from shardwise.launch import allocations, elastic, flags, one_host, program, resources
 from shardwise.launch.allocations import Allocation
-from shardwise.launch.job import Job, dry_run_words
+from shardwise.launch.job import Job, PartRunner, dry_run_words
 from shardwise.launch.ssh import many_hosts
 from shardwise.launch.ssh.command import SshOptions
 from shardwise.net import environment, hosts, network
@@ -55,12 +55,12 @@ class RunRequest:
     rdzv_endpoint: str | None
     rdzv_id: str | None
     restarts: int
-    elastic_islands: bool
     log_dir: str | None
     shown: str | None
     host_timeout: float | None
     grace: float | None
     dry_run: bool
+    part_runner: PartRunner | None = None
 
 
 def run(asked: RunRequest) -> int:
@@ -101,9 +101,10 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
     if is_alone and asked.hosts is None and asked.hostfile is None:
         flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(asked), **asked.settings})
     size = sum(share.count for share in shares)
-    islands, settings = 0, asked.settings
-    if asked.elastic_islands:
-        islands, settings = island_run.checked([share.count for share in shares], settings)
+    parts, settings = 0, asked.settings
+    if asked.part_runner is not None:
+        counts = [share.count for share in shares]
+        parts, settings = asked.part_runner.checked(counts, settings)
     job = Job(
         words=asked.words,
         shares=shares,
@@ -114,7 +115,8 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
         port=asked.port or 0,
         grace=GRACE if asked.grace is None else asked.grace,
         restarts=asked.restarts,
-        elastic_islands=islands,
+        parts=parts,
+        part_runner=asked.part_runner,
         interface=asked.interface,
         log_dir=asked.log_dir,
     )
@@ -138,7 +140,8 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
 def _by_srun(asked: RunRequest, passed: Mapping[str, str]) -> int:
     """Leave the hosts of a Slurm allocation to srun; returns only from a dry run."""
     flags.refuse_without_effect(flags.BY_SRUN, vars(asked))
-    _refuse_elastic(asked, "inside a Slurm allocation")
+    if asked.part_runner is not None:
+        raise flags.started_by_others("inside a Slurm allocation")
     if asked.shown is not None or asked.log_dir is not None:
         raise LaunchError(
             "--show and --log-dir are of our own launcher, but the hosts of this Slurm job "
@@ -169,7 +172,8 @@ def _by_torch(asked: RunRequest, passed: Mapping[str, str]) -> int:
             "--show are for one that starts all. Give the one or the other."
         )
     flags.refuse_without_effect(flags.BY_TORCH, {**vars(asked), **asked.settings})
-    _refuse_elastic(asked, "with --nnodes")
+    if asked.part_runner is not None:
+        raise flags.started_by_others("with --nnodes")
     if asked.size is not None:
         raise LaunchError(
             f"-n {asked.size} counts all ranks, which --nnodes leaves open: say how many each "
@@ -196,15 +200,6 @@ def _by_torch(asked: RunRequest, passed: Mapping[str, str]) -> int:
         elastic.run(words, elastic.agent_environment(base, asked.settings, leads))
     print(shlex.join(words))
     return 0
-
-
-def _refuse_elastic(asked: RunRequest, where: str) -> None:
-    """Raise LaunchError for `--elastic-islands` where others than us start the ranks."""
-    if asked.elastic_islands:
-        raise LaunchError(
-            f"--elastic-islands is for ranks that we start, and {where} others start them: leave "
-            "it out, or name the hosts with -H or --hostfile."
-        )
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:

@@ -27,6 +27,9 @@ OWN_NAMES = {
 
 RANK_VARIABLE = OWN_NAMES["rank"]
 
+JOIN_VARIABLE = PREFIX + "JOIN"
+"""Holds MODULE:FUNCTION if ranks do not join each other by `comm.connect`."""
+
 RUN_VARIABLE = PREFIX + "RUN"
 """Holds a name that all starts of a run share, and no other run has."""
 

@@ -2,5 +2,5 @@
 
 parameters/, gradients/, optimizer/   one package for each state
 storage/             the tier of a state
-tensor_spans.py      tensors of a state by name, for checkpoints; whole_gradients.py
+whole_gradients.py   the gradients of a step, whole, for the user
 """

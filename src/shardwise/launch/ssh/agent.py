@@ -4,7 +4,7 @@
         <- hello              versions, clock, where it was reached
     check ->                  is the program here? which address, which port?
         <- ready | refused
-    start ->                  the ranks run           (of islands: see agent_islands.py)
+    start ->                  the ranks run
         <- output, end, saves ...
     signal, ask, resize, ended ->
     close ->                  it ends, as it does when the connection ends or falls silent
@@ -37,7 +37,6 @@ from shardwise.launch.local_workers import HostTask, LocalWorkers, RankExit
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import protocol
-from shardwise.launch.ssh.agent_islands import AgentIslands
 from shardwise.launch.worker import WorkerStreams
 from shardwise.net import network
 
@@ -59,6 +58,9 @@ FULL = 2**20
 class Agent:
     """The part of a run that is on this host."""
 
+    kinds = protocol.TO_AGENT
+    """The messages that it obeys, by `on_KIND`."""
+
     def __init__(self, signals: Signals, stack: ExitStack) -> None:
         self._signals = signals
         self._stack = stack
@@ -66,17 +68,17 @@ class Agent:
         self._out = b""
         self._paused = False
         self._listener: socket.socket | None = None
+        self._place = ("", 0)
+        """The address and port of that listener, as other hosts see them."""
         self._parts: dict[int, LocalWorkers] = {}
-        """The ranks that run here, together as part 0, or each island by itself."""
+        """The ranks that run here, together as part 0, or in parts that start by themselves."""
         self._former: list[LocalWorkers] = []
-        """Islands that were started anew, of which something may be left."""
+        """Parts that were started again, of which something may be left."""
         self._starts = count()
-        self._islands = AgentIslands(self._send, self._selector, stack, self._run_part)
         self._patience = FIRST_PATIENCE
         self._heard = time.monotonic()
         self._open = True
-        kinds = {**protocol.TO_AGENT, **protocol.TO_ISLANDS}
-        self._receiver = protocol.MessageReader(kinds, self._obey, lambda noise: None)
+        self._receiver = protocol.MessageReader(self.kinds, self._obey, lambda noise: None)
 
     def run(self) -> None:
         """Obey the launcher until it closes the connection, or falls silent."""
@@ -113,8 +115,7 @@ class Agent:
 
     def _obey(self, message: protocol.Message) -> None:
         kind = message.pop("kind")
-        obeys = self._islands if kind in protocol.TO_ISLANDS else self
-        self._guarded(partial(getattr(obeys, f"on_{kind}"), **message))
+        self._guarded(partial(getattr(self, f"on_{kind}"), **message))
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """Do something; what goes wrong with it is the launcher's to tell."""
@@ -153,10 +154,9 @@ class Agent:
         if listens:
             address = address or network.address_towards(towards)
             self._listener = self._stack.enter_context(network.listen(address, port))
-            self._islands.listener = self._listener
             spare = self._stack.enter_context(network.reserve_port(address))
             where = {"port": self._listener.getsockname()[1], "master_port": spare.getsockname()[1]}
-            self._islands.place = address, where["port"]
+            self._place = address, where["port"]
         self._send("ready", command=command, address=address, **where)
 
     def on_start(self, task: dict[str, Any]) -> None:
@@ -314,12 +314,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def main() -> None:
+def main(kind: type[Agent] = Agent) -> None:
     """Serve one run."""
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
         try:
-            Agent(signals, stack).run()
+            kind(signals, stack).run()
         except protocol.ProtocolError as fault:
             sys.exit(
                 f"shardwise: this agent is told what no launcher of its version says: {fault}."

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 from shardwise.errors import LaunchError
 from shardwise.launch.job import Job
@@ -22,21 +22,32 @@ START_LIMIT = 60.0
 """Seconds that a host may take to log us in and answer."""
 
 
-class Agents:
-    """The agents of a run; a context, after which all are gone. `say` shows lines of theirs."""
+H = TypeVar("H", bound=RemoteHost)
+
+
+class Agents(Generic[H]):
+    """The agents of a run; a context, after which all are gone.
+
+    `say` shows lines of theirs, and `kind` makes the connection to each.
+    """
 
     def __init__(
-        self, options: SshOptions, supervisor: Supervisor, say: Callable[[bytes], None]
+        self,
+        options: SshOptions,
+        supervisor: Supervisor,
+        say: Callable[[bytes], None],
+        kind: type[H],
     ) -> None:
         self._options, self._supervisor, self._say = options, supervisor, say
-        self._remotes: list[RemoteHost] = []
-        self._beats: dict[RemoteHost, ExitStack] = {}
+        self._kind = kind
+        self._remotes: list[H] = []
+        self._beats: dict[H, ExitStack] = {}
         """What tells each that we are alive; one for all that were started together."""
         self._is_here: dict[Host, bool] = {}
         """What was found out before, since a name may take long to look up."""
         self._stack = ExitStack()
 
-    def __enter__(self) -> Agents:
+    def __enter__(self) -> Self:
         self._reaper = self._stack.enter_context(OrphanReaper())
         self._stack.callback(self._end)
         self._supervisor.every_turn.append(self._look)
@@ -45,7 +56,7 @@ class Agents:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, shares: Iterable[Share]) -> list[RemoteHost]:
+    def start(self, shares: Iterable[Share]) -> list[H]:
         """Start an agent on the host of each of `shares`. Raises LaunchError without an ssh."""
         made = [self._started(share) for share in shares]
         beats = ExitStack()
@@ -53,9 +64,9 @@ class Agents:
         beats.enter_context(heartbeat.heartbeats([remote.input_fd for remote in made]))
         return made
 
-    def _started(self, share: Share) -> RemoteHost:
+    def _started(self, share: Share) -> H:
         known = self._is_here.get(share.host)
-        remote = RemoteHost(self._options, share, self._say, is_here=known)
+        remote = self._kind(self._options, share, self._say, is_here=known)
         self._is_here[share.host] = remote.is_here
         self._remotes.append(remote)
         self._reaper.started(remote.group)
@@ -67,7 +78,7 @@ class Agents:
         waits = [wait for remote in self._remotes if (wait := remote.look()) is not None]
         return min(waits, default=None)
 
-    def forget(self, remote: RemoteHost, since: float) -> None:
+    def forget(self, remote: H, since: float) -> None:
         """Wait for the end of an agent that was asked for it at `since`, and forget it, once."""
         if remote in self._remotes:
             self._remotes.remove(remote)
@@ -86,7 +97,7 @@ class Agents:
         for remote in self._remotes:
             self._wait(remote, began)
 
-    def _wait(self, remote: RemoteHost, since: float) -> None:
+    def _wait(self, remote: H, since: float) -> None:
         remote.wait(since)
         if remote.is_gone():
             self._reaper.ended(remote.group)
@@ -151,9 +162,9 @@ def check(job: Job, remote: RemoteHost, remotes: Iterable[RemoteHost], *, listen
 
 
 def wait_for(
-    remotes: Sequence[RemoteHost],
+    remotes: Sequence[H],
     supervisor: Supervisor,
-    word: Callable[[RemoteHost], Message | bool | None],
+    word: Callable[[H], Message | bool | None],
 ) -> None:
     """Wait until all have sent a message, or someone wants the run to end. Raises LaunchError."""
     until = time.monotonic() + START_LIMIT

@@ -40,8 +40,8 @@ class SshOptions:
     """How other hosts are reached and what is used there.
 
     `ssh` are the words of the program with flags of the user's, `port` its port, None for its
-    own. `python` runs the agent in `folder`. `passed` are variables for the ranks. `patience` is
-    the seconds of silence after which a host counts as lost.
+    own. `python` runs the module `agent` in `folder`. `passed` are variables for the ranks.
+    `patience` is the seconds of silence after which a host counts as lost.
     """
 
     folder: str
@@ -50,6 +50,7 @@ class SshOptions:
     port: int | None = None
     passed: Mapping[str, str] = field(default_factory=dict)
     patience: float = 10.0
+    agent: str = AGENT
 
 
 def ssh_command(options: SshOptions, host: Host) -> list[str]:
@@ -79,13 +80,15 @@ def ssh_command(options: SshOptions, host: Host) -> list[str]:
 def remote_command(options: SshOptions) -> str:
     """Build one line for the login shell of the other host, whichever that is."""
     needed = [f"{name}={options.passed[name]}" for name in NEEDED if name in options.passed]
-    agent = shlex.join([*(["env", *needed] if needed else []), *agent_words(options.python)])
+    agent = shlex.join(
+        [*(["env", *needed] if needed else []), *agent_words(options, options.python)]
+    )
     return f"cd {shlex.quote(options.folder)} || exit {NO_FOLDER}; exec {agent}"
 
 
-def agent_words(python: str) -> list[str]:
+def agent_words(options: SshOptions, python: str) -> list[str]:
     """Build the command that is an agent, on whichever host."""
-    return [python, "-P", "-m", AGENT]
+    return [python, "-P", "-m", options.agent]
 
 
 def start_failure(options: SshOptions, host: Host, code: int | None, said: str) -> str:

@@ -7,9 +7,10 @@ from functools import partial
 from shardwise.launch.console import Console
 from shardwise.launch.job import Job
 from shardwise.launch.signals import Signals
-from shardwise.launch.ssh import agents, island_hosts
+from shardwise.launch.ssh import agents
 from shardwise.launch.ssh.agents import Agents
 from shardwise.launch.ssh.command import SshOptions
+from shardwise.launch.ssh.remote_host import RemoteHost
 from shardwise.launch.supervisor import Supervisor
 from shardwise.net import restarts
 from shardwise.net.restarts import Ending
@@ -21,8 +22,8 @@ def run(job: Job, options: SshOptions) -> int:
     with Signals() as signals:
         allowed = restarts.Restarts(job.restarts)
         once = partial(_once, job, options, console, signals)
-        if job.elastic_islands:
-            once = partial(island_hosts.once, job, options, console, signals, allowed)
+        if job.part_runner is not None:
+            once = partial(job.part_runner.on_many_hosts, job, options, console, signals, allowed)
         return restarts.repeated(allowed, once, console.say)
 
 
@@ -37,7 +38,7 @@ def _once(job: Job, options: SshOptions, console: Console, signals: Signals) -> 
         joins=job.joins,
         hosts=agents.names(job.shares),
     )
-    with closing(supervisor), Agents(options, supervisor, console.err.lines) as started:
+    with closing(supervisor), Agents(options, supervisor, console.err.lines, RemoteHost) as started:
         remotes = started.start(job.shares)
         where = agents.prepare(job, remotes, supervisor, listening=job.shares[:1])
         if supervisor.is_asked:

@@ -54,17 +54,6 @@ TO_AGENT: Kinds = {
     "resize": {"window": [int]},
     "close": {},
 }
-TO_ISLANDS: Kinds = {
-    "serve": {"secret": str, "ranks": int, "islands": int},
-    "listen": {"island": int, "address": str},
-    "start_island": {"task": dict, "island": int, "count": int, "returns": bool},
-    "keep": {"rank": int, "number": int, "data": str},
-    "fetch": {"rank": int, "number": int, "address": str, "port": int},
-    "settle": {"deliveries": [dict], "dropped": [[int]]},
-    "shut": {"ranks": [int]},
-}
-"""The same where islands may end and come back: see agent_islands.py."""
-
 FROM_AGENT: Kinds = {
     "hello": {
         "version": str,
@@ -87,27 +76,6 @@ FROM_AGENT: Kinds = {
     },
     "saves": {"number": int},
 }
-FROM_ISLANDS: Kinds = {
-    "serving": {},
-    "listening": {"island": int, "port": int, "master_port": int},
-    "unstarted": {"island": int, "why": str},
-    "came": {
-        "rank": int,
-        "number": int,
-        "size": int,
-        "label": str,
-        "alone": bool,
-        "resumes": bool,
-        "data": _TEXT_OR_NONE,
-    },
-    "back": {"rank": int},
-    "who": {"rank": int},
-    "fetched": {"rank": int, "number": int},
-    "unfetched": {"rank": int, "number": int, "why": str},
-}
-OF_A_RANK = ("came", "back", "who")
-"""Those of them that tell of a rank that runs there."""
-
 MOST = 2**26
 """Bytes of the longest line."""
 

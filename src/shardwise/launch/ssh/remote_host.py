@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -20,7 +20,6 @@ from shardwise.launch.local_workers import HostTask
 from shardwise.launch.screen import Lines, Tail
 from shardwise.launch.ssh import command, protocol
 from shardwise.launch.ssh.command import SshOptions
-from shardwise.launch.ssh.remote_desk import RemoteDesk
 from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.worker_output import LIVE
 from shardwise.net import network
@@ -46,6 +45,9 @@ class RemoteHost:
     while.
     """
 
+    kinds = protocol.FROM_AGENT
+    """The messages that its agent may send."""
+
     def __init__(
         self,
         options: SshOptions,
@@ -69,14 +71,11 @@ class RemoteHost:
         self._heard = time.monotonic()
         self._is_silent = False
         self._unsent = b""
-        self.desk: RemoteDesk | None = None
-        """Its desk, where islands may end and come back."""
-        kinds = {**protocol.FROM_AGENT, **protocol.FROM_ISLANDS}
         self._receiver = protocol.MessageReader(
-            kinds, self._take, lambda noise: say(self._lines.feed(noise))
+            self.kinds, self._take, lambda noise: say(self._lines.feed(noise))
         )
         self._process = _start(
-            command.agent_words(sys.executable)
+            command.agent_words(options, sys.executable)
             if self.is_here
             else command.ssh_command(options, share.host)
         )
@@ -119,23 +118,11 @@ class RemoteHost:
         self._supervisor = supervisor
         self.send("start", task=asdict(task))
 
-    def serve(self, desk: RemoteDesk, supervisor: Supervisor, **values: Any) -> None:
-        """Open the desk of that host, which `desk` leads to; islands' messages go to
-        `supervisor`."""
-        self.desk, self._supervisor = desk, supervisor
-        self._left.update(self.share.numbers)
-        self.send("serve", **values)
-
-    def start_island(self, task: HostTask, ranks: Collection[int], **about: Any) -> None:
-        """Start those ranks of an island that are there."""
-        self._left.difference_update(ranks)
-        self.send("start_island", task=asdict(task), **about)
-
     def reap(self) -> None:
         """Do nothing: the agent reports the ends of its ranks, and its own output ends with it."""
 
     def send_signal(self, number: signal.Signals, part: int = 0) -> None:
-        """Send a signal to the ranks there, those of an island where `part` says which."""
+        """Send a signal to the ranks there, or to a part of them that was started by itself."""
         self.send("signal", number=int(number), part=part)
 
     def ask_to_end(self, number: signal.Signals, part: int = 0) -> None:
@@ -270,16 +257,7 @@ class RemoteHost:
                 self._selector.unregister(self._process.stderr)
 
     def _take(self, message: protocol.Message) -> None:
-        kind = message["kind"]
-        if self._is_given_up and kind != "output":
-            return
-        if kind not in protocol.FROM_ISLANDS:
-            getattr(self, f"_on_{kind}")(message)
-            return
-        self._started(message["rank"] if kind in protocol.OF_A_RANK else None)
-        if self.desk is None:
-            raise protocol.ProtocolError("it tells of islands, of which this run has none")
-        self.desk.hear(message)
+        getattr(self, f"_on_{message['kind']}")(message)
 
     def _on_hello(self, message: protocol.Message) -> None:
         self.hello = message
@@ -316,12 +294,6 @@ class RemoteHost:
         if self._supervisor is None or (rank is not None and rank not in self.share.numbers):
             raise protocol.ProtocolError("it tells of ranks that were not started there")
         return self._supervisor
-
-    @property
-    def _is_given_up(self) -> bool:
-        """Whether its islands are lost, and may be about to start again elsewhere: what it says of
-        their ranks is of an earlier life."""
-        return self.desk is not None and self.fault is not None
 
     def give_up(self, why: str) -> None:
         """Take the host for lost, and say why."""

@@ -10,10 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Collectives
+from shardwise.layout.bucket_layout import Bucket
 from shardwise.states.optimizer.optimizer_kind import placed
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.tiers.copy_stream import to_host
+
+
+def gather_bucket(
+    bucket: Bucket, own: tuple[int, int], interval: Tensor, group: Collectives | None
+) -> Tensor:
+    """Return a whole bucket from the intervals of the ranks of `group`; with None, from `interval`,
+    which is all of it."""
+    flat = interval.new_zeros(bucket.numel)
+    flat[own[0] : own[1]] = interval
+    if group is not None:
+        group.all_gather(flat, bucket.cuts).wait()
+    return flat
 
 
 class IntervalGather:
@@ -43,10 +56,8 @@ class IntervalGather:
     def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
         bucket, own = self._parameters.buckets[index], self._optimizer.intervals[index].own
         _, device = self._parameters.kind(index)
-        flat = torch.zeros(bucket.numel, dtype=part.dtype, device=device)
-        flat[own[0] : own[1]] = part
-        if self._scattered:
-            self._group.all_gather(flat, bucket.cuts).wait()
+        group = self._group if self._scattered else None
+        flat = gather_bucket(bucket, own, part.to(device), group)
         found = {}
         for slot in bucket.slots:
             named = self._parameters.named[slot.parameter]
