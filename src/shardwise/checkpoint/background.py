@@ -20,7 +20,7 @@ import numpy as np
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Draft
 from shardwise.checkpoint.checksum import ChecksumPart
 from shardwise.checkpoint.writer import Tensor, TensorSink, Writer
-from shardwise.layout.byte_ranges import ByteRange
+from shardwise.layout.byte_ranges import Extent
 from shardwise.timeline import Row, span
 
 RESERVED = 4096
@@ -35,13 +35,13 @@ class Copies:
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
-        self._given: list[tuple[str, Sequence[ByteRange], memoryview]] = []
+        self._given: list[tuple[str, Sequence[Extent], memoryview]] = []
 
     def begin(self) -> None:
         """Forget what was given for a save that did not come to be written."""
         self._given = []
 
-    def write(self, kind: str, ranges: Sequence[ByteRange], memory: memoryview) -> None:
+    def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
         """Copy `memory`."""
         number = len(self._given)
         if number == len(self._memory) or self._memory[number].nbytes != len(memory):

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from shardwise.checkpoint.checksum import ChecksumPart
 from shardwise.checkpoint.format import Placed, TensorFile
-from shardwise.layout.byte_ranges import ByteRange
+from shardwise.layout.byte_ranges import Extent
 
 CHUNK = 8 * 2**20
 """Bytes that are written in one call: while one is on its way the next is summed."""
@@ -36,7 +36,7 @@ Tensor = tuple[str, str]
 class TensorSink(Protocol):
     """Takes ranges of tensors; it may read `memory` until `settle` has returned."""
 
-    def write(self, kind: str, ranges: Sequence[ByteRange], memory: memoryview) -> None:
+    def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
         """Take `ranges` of `memory`, each of a tensor of the set `kind`."""
 
     def settle(self) -> None:
@@ -74,14 +74,14 @@ class Writer:
         self._parts: dict[Tensor, list[ChecksumPart]] = defaultdict(list)
         self._failure: BaseException | None = None
 
-    def write(self, kind: str, ranges: Sequence[ByteRange], memory: memoryview) -> None:
+    def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
         """Start to write `ranges` of `memory`, and sum them."""
         for each in ranges:
             tensor = kind, each.tensor
             data = memory[each.start : each.end]
-            self._orders.put(partial(self._put, self._placed[tensor], each.at, data))
+            self._orders.put(partial(self._put, self._placed[tensor], each.offset, data))
             # Summed here while the thread writes the same bytes: neither waits for the other.
-            self._parts[tensor].append(ChecksumPart(each.at, len(data), zlib.crc32(data)))
+            self._parts[tensor].append(ChecksumPart(each.offset, len(data), zlib.crc32(data)))
 
     def settle(self) -> None:
         """Return when all that was given is in the page cache."""

@@ -106,7 +106,11 @@ class BackwardRunner:
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
         summed = divisor > 0
         of = self._begin(weighted=given or summed, anew=given and not same_items)
-        micro = self._cut(batch) if cut else _as_cut(batch, counted=not summed)
+        if cut:  # collective with `--pipeline`: all stages must make as many micro-batches
+            count = runner.microbatch_count(self._spec.settings, batch, self._spec.data_group)
+            micro = runner.split_batch(batch, count)
+        else:  # made by the caller; sums count no rows, so their parts need not be nests of rows
+            micro = [(1 if summed else runner.row_count(part), part) for part in batch]
         empty = of is not None and of.samples == 0
         items = [
             0.0 if empty or not rows else float(weight(*part) if weight else rows)
@@ -140,11 +144,6 @@ class BackwardRunner:
         shares = sum(part[2] for part in parts)
         self._end(loss, term, divisor, shares, compares=given or not summed)
         return loss * weighed.factor if summed else loss
-
-    def _cut(self, batch: Sequence[Any]) -> list[tuple[int, Any]]:
-        """`batch` in micro-batches, with the rows of each. Collective with `--pipeline`."""
-        count = runner.microbatch_count(self._spec.settings, batch, self._spec.data_group)
-        return runner.split_batch(batch, count)
 
     def abandon(self) -> None:
         """Forget this step: a backward failed, or the user wants its gradients no more."""
@@ -408,12 +407,6 @@ class BackwardRunner:
             inputs=self._inputs(),
             collect=self._collecting,
         )
-
-
-def _as_cut(parts: Sequence[Any], *, counted: bool) -> list[tuple[int, Any]]:
-    """Micro-batches that the caller has made, with the rows of each; where nobody counts them, with
-    1, so that they need not be nests of rows."""
-    return [(runner.row_count(part) if counted else 1, part) for part in parts]
 
 
 def layer_times_of(state: EngineState) -> LayerTimes | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.config import flag
@@ -161,6 +160,10 @@ def build(
         sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
     )
+    decay, moving = spec.settings.ema_decay, None
+    if decay is not None:
+        held = storage_factories["optimizer"]
+        moving = Averages(parameters, optimizer, decay, held, scattered=scattered, start=averages)
     if spec.hooks is not None:
         held = storage_factories["optimizer"]
         spec.hooks.lay_out(parameters, gradients, optimizer, held, anchor)
@@ -171,7 +174,7 @@ def build(
         IntervalGather(parameters, optimizer, spec.shard_group, scattered=scattered),
         shown,
         storage_factories,
-        _averages(spec, parameters, optimizer, storage_factories["optimizer"], averages),
+        moving,
         spec.hooks,
     )
 
@@ -179,7 +182,7 @@ def build(
 def _gradients(
     spec: EngineSpec, parameters: Parameters, shown: ShardedUnits | None, factory: StorageFactory
 ) -> Gradients:
-    """The gradients of `parameters`, whose buckets start where all ranks can follow."""
+    """Return the gradients of `parameters`, whose buckets start where all ranks can follow."""
     gradients = Gradients(
         parameters,
         spec.placement,
@@ -192,28 +195,19 @@ def _gradients(
         elsewhere=_counted_elsewhere(spec, parameters),
     )
     if shown is not None:
-        gradients.paced = _pace(parameters, gradients, shown)
+        # Sharded parameters: the buckets of a unit start when all ranks have passed the unit in
+        # backward. Any earlier, a rank could wait in a bucket for one that waits in a gather.
+        buckets: dict[int, list[int]] = defaultdict(list)
+        for number, bucket in enumerate(parameters.buckets):
+            first = parameters.named[bucket.slots[0].parameter].parameter
+            buckets[shown.sections.unit_of[first]].append(number)
+        gradients.paced = shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
     # Synchronised BatchNorm waits for other ranks inside backward. Where units take turns, its
     # statistics take theirs too. Elsewhere this rank must not wait for the sum of a bucket as
     # well: a rank that has not used the same parameters would wait in BatchNorm for this one.
     synchronised = bool(sync_batch_norm.converted(spec.models))
     gradients.queue.patient = gradients.paced or not synchronised
     return gradients
-
-
-def _averages(
-    spec: EngineSpec,
-    parameters: Parameters,
-    optimizer: OptimizerState,
-    factory: StorageFactory,
-    start: Mapping[nn.Parameter, Tensor] | None,
-) -> Averages | None:
-    """The moving averages of `parameters`, from `start` on; None where none are kept."""
-    decay = spec.settings.ema_decay
-    if decay is None:
-        return None
-    scattered = spec.placement.is_sharded("optimizer")
-    return Averages(parameters, optimizer, decay, factory, scattered=scattered, start=start)
 
 
 def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
@@ -225,16 +219,6 @@ def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
         for number, bucket in enumerate(parameters.buckets)
         if parameters.named[bucket.slots[0].parameter].shard is None
     }
-
-
-def _pace(parameters: Parameters, gradients: Gradients, shown: ShardedUnits) -> bool:
-    """Start the buckets of a unit when all ranks have passed it in backward; returns whether
-    units are gathered in turns."""
-    buckets: dict[int, list[int]] = defaultdict(list)
-    for number, bucket in enumerate(parameters.buckets):
-        first = parameters.named[bucket.slots[0].parameter].parameter
-        buckets[shown.sections.unit_of[first]].append(number)
-    return shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
 
 
 def take_apart(
@@ -273,7 +257,8 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             if not options["params"]:
                 continue
             stays = spec.optimizers_stay and not is_known(optimizer)
-            device = _device_of(spec, options["params"][0])
+            leading = options["params"][0]
+            device = spec.device if leading.is_meta else leading.device
             # A sharded state is refused for what stays: the trial of a copy says why.
             is_copied = not stays or spec.placement.is_sharded("optimizer")
             kind = kinds.of(optimizer, options, device, is_copied=is_copied)
@@ -340,10 +325,6 @@ def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, gr
 
 
 _OFFLOADS = ("offload_params", "offload_gradients", "offload_optimizer")
-
-
-def _device_of(spec: EngineSpec, parameter: nn.Parameter) -> torch.device:
-    return spec.device if parameter.is_meta else parameter.device
 
 
 def _check_trainable(

@@ -228,19 +228,14 @@ class EngineSpec:
                         known.add(parameter)
                         name = f"optimizers[{number}].params[{index}]"
                         found.append(NamedParameter(name, parameter))
+        cast = PRESETS[self.settings.precision].cast
         for named in found:
-            self._foresee(named)
+            if named.parameter.is_meta:  # it has no memory yet: note where it will have some
+                named.device = self.device
+                if cast is not None and is_cast(named.places, cast):
+                    named.dtype = cast
             named.shard = self.shard_of(named.parameter)
         return found
-
-    def _foresee(self, named: NamedParameter) -> None:
-        """Set device and dtype that a parameter without memory will have."""
-        if not named.parameter.is_meta:
-            return
-        named.device = self.device
-        cast = PRESETS[self.settings.precision].cast
-        if cast is not None and is_cast(named.places, cast):
-            named.dtype = cast
 
     @cached_property
     def _census(self) -> Census:

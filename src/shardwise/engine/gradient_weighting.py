@@ -206,7 +206,10 @@ class GradientWeighting:
             return narrow.view_as(loss), rest
         seed = float(whole) if self._crosses else share * self._scale.value
         if loss.dtype in NARROW:
-            seed = _rounded(seed, loss.dtype)
+            # The nearest number that 16 bits can hold; 0 stays 0.
+            limits = torch.finfo(loss.dtype)
+            within = min(max(seed, limits.tiny), limits.max) if seed else 0.0
+            seed = float(torch.tensor(within, dtype=loss.dtype))
         rest = whole / seed if seed else 1.0
         if not isinstance(rest, Tensor) and math.isclose(rest, 1.0, rel_tol=1e-12):
             rest = 1.0  # no multiplication for the rounding of the quotients
@@ -260,10 +263,3 @@ class GradientWeighting:
 
 
 _SHARE_GRAIN = 1 << 20
-
-
-def _rounded(seed: float, dtype: torch.dtype) -> float:
-    """Return the number nearest to `seed` that the 16-bit `dtype` can hold; 0 stays 0."""
-    limits = torch.finfo(dtype)
-    within = min(max(seed, limits.tiny), limits.max) if seed else 0.0
-    return float(torch.tensor(within, dtype=dtype))

@@ -5,7 +5,7 @@ exchange    one small collective: weights, losses, norm, what was used
 (delay)     with `--behind`: replace them by the sums of an earlier step
 (between)   whole gradients for the user: read, changed
 decide      skip the step, stop the run, or compute the factor that clips and averages
-update      each bucket (states/optimizer_state), then its all-gather where one is needed
+update      each bucket (states/optimizer), then its all-gather where one is needed
 clear       the gradients; seed what is drawn next
 (average)   with several groups that step apart: average their parameters if that is due
 """
@@ -355,7 +355,10 @@ class StepRunner:
             totals, stats = self._hooks.after_update(self._state, totals, stats)
             self._state.parameters_changed()
         if totals.asked:
-            self._agree_to_end(totals.asked)
+            # All ranks know by the exchange that a signal asks them to end.
+            self._world.preemption.agreed = totals.asked
+            self._state.asked_to_end = True
+            self._saver.mark_boundary()
         # Only now: the step is made on all ranks, and all know of the failure by the exchange.
         if totals.unsaved:
             self._saver.wait()  # raises on all ranks alike
@@ -395,9 +398,3 @@ class StepRunner:
         world.draws.mark_boundary()
         if (recording := recorder.active) is not None:
             recording.stepped(state.number, state.steps)
-
-    def _agree_to_end(self, asked: int) -> None:
-        """All ranks know by now that a signal asks them to end."""
-        self._world.preemption.agreed = asked
-        self._state.asked_to_end = True
-        self._saver.mark_boundary()

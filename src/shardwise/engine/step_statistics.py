@@ -171,7 +171,12 @@ def _differ(ranges: list[list[float]]) -> bool:
 def _row(numbers: list[Number], device: torch.device) -> Tensor:
     """One fp64 vector on `device`, by one copy of what is elsewhere, for which the host does not
     wait where it goes to an accelerator."""
-    near = [x for number in numbers if not _is_far(number) for x in _values(number)]
+    near: list[float] = []
+    for number in numbers:
+        if not isinstance(number, Tensor):
+            near.append(number)
+        elif not _is_far(number):
+            near += number.double().reshape(-1).tolist()
     sent = to_device(torch.tensor(near, dtype=torch.float64), device)
     far = [n.double().reshape(-1) for n in numbers if isinstance(n, Tensor) and _is_far(n)]
     if not far:
@@ -187,7 +192,3 @@ def _row(numbers: list[Number], device: torch.device) -> Tensor:
 def _is_far(number: Number) -> bool:
     """Whether the host would have to wait for it."""
     return isinstance(number, Tensor) and number.device.type != "cpu"
-
-
-def _values(number: Number) -> list[float]:
-    return number.double().reshape(-1).tolist() if isinstance(number, Tensor) else [number]

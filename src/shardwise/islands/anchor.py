@@ -27,12 +27,12 @@ from shardwise.config.outer_optimizer import AveragingRule
 from shardwise.errors import NonFiniteError
 from shardwise.islands.wire import Wire
 from shardwise.layout import fingerprints
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.optimizer.update_interval import UpdateInterval
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.step_hooks import Kept
-from shardwise.states.storage.storage import Span, Storage
+from shardwise.states.storage.storage import Storage
 from shardwise.states.storage.storage_factory import StorageFactory
 
 VALUE, VELOCITY, RESIDUAL, SENT = "value", "velocity", "residual", "sent"

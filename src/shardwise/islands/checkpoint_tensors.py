@@ -32,10 +32,10 @@ from shardwise.islands.anchor import RESIDUAL, SENT, VALUE, VELOCITY
 from shardwise.islands.bounded_staleness import Report, read_reports
 from shardwise.islands.delayed_sums import DelayedSums, Flight
 from shardwise.islands.difference_exchange import DifferenceExchange
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.layout.byte_ranges import extents
 from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.storage.storage import MemoryStorage, Span, Storage
+from shardwise.states.storage.storage import MemoryStorage, Storage
 
 OWN, MEAN = "own", "mean"
 

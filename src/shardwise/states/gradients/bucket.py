@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.comm import Handle
 from shardwise.errors import ModelError
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.model.precision import NARROW
 from shardwise.states.gradients.bucket_views import BucketViews
 from shardwise.states.gradients.gradient_sum import GradientSum, SquareSum
@@ -135,7 +135,7 @@ class GradientBucket:
         index: int,
         layout: Bucket,
         named: Sequence[NamedParameter],
-        own: tuple[int, int],
+        own: Span,
         kind: TensorKind,
         kept: Tensor | None,
         total: GradientSum,
@@ -166,8 +166,8 @@ class GradientBucket:
         self._square = square
         self._queue = queue
         first, end = layout.interval(queue.rank)
-        # Where several ranks have the whole sum, each squares its own interval only, so that no
-        # element counts twice.
+        # If several ranks have the whole sum, each squares its own interval only: no element counts
+        # twice.
         self._counted = (first - own[0], end - own[0])
         self._is_large = [slot.numel > SMALL for slot in layout.slots]
         self._sent_apart = [
@@ -263,7 +263,8 @@ class GradientBucket:
             if self._kept is not None and self._backward.is_first:
                 self._buffer, self._flat = self._kept, self._kept.memory
             else:
-                # A kept buffer that was reduced once holds a sum, to which parts must not be added.
+                # After its first reduction a kept buffer holds a sum over the ranks. Adding a part
+                # of this rank alone to it would count the other ranks' sums again.
                 self._buffer = self._queue.borrow(self.kind)
                 self._flat = self._buffer.memory[: self.layout.numel]
                 self._onto = self._own_memory()
@@ -354,7 +355,7 @@ class GradientBucket:
         self._close()
 
     def _close(self) -> None:
-        """Let go of the buffer, which the queue may lend to others or free."""
+        """Drop the references to the buffer, which the queue may lend to others or free."""
         self._buffer = self._flat = self._onto = None
         self._elsewhere = {}
 
@@ -418,6 +419,7 @@ class GradientBucket:
 
     def settle(self, launch: Launch) -> None:
         """Wait for the sum of `launch`, and add it to this step's."""
+        # On an accelerator this makes the stream wait, not the host.
         launch.handle.wait()
         self._in_flight -= 1
         readers = [launch.handle]
@@ -462,7 +464,7 @@ class GradientBucket:
         self._squares = None
 
     def nonfinite(self) -> set[int]:
-        """Return the parameters whose reduced gradient is not finite in what this rank holds."""
+        """Return the parameters whose reduced gradient is not finite in the elements `own`."""
         found = set()
         for first, value in self.reduced.read_spans():
             start = self.own[0] + first
@@ -475,7 +477,7 @@ class GradientBucket:
     # -- the end of a step ----------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Forget what a failed backward has collected; a buffer in flight stays with the queue."""
+        """Forget the gradients of a failed backward; a buffer in flight stays with the queue."""
         if self._buffer is not None and self._buffer is not self._kept:
             self._queue.give_back(self._buffer, ())
         self._close()

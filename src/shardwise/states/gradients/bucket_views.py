@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.parameters.named_parameters import NamedParameter
 
 
@@ -24,7 +24,7 @@ class BucketViews:
         layout: Bucket,
         named: Sequence[NamedParameter],
         buffer: Tensor,
-        apart: tuple[int, int] = (0, 0),
+        apart: Span = (0, 0),
         own: Tensor | None = None,
     ) -> None:
         self._named = named

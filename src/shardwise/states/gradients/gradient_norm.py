@@ -21,7 +21,8 @@ from torch import Tensor
 from shardwise.model.precision import NARROW
 
 if TYPE_CHECKING:
-    from shardwise.states.storage.storage import Span, Storage
+    from shardwise.layout.bucket_layout import Span
+    from shardwise.states.storage.storage import Storage
 
 CHUNK = 1 << 18
 """Elements whose squares are added up in the tensor's own precision."""

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Handle
+from shardwise.layout.bucket_layout import Span
 from shardwise.layout.sum_tree import MicroShards
 from shardwise.states.gradients import gradient_norm
-from shardwise.states.storage.storage import Span, Storage
+from shardwise.states.storage.storage import Storage
 
 
 class SquareSum(Protocol):

@@ -294,7 +294,7 @@ class Gradients:
             self.buckets[number].forget_squares()
 
     def nonfinite(self) -> list[int]:
-        """Return the parameters whose reduced gradient is not finite in what this rank holds."""
+        """Return the parameters whose reduced gradient is not finite on this rank."""
         return sorted(set[int]().union(*(bucket.nonfinite() for bucket in self.buckets)))
 
     def unforeseen_names(self) -> list[str]:

@@ -60,9 +60,10 @@ class Launch:
 
 
 class ReductionQueue:
-    """What the buckets of one rank share: the ranks that they are reduced over, and buffers.
+    """Keeps the launch order of the buckets of one rank, and lends them buffers.
 
-    `scatters`: reduce-scatter, not all-reduce. `lengths` are those of the longest bucket by kind.
+    `group` are the ranks to reduce over. `scatters`: reduce-scatter, not all-reduce. `lengths` has
+    by dtype and device the elements of the longest bucket.
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class ReductionQueue:
         self.how = how
         self.scatters = scatters
         self.patient = True
-        """Whether this rank may wait for a sum while its backward runs. Not where backward waits
-        for other ranks elsewhere too (BatchNorm over all ranks, but in a turn): one that has not
-        used the same parameters would wait there, for a rank that waits here for a bucket of its
-        own."""
+        """Whether this rank may wait for a sum while its backward runs.
+
+        Not if backward also waits for other ranks elsewhere, as synchronised BatchNorm does. A rank
+        that has not used the same parameters would wait in BatchNorm for a rank that waits here for
+        its bucket: a deadlock.
+        """
         self._lengths = lengths
         self._launches: deque[Launch] = deque()
         self._spare: dict[TensorKind, deque[Buffer]] = {kind: deque() for kind in lengths}

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, optim
 
 from shardwise.errors import TierError
+from shardwise.layout.bucket_layout import Span
 from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, UpdatePart
 from shardwise.states.optimizer.update_interval import (
     UpdateInterval,
@@ -26,7 +27,7 @@ from shardwise.states.optimizer.update_interval import (
     without_memory,
 )
 from shardwise.states.storage.host_storage import HostCopy
-from shardwise.states.storage.storage import MemoryStorage, Span, Storage, in_spans
+from shardwise.states.storage.storage import MemoryStorage, Storage, in_spans
 
 
 def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
@@ -100,7 +101,9 @@ class SpanInUse(UpdatePart):
             gradient = total.take_on(index, interval.master.device)
         super().__init__(interval.own[0] + interval.spans[index][0], segments, gradient)
         self._moments = {
-            key: storage.take(index, fresh=not self._has_stowed(key))
+            key: storage.take(
+                index, fresh=not any(has_no_memory(state[key]) for _, state in self._states(key))
+            )
             for key, storage in interval.moments.items()
         }
         if interval.master.memory is None:
@@ -121,9 +124,6 @@ class SpanInUse(UpdatePart):
             (s, self._inner.state[s.tensor]) for s in self.segments if s.tensor in self._inner.state
         ]
         return [(segment, state) for segment, state in found if key in state]
-
-    def _has_stowed(self, key: str) -> bool:
-        return any(has_no_memory(state[key]) for _, state in self._states(key))
 
     def end(self, *, changed: bool) -> None:
         """Release the span; if it changed, write it back asynchronously."""

@@ -102,11 +102,9 @@ class FollowedOptions:
             self._given[number] = given
 
     def record_changes(self) -> None:
-        """Remember what the update has changed in the inner groups.
-
-        Not written to the user's groups at once: each update of a step, also that of the next
-        span, begins from the same.
-        """
+        """Remember the options that the update has changed in the inner groups."""
+        # Not written to the user's groups at once: every update of a step, including the one of the
+        # next span, must start from the same values.
         for number, inner in zip(self.numbers, self._inner.param_groups, strict=True):
             given = self._given[number]
             self.changes[number] = {
@@ -182,7 +180,7 @@ class FollowedAttributes:
         return {k: vars(self._inner)[k] for k in self.changing if k in vars(self._inner)}
 
     def forget_changes(self) -> None:
-        """Take what the user's optimizer has now as what the copy was given."""
+        """Treat the present attributes of the user's optimizer as already copied."""
         self._given = attributes_of(self.user)
 
 

@@ -38,8 +38,8 @@ from shardwise.states.optimizer.optimizer_options import (
 from shardwise.states.optimizer.update_interval import UpdateInterval, UpdateSegment
 from shardwise.states.optimizer.users_optimizer import UsersOptimizer
 from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.storage.storage import Storage, in_spans, spans_of
-from shardwise.states.storage.storage_factory import StorageFactory, TensorKind
+from shardwise.states.storage.storage import in_spans, spans_of
+from shardwise.states.storage.storage_factory import StorageFactory
 
 _MASTER = "master"
 
@@ -66,7 +66,7 @@ class OptimizerState:
         self._one_by_one = sends or by_spans
         self.groups = groups
         self.intervals = self._lay_out(gradients, factory, by_spans)
-        """By bucket, what this rank updates of it."""
+        """By bucket, the interval that this rank updates."""
         for index, interval in enumerate(self.intervals):
             if interval.has_master:
                 self._fill_master(interval, parameters.wide.pop(index, None), known)
@@ -88,7 +88,15 @@ class OptimizerState:
         lengths = [end - first for first, end in own]
         spans = [spans_of(n) if by_spans else [(0, n)] for n in lengths]
         targets = [in_spans(self._parameters.part(i, own[i]), spans[i]) for i in numbers]
-        kept = [self._kept(i, factory, targets[i]) for i in numbers]
+        kept = []
+        for i in numbers:
+            # What needs memory of its own: a separate master; on a disk, the optimizer's state too.
+            dtype, device = self._parameters.kind(i)
+            kind = (torch.float32 if dtype in NARROW else dtype, device)
+            elsewhere = factory.is_apart(device) != (targets[i].copy_stream is not None)
+            names = [_MASTER] if dtype in NARROW or elsewhere else []
+            names += sorted(self.groups[i].kind.tensor_keys) if factory.on_disk else []
+            kept.append(dict.fromkeys(names, kind))
         rooms = iter(
             factory.make(
                 "optimizer state",
@@ -111,18 +119,10 @@ class OptimizerState:
             for i in numbers
         ]
 
-    def _kept(self, index: int, factory: StorageFactory, target: Storage) -> dict[str, TensorKind]:
-        """What needs room of its own: a separate master; on a disk, the optimizer's state too."""
-        dtype, device = self._parameters.kind(index)
-        kind = (torch.float32 if dtype in NARROW else dtype, device)
-        elsewhere = factory.is_apart(device) != (target.copy_stream is not None)
-        keys = sorted(self.groups[index].kind.tensor_keys) if factory.on_disk else []
-        return dict.fromkeys([_MASTER] * (dtype in NARROW or elsewhere) + keys, kind)
-
     def _fill_master(
         self, interval: UpdateInterval, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]
     ) -> None:
-        """Let a separate master have its parameters' values."""
+        """Fill a separate master with its parameters' values."""
         value = (interval.target.loaded() if wide is None else wide).to(interval.master.dtype)
         for piece in interval.bucket.pieces(*interval.own):
             named = self._parameters.named[piece.parameter]
@@ -150,8 +150,8 @@ class OptimizerState:
         for inner, following in pairwise(self.inners):
             inner.following = following
         self._inner_of = [made[key] for key in keys]
-        # It is here from now on; the user's optimizer would keep it in memory twice. One that
-        # updates by itself is given it again.
+        # The inner optimizers hold the state from now on: in the user's optimizer it would be in
+        # memory twice. An optimizer that updates its own parameters gets it back below.
         taken = {named.parameter for named in self._parameters.named}
         for optimizer in {group.optimizer for group in self.groups}:
             resting = held(optimizer)
@@ -161,12 +161,13 @@ class OptimizerState:
             existing.give(inner, interval, group)
 
     def _together(self, index: int) -> Hashable:
-        """Buckets of equal keys are updated in one call: all of an optimizer that looks across;
-        else those that lose nothing by it, since nothing of them is sent, fetched or copied
-        beside the update of the one before."""
+        """Return the key of a bucket: buckets with equal keys are updated in one call."""
         interval, group = self.intervals[index], self.groups[index]
         if group.together:
             return group.optimizer
+        # One call for several buckets saves calls, but a bucket that is sent, fetched or copied
+        # would wait: its transfer overlaps with the update of another bucket only if each has a
+        # call of its own.
         is_apart = interval.has_master or interval.master.copy_stream is not None
         stays = interval.master.memory is not None and not interval.moments
         fuses = _fuses(group, interval)
@@ -254,8 +255,10 @@ class OptimizerState:
         return interval.master.nbytes * (moments + interval.has_master)
 
     def whole(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
-        """State `key` of all segments of bucket `index`, flat over this rank's interval; zeros
-        where there is none."""
+        """Return state `key` of all segments of bucket `index`, flat over this rank's interval.
+
+        Elements without state are zero.
+        """
         interval = self.intervals[index]
         joined = torch.zeros(interval.master.numel, dtype=dtype, device=interval.master.device)
         stored = interval.moments[key].loaded() if key in interval.moments else None
@@ -271,7 +274,7 @@ class OptimizerState:
         return not group.whole and group.kind.has_shape(key, value, segment.tensor.shape)
 
     def is_tensor(self, index: int, segment: UpdateSegment, key: str, value: Any) -> bool:
-        """Whether `value` is a tensor of its parameter's, rather than a number beside it."""
+        """Return whether `value` is a tensor of its parameter, not a number such as a count."""
         return self.groups[index].kind.is_tensor(key, value, segment.tensor.shape)
 
     def state_of(self, index: int) -> list[tuple[UpdateSegment, dict[str, Any]]]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from shardwise.layout.bucket_layout import Bucket, Piece
+from shardwise.layout.bucket_layout import Bucket, Slot, Span
 from shardwise.states.gradients.bucket import GradientBucket
 from shardwise.states.storage.host_storage import HostCopy
-from shardwise.states.storage.storage import Span, Storage
+from shardwise.states.storage.storage import Storage
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class UpdateSegment:
 
     first: int
     end: int
-    pieces: list[Piece]
+    pieces: list[Slot]
     tensor: Tensor
     master: Tensor | None = None
     """What `tensor`, the user's parameter, holds during an update in place of its 16 bits, or of
@@ -53,7 +53,7 @@ class UpdateInterval:
     host_copy: HostCopy | None = None
     """Brings the gradient to the master, if only the latter is on the host."""
 
-    def segment(self, pieces: list[Piece]) -> UpdateSegment:
+    def segment(self, pieces: list[Slot]) -> UpdateSegment:
         """A segment of neighbours, as one flat tensor, up to a whole grain."""
         first, grain = pieces[0].start, self.bucket.grain
         end = min(-(-pieces[-1].end // grain) * grain, self.own[1])
@@ -85,13 +85,13 @@ class UpdateInterval:
         return self.master is not self.target
 
     @property
-    def pieces(self) -> list[list[Piece]]:
+    def pieces(self) -> list[list[Slot]]:
         """What lies in the interval, by span."""
         start = self.own[0]
         return [self.bucket.pieces(start + first, start + end) for first, end in self.spans]
 
     @property
-    def all_pieces(self) -> list[Piece]:
+    def all_pieces(self) -> list[Slot]:
         """The same in one list."""
         return [piece for pieces in self.pieces for piece in pieces]
 
@@ -111,9 +111,9 @@ def has_no_memory(tensor: Tensor) -> bool:
     return tensor.data_ptr() == _nothing(tensor.dtype).data_ptr()
 
 
-def runs(pieces: Sequence[Piece], mark: Callable[[Piece], Any]) -> list[list[Piece]]:
+def runs(pieces: Sequence[Slot], mark: Callable[[Slot], Any]) -> list[list[Slot]]:
     """Consecutive pieces of equal mark, together."""
-    found: list[list[Piece]] = []
+    found: list[list[Slot]] = []
     before: Any = object()
     for piece in pieces:
         now = mark(piece)
@@ -122,11 +122,6 @@ def runs(pieces: Sequence[Piece], mark: Callable[[Piece], Any]) -> list[list[Pie
         found[-1].append(piece)
         before = now
     return found
-
-
-def _is_flat_state(value: Any, tensor: Tensor) -> bool:
-    """Whether `value` is optimizer state of the form of `tensor`, and is cut with it."""
-    return isinstance(value, Tensor) and value.shape == tensor.shape
 
 
 def copied(value: Any) -> Any:
@@ -155,7 +150,9 @@ def cut_by_use(inner: optim.Optimizer, interval: UpdateInterval, used: Sequence[
                 a, b = child.first - segment.first, child.end - segment.first
                 # Tensors of the segment's form are cut; everything else is copied to each part.
                 inner.state[child.tensor] = {
-                    key: value[a:b] if _is_flat_state(value, segment.tensor) else copied(value)
+                    key: value[a:b]
+                    if isinstance(value, Tensor) and value.shape == segment.tensor.shape
+                    else copied(value)
                     for key, value in state.items()
                 }
     is_cut = len(found) != len(interval.segments)
