@@ -26,12 +26,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise.errors import LaunchError
 from shardwise.net import (
-    authentication,
     environment,
     network,
     private_files,
     progress,
     rendezvous_file,
+    rpc,
 )
 from shardwise.net.identity import Identity
 from shardwise.net.launchers import detection as launcher_detection
@@ -339,33 +339,29 @@ def _go(terms: _Terms) -> Rendezvous:
     raise _did_not_find(terms, trouble)
 
 
-def _connect(terms: _Terms, name: str, port: int, known: bytes) -> authentication.Connection:
+def _connect(terms: _Terms, name: str, port: int, known: bytes) -> rpc.Connection:
     """A connection to rank 0 that is proven at both ends. Raises OSError."""
-    connection = socket.create_connection((name, port), timeout=max(0.001, min(REACH, terms.left)))
-    try:
-        # The kernel accepts for a rank 0 that was given its port, and is yet to come.
-        patience = terms.left if terms.path is None else min(REACH, terms.left)
-        until = time.monotonic() + patience
-        return authentication.prove(connection, known, role_of(port), until)
-    except BaseException:
-        connection.close()
-        raise
+    # A rank 0 that was given its port has a listening socket before it runs: the kernel accepts,
+    # and the proof may take as long as rank 0 takes to start.
+    patience = terms.left if terms.path is None else min(REACH, terms.left)
+    until = time.monotonic() + patience
+    return rpc.connect((name, port), known, role_of(port), until, reach=REACH)
 
 
 def _refused(since: float | None, error: OSError) -> float | None:
     """Since when every answer was that this rank does not know the secret."""
-    return (since or time.monotonic()) if isinstance(error, authentication.Unproven) else None
+    return (since or time.monotonic()) if isinstance(error, rpc.Unproven) else None
 
 
 def _trouble(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer, as where it has not called sw.init, or is stopped"
-    if isinstance(error, authentication.Unproven):
+    if isinstance(error, rpc.Unproven):
         return f"{error} ({environment.SECRET_VARIABLE} must be alike on all ranks)"
     return error.strerror or str(error)
 
 
-def _come(terms: _Terms, connection: authentication.Connection, known: str) -> Rendezvous:
+def _come(terms: _Terms, connection: rpc.Connection, known: str) -> Rendezvous:
     """Say that this rank is here, and wait for the others."""
     identity = terms.identity
     address = connection.socket.getpeername()[0].removeprefix("::ffff:")

@@ -70,7 +70,7 @@ class AgentIslands:
         known = secret.encode()
         self._desk = IslandDesk(self._selector, self)
         self._fetches = transfers.Fetches(self._selector, known, self._fetched, self._unfetched)
-        server = transfers.Server(self.listener, self.place, known, self._desk.copy)
+        server = transfers.serve(self.listener, self.place, known, self._desk.copy)
         for each in (self._desk, self._fetches, server):
             self._stack.callback(each.close)
         self._stack.callback(self._forget_meetings)
