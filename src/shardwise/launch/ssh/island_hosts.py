@@ -57,7 +57,10 @@ def once(
         size=job.size // job.elastic_islands,
         restarts=restarts,
     )
-    with closing(supervisor), Agents(options, supervisor, console.err.lines) as started:
+    with (
+        closing(supervisor),
+        Agents(options, supervisor, console.lines) as started,
+    ):
         hosts = IslandHosts(job, options, console, supervisor, started)
         hosts.open()
         if supervisor.is_asked:

@@ -37,7 +37,10 @@ def _once(job: Job, options: SshOptions, console: Console, signals: Signals) -> 
         joins=job.joins,
         hosts=agents.names(job.shares),
     )
-    with closing(supervisor), Agents(options, supervisor, console.err.lines) as started:
+    with (
+        closing(supervisor),
+        Agents(options, supervisor, console.lines) as started,
+    ):
         remotes = started.start(job.shares)
         where = agents.prepare(job, remotes, supervisor, listening=job.shares[:1])
         if supervisor.is_asked:
