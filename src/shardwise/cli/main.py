@@ -141,7 +141,7 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
         given["module"] = True
     if "deepspeed" in settings:
         _show_json(settings["deepspeed"], given["size"], dry_run=given["dry_run"])
-    return start.run(start.RunRequest(words=words, settings=settings, **given))
+    return start.run(start.Asked(words=words, settings=settings, **given))
 
 
 def _show_json(path: str, size: int | None, *, dry_run: bool) -> None:

@@ -15,9 +15,10 @@ from shardwise.errors import LaunchError
 from shardwise.launch.console import Console
 from shardwise.launch.island_supervisor import IslandSupervisor
 from shardwise.launch.island_workers import IslandWorkers, allow_files
-from shardwise.launch.job import Job
 from shardwise.launch.orphan_reaper import OrphanReaper
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.signals import Signals
+from shardwise.launch.worker import Begin
 from shardwise.net import network
 from shardwise.net.hosts import LOOPBACK
 from shardwise.net.island_desk import IslandDesk
@@ -28,28 +29,28 @@ MOST = 253
 
 
 def once(
-    job: Job, command: tuple[str, ...], console: Console, signals: Signals, restarts: Restarts
+    spec: RunSpec, begin: Begin, console: Console, signals: Signals, restarts: Restarts
 ) -> Ending:
     """Start all islands, and watch them to the end of the run; islands that are started again count
     among `restarts`."""
-    allow_files(job.size, job.elastic_islands)
-    address = LOOPBACK if job.interface is None else network.address_of_interface(job.interface)
+    allow_files(spec.size, spec.elastic_islands)
+    address = LOOPBACK if spec.interface is None else network.address_of_interface(spec.interface)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
-    size = job.size // job.elastic_islands
+    size = spec.size // spec.elastic_islands
     with OrphanReaper(folder) as reaper, network.reserve_port(address) as spare:
         supervisor = IslandSupervisor(
             console,
-            job.outputs(console),
+            spec.outputs(console),
             signals,
-            grace=job.grace,
-            joins=job.joins,
-            count=job.elastic_islands,
+            grace=spec.grace,
+            joins=spec.joins,
+            count=spec.elastic_islands,
             size=size,
             restarts=restarts,
         )
         sinks = supervisor.hear, supervisor.left, supervisor.saves_first
         desk = IslandDesk(supervisor.selector, supervisor.hub)
-        supervisor.hub.attach(desk, range(job.size))
+        supervisor.hub.attach(desk, range(spec.size))
         numbers = count()
 
         def link(rank: int) -> socket.socket:
@@ -59,24 +60,27 @@ def once(
         def start(island: int, returns: bool) -> IslandWorkers:
             own = folder / f"start-{next(numbers)}"
             own.mkdir(mode=0o700)
-            with network.listen(address, 0) as meeting:
-                where = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
-                task = job.task(
-                    job.shares[0], command, console, address=address, **where, reads=True
-                )
+            with network.listen(address, 0) as listener:
                 workers = IslandWorkers(
-                    task,
+                    spec,
+                    Meeting(
+                        address=address,
+                        port=listener.getsockname()[1],
+                        master_port=spare.getsockname()[1],
+                    ),
+                    spec.streams(console, reads=True),
+                    begin,
                     own,
                     reaper,
                     supervisor.selector,
                     *sinks,
                     island=island,
-                    count=job.elastic_islands,
+                    count=spec.elastic_islands,
                     link=link,
                     returns=returns,
                 )
                 try:
-                    workers.start(meeting)
+                    workers.start(listener)
                 except BaseException:  # not all of its ranks run, which would wait for each other
                     workers.give_up()
                     raise

@@ -33,7 +33,9 @@ from shardwise.net.island_membership import ADMITS
 LITTLE = 1 << 15
 """So many bytes travel through the launcher, which takes one way less than to be fetched."""
 
-RunPart = Callable[[int, dict[str, Any], Callable[..., IslandWorkers], socket.socket | None], None]
+RunPart = Callable[
+    [int, dict[str, Any], dict[str, Any], Callable[..., IslandWorkers], socket.socket | None], None
+]
 """Starts a part of the ranks of this host: see Agent."""
 
 
@@ -84,7 +86,9 @@ class AgentIslands:
         ports = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
         self._send("listening", island=island, **ports)
 
-    def on_start_island(self, task: dict[str, Any], **about: Any) -> None:
+    def on_start_island(
+        self, meeting: dict[str, Any], streams: dict[str, Any], **about: Any
+    ) -> None:
         """Start the ranks of `island` that are here."""
         island = about["island"]
         made: list[IslandWorkers] = []
@@ -101,16 +105,16 @@ class AgentIslands:
             made.append(IslandWorkers(*first, *sinks, link=self._desk.open, **about))
             return made[0]
 
-        meeting = self._meetings.get(island, [None])[0]
+        listener = self._meetings.get(island, [None])[0]
         try:
-            self._run_part(island, task, make, meeting)
+            self._run_part(island, meeting, streams, make, listener)
         except (LaunchError, OSError) as error:
             for workers in made:  # not all of its ranks run, which would wait for each other
                 workers.give_up()
             self._send("unstarted", island=island, why=str(error))
         finally:
-            if meeting is not None:
-                meeting.close()
+            if listener is not None:
+                listener.close()
 
     def _forget(self, island: int) -> None:
         for opened in self._meetings.pop(island, ()):
