@@ -141,9 +141,9 @@ class TestHosts:
 
     @pytest.mark.parametrize(
         ("text", "found"),
-        [("0", {0}), ("0,2-3", {0, 2, 3}), (" 1 , 1", {1}), ("0-3", {0, 1, 2, 3})],
+        [("0", (0,)), ("0,2-3", (0, 2, 3)), (" 1 , 1", (1,)), ("0-3", (0, 1, 2, 3))],
     )
-    def test_ranks(self, text: str, found: set[int]) -> None:
+    def test_ranks(self, text: str, found: tuple[int, ...]) -> None:
         assert hosts.ranks(text, 4, "--show") == found
 
     @pytest.mark.parametrize(

@@ -81,12 +81,10 @@ class KeyValueTable:
             for key in keys:
                 while key not in self._values:
                     left = until - time.monotonic()
-                    if left <= 0 or not self._arrival(key).wait(left):
+                    arrival = self._arrivals.setdefault(key, threading.Condition(self._lock))
+                    if left <= 0 or not arrival.wait(left):
                         return [each for each in keys if each not in self._values]
         return []
-
-    def _arrival(self, key: str) -> threading.Condition:
-        return self._arrivals.setdefault(key, threading.Condition(self._lock))
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value

@@ -209,9 +209,13 @@ class StatusServer:
         states = {rank: self._known_state(rank) for rank in ranks}
         asked = [rank for rank, state in states.items() if state not in process_status.SILENT]
         answers = self._ask(asked, question, ANSWER_SECONDS)
-        found: dict[int, RankStatus | str] = {
-            rank: _status_of(answer) for rank, answer in answers.items()
-        }
+        found: dict[int, RankStatus | str] = {}
+        for rank, answer in answers.items():  # JSON has no tuples, and no dataclasses
+            abort = answer.pop("abort")
+            lists: dict[str, Any] = {name: tuple(answer.pop(name)) for name in ("missing", "stack")}
+            found[rank] = RankStatus(
+                **answer, **lists, abort=None if abort is None else Abort(**abort)
+            )
         silent = [rank for rank in ranks if rank not in found]
         if self.rank in silent:
             found[self.rank] = self.status(stack=stack)
@@ -360,12 +364,6 @@ class StatusServer:
         self.is_aborting = True
         kind = PeerLost if abort.lost else CollectiveError
         return kind(f"{speaker} aborted because rank {abort.rank} failed: {abort.text}")
-
-
-def _status_of(answer: Message) -> RankStatus:
-    abort = answer.pop("abort")
-    lists: dict[str, Any] = {name: tuple(answer.pop(name)) for name in ("missing", "stack")}
-    return RankStatus(**answer, **lists, abort=None if abort is None else Abort(**abort))
 
 
 def _clock_now(which: Clock) -> int:
