@@ -4,17 +4,18 @@ import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from shardwise.launch import failure_report, resources
 from shardwise.launch.failure_report import ExitStatus
 from shardwise.launch.orphan_reaper import OrphanReaper
-from shardwise.launch.worker import Begin, OutputSource, Worker, WorkerStreams, program
-from shardwise.net import environment, error_file, progress
+from shardwise.launch.run_spec import Meeting, RunSpec, rank_environment
+from shardwise.launch.worker import Begin, OutputSource, Worker, WorkerStreams
+from shardwise.net import error_file, progress
 from shardwise.net.error_file import ErrorReport
 from shardwise.net.identity import Identity
 from shardwise.net.progress import Progress
@@ -22,33 +23,6 @@ from shardwise.net.restarts import SAVED
 
 Hear = Callable[[int, int, bytes], None]
 """Takes a rank, a stream, and what has come on it; b"" ends the stream."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostTask:
-    """What one host is to run, in plain values: it travels as JSON.
-
-    `count` of `size` ranks, from `first` on, run `command` with the settings in `flags`. Rank 0
-    listens on `port` of `address`; `master_port` there is free for torch's own rendezvous.
-    `interface` leads to the other hosts, None on one host.
-    `passed` are variables that the ranks get on top of this host's own, `run` is the name that all
-    starts of the run share, `secret` what only its processes know. `outlet` is rank 0's; the others
-    have pipes where it has.
-    """
-
-    command: tuple[str, ...]
-    flags: Mapping[str, str]
-    size: int
-    first: int
-    count: int
-    address: str
-    port: int
-    master_port: int
-    interface: str | None = None
-    passed: Mapping[str, str] = field(default_factory=dict)
-    run: str = ""
-    secret: str = field(default="", repr=False)
-    outlet: WorkerStreams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,25 +43,28 @@ class RankExit:
 
 
 class LocalWorkers:
-    """The ranks of `task`, as processes of this host; their error files lie in `folder`.
+    """The ranks of `spec.share`, as processes of this host that `begin` starts.
 
-    `left` is called with each that ended, `saves` with the signal to end before which one saves.
-    `begin` starts a process of another kind than the command of `task`.
+    They meet at `meeting`. `streams` are those of rank 0; other ranks have pipes in their place.
+    Their error files lie in `folder`. `hear` takes what ranks write, `left` each rank that ended,
+    `saves` the signal upon which a rank saves before it ends.
     """
 
     def __init__(
         self,
-        task: HostTask,
+        spec: RunSpec,
+        meeting: Meeting,
+        streams: WorkerStreams,
+        begin: Begin,
         folder: Path,
         reaper: OrphanReaper,
         selector: selectors.BaseSelector,
         hear: Hear,
         left: Callable[[RankExit], None],
         saves: Callable[[signal.Signals], None],
-        begin: Begin | None = None,
     ) -> None:
-        self._task = task
-        self._begin = begin or program(task.command)
+        self._spec, self._meeting, self._streams = spec, meeting, streams
+        self._begin = begin
         self._folder = folder
         self._reaper = reaper
         self._selector = selector
@@ -102,15 +79,22 @@ class LocalWorkers:
 
     def start(self, listener: socket.socket | None) -> None:
         """Start all ranks; rank 0 inherits the socket that listens. Raises LaunchError."""
-        for local_rank in range(self._task.count):
-            rank = self._task.first + local_rank
+        columns = self._streams.window[1] if self._streams.window else None
+        for local_rank, rank in enumerate(self._spec.share.numbers):
             fds = [listener.fileno()] if listener is not None and rank == self._meets_at else []
             worker = Worker(rank, partial(self._hear, rank))
-            outlet = (
-                self._task.outlet if rank == 0 else WorkerStreams(piped=self._task.outlet.piped)
+            environ = rank_environment(
+                self._spec,
+                self._identity(local_rank, fds[0] if fds else None),
+                self._meeting,
+                os.environ,
+                reports=self._folder,
+                cores=resources.usable_cores(),
+                columns=columns,
             )
-            environ = self._environment(local_rank, fds[0] if fds else None)
-            self._start(worker, environ, fds, outlet)
+            piped = WorkerStreams(piped=self._streams.piped)
+            self._start(worker, environ, fds, self._streams if rank == 0 else piped)
+            # At once, and not after all: the launcher may be killed while it starts the others.
             self._reaper.started(worker.group)
             self._workers.append(worker)
             self._watched_over.append(worker)
@@ -190,32 +174,16 @@ class LocalWorkers:
             self._watched_over.remove(worker)
         return not self._watched_over
 
-    def _environment(self, local_rank: int, listen_fd: int | None) -> dict[str, str]:
-        task = self._task
-        window = task.outlet.window
-        return environment.of_rank(
-            {**os.environ, **task.passed},
-            self._identity(local_rank, listen_fd),
-            flags=task.flags,
-            reports=self._folder,
-            cores=resources.usable_cores(),
-            columns=window[1] if window else None,
-            interface=task.interface,
-            run=task.run,
-            secret=task.secret,
-            master_port=task.master_port,
-        )
-
     def _identity(self, local_rank: int, listen_fd: int | None) -> Identity:
-        task = self._task
+        share = self._spec.share
         return Identity(
             launcher="shardwise run",
-            rank=task.first + local_rank,
-            size=task.size,
+            rank=share.first + local_rank,
+            size=self._spec.size,
             local_rank=local_rank,
-            local_size=task.count,
-            address=task.address,
-            port=task.port,
+            local_size=share.count,
+            address=self._meeting.address,
+            port=self._meeting.port,
             listen_fd=listen_fd,
         )
 

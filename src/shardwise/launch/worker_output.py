@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from shardwise.errors import LaunchError
 from shardwise.launch.console import STDERR, STDOUT, Console
-from shardwise.launch.screen import InterruptFilter, Lines, Screen, Tail, plain
+from shardwise.launch.screen import InterruptFilter, Lines, Tail, plain
 from shardwise.messages.printable import as_utf8
 
 LIVE = 0
@@ -31,11 +31,11 @@ class WorkerLog:
 
     def feed(self, stream: int, data: bytes) -> None:
         """Write the lines that `data` completes."""
-        self._write(plain(self._cutter(stream).feed(data)))
+        self._write(plain(self._lines.setdefault(stream, Lines(b"")).feed(data)))
 
     def end(self, stream: int) -> None:
         """Finish the last line of `stream`."""
-        self._write(plain(self._cutter(stream).close()))
+        self._write(plain(self._lines.setdefault(stream, Lines(b"")).close()))
 
     def close(self) -> None:
         """Close the file."""
@@ -45,11 +45,8 @@ class WorkerLog:
         try:
             while data and not self.fault:
                 data = data[self._file.write(data) :]
-        except OSError as error:
+        except OSError as error:  # a full disk is no reason to end the run
             self.fault = f"{self._path} is written no more: {error.strerror or error}."
-
-    def _cutter(self, stream: int) -> Lines:
-        return self._lines.setdefault(stream, Lines(b""))
 
 
 def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[WorkerLog | None]:
@@ -122,9 +119,9 @@ class WorkerOutput:
         if not self._shown:
             return
         if stream == LIVE:
-            self._live_screen().draw(data)
+            self._console.draw(data)
         else:
-            self._console.screen(stream).lines(self._lines[stream].feed(data))
+            self._console.lines(self._lines[stream].feed(data), stream)
 
     def _end(self, stream: int) -> None:
         filtered = (self._filters or {}).pop(stream, None)
@@ -133,10 +130,6 @@ class WorkerOutput:
         if self._log:
             self._log.end(stream)
         if self._shown and stream == LIVE:
-            self._live_screen().close()
+            self._console.close()
         elif self._shown:
-            self._console.screen(stream).lines(self._lines[stream].close())
-
-    def _live_screen(self) -> Screen:
-        assert self._console.terminal is not None
-        return self._console.screen(self._console.terminal)
+            self._console.lines(self._lines[stream].close(), stream)

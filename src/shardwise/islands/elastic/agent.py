@@ -37,7 +37,13 @@ LITTLE = 1 << 15
 TO_ISLANDS: protocol.Kinds = {
     "serve": {"secret": str, "ranks": int, "islands": int},
     "listen": {"island": int, "address": str},
-    "start_island": {"task": dict, "island": int, "count": int, "returns": bool},
+    "start_island": {
+        "meeting": dict,
+        "streams": dict,
+        "island": int,
+        "count": int,
+        "returns": bool,
+    },
     "keep": {"rank": int, "number": int, "data": str},
     "fetch": {"rank": int, "number": int, "address": str, "port": int},
     "settle": {"deliveries": [dict], "dropped": [[int]]},
@@ -86,7 +92,7 @@ class IslandAgent(Agent):
         known = secret.encode()
         self._broker = HostBroker(self._selector, self)
         self._fetches = transfers.Fetches(self._selector, known, self._fetched, self._unfetched)
-        server = transfers.Server(self._listener, self._place, known, self._broker.copy)
+        server = transfers.serve(self._listener, self._place, known, self._broker.copy)
         for each in (self._broker, self._fetches, server):
             self._stack.callback(each.close)
         self._stack.callback(self._forget_meetings)
@@ -100,7 +106,9 @@ class IslandAgent(Agent):
         ports = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
         self._send("listening", island=island, **ports)
 
-    def on_start_island(self, task: dict[str, Any], **about: Any) -> None:
+    def on_start_island(
+        self, meeting: dict[str, Any], streams: dict[str, Any], **about: Any
+    ) -> None:
         """Start the ranks of `island` that are here."""
         island = about["island"]
         made: list[IslandWorkers] = []
@@ -117,16 +125,16 @@ class IslandAgent(Agent):
             made.append(IslandWorkers(*first, *sinks, link=self._broker.open, **about))
             return made[0]
 
-        meeting = self._meetings.get(island, [None])[0]
+        listener = self._meetings.get(island, [None])[0]
         try:
-            self._run_part(island, task, make, meeting)
+            self._run_part(island, meeting, streams, make, listener)
         except (LaunchError, OSError) as error:
             for workers in made:  # not all of its ranks run, which would wait for each other
                 workers.give_up()
             self._send("unstarted", island=island, why=str(error))
         finally:
-            if meeting is not None:
-                meeting.close()
+            if listener is not None:
+                listener.close()
 
     def _forget(self, island: int) -> None:
         for opened in self._meetings.pop(island, ()):

@@ -13,7 +13,6 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.islands.elastic import transfers
@@ -29,11 +28,10 @@ from shardwise.islands.elastic.remote import (
 from shardwise.islands.elastic.supervisor import IslandSupervisor
 from shardwise.launch import failure_report
 from shardwise.launch.console import Console
-from shardwise.launch.job import Job
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import agents, command
 from shardwise.launch.ssh.agents import START_LIMIT, Agents
-from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.ssh.remote_host import LAST_WAIT
 from shardwise.net.restarts import Ending, Restarts
 
@@ -51,9 +49,7 @@ PATIENT = 3.0
 """Seconds in which hosts may fail to reach each other before that is why a run does not start."""
 
 
-def once(
-    job: Job, options: SshOptions, console: Console, signals: Signals, restarts: Restarts
-) -> Ending:
+def once(job: RunSpec, console: Console, signals: Signals, restarts: Restarts) -> Ending:
     """Reach all hosts, start all islands, and watch them to the end of the run; islands that are
     started again count among `restarts`."""
     supervisor = IslandSupervisor(
@@ -67,10 +63,9 @@ def once(
         size=job.size // job.parts,
         restarts=restarts,
     )
-    options = replace(options, agent=AGENT)
-    lines = console.err.lines
-    with closing(supervisor), Agents(options, supervisor, lines, IslandRemoteHost) as started:
-        hosts = IslandHosts(job, options, console, supervisor, started)
+    job = replace(job, agent=AGENT)
+    with closing(supervisor), Agents(job, supervisor, console.lines, IslandRemoteHost) as started:
+        hosts = IslandHosts(job, console, supervisor, started)
         hosts.open()
         if supervisor.is_asked:
             return supervisor.watch(())
@@ -82,13 +77,12 @@ class IslandHosts:
 
     def __init__(
         self,
-        job: Job,
-        options: SshOptions,
+        job: RunSpec,
         console: Console,
         supervisor: IslandSupervisor,
         started: Agents[IslandRemoteHost],
     ) -> None:
-        self._job, self._options, self._console = job, options, console
+        self._job, self._console = job, console
         self._supervisor, self._agents = supervisor, started
         self._exchanges = supervisor.exchanges
         self._exchanges.transfers = self
@@ -169,14 +163,14 @@ class IslandHosts:
         while not island.can_start:  # a host was lost meanwhile
             address = yield from self._meeting(island)
         self._exchanges.link(island.ranks)
-        where: dict[str, Any] = dict(first.broker.meetings[number])
+        ports = first.broker.meetings[number]
+        where = Meeting(address=address, port=ports["port"], master_port=ports["master_port"])
         for host in island.hosts:
-            assert host.remote.ready is not None
-            words = tuple(host.remote.ready["command"])
-            task = job.task(host.share, words, self._console, address=address, **where)
             host.broker.unstarted.pop(number, None)
             about = {"island": number, "count": job.parts, "returns": island.returns}
-            host.remote.start_island(task, here(island.ranks, host), **about)
+            host.remote.start_island(
+                where, job.streams(self._console), here(island.ranks, host), **about
+            )
 
     def _meeting(self, island: RemoteIsland) -> Generator[None, None, str]:
         """Let the host of its first rank listen for an island, once all of its hosts are up; the
@@ -222,7 +216,7 @@ class IslandHosts:
                 if not said:
                     self._supervisor.say(
                         f"shardwise: {host.name} cannot be reached yet, and is asked again every "
-                        f"{self._options.patience:g} s: {error}\n"
+                        f"{self._job.patience:g} s: {error}\n"
                     )
                     said = True
             else:
@@ -234,7 +228,7 @@ class IslandHosts:
         if host.remote.broker is not None:
             self._exchanges.detach(host.remote.broker)
         host.remote.close()
-        until = time.monotonic() + self._options.patience
+        until = time.monotonic() + self._job.patience
         late = until + LAST_WAIT
         while time.monotonic() < until or not (host.remote.has_ended or time.monotonic() > late):
             yield
@@ -249,7 +243,7 @@ class IslandHosts:
         until = time.monotonic() + START_LIMIT
         yield from _until(host, "hello", until)
         remotes = [each.remote for each in self._hosts]
-        agents.check(self._job, host.remote, remotes, listens=True)
+        agents.check(host.remote, remotes, listens=True)
         yield from _until(host, "ready", until)
         self._serve(host)
         while not host.broker.serving:
@@ -274,7 +268,7 @@ class IslandHosts:
     def _stalled(self, broker: RemoteBroker, key: Key, why: str) -> None:
         """What is known by `key` could not be fetched at `broker`: after a while its host is taken
         for lost; the one where `key` is, if others cannot fetch from there either."""
-        if time.monotonic() - broker.stalls[key] < STALLED * self._options.patience:
+        if time.monotonic() - broker.stalls[key] < STALLED * self._job.patience:
             return
         up = [each for each in self._hosts if each.is_up and each.remote.fault is None]
         host = next((each for each in up if each.broker is broker), None)

@@ -15,9 +15,10 @@ from shardwise.islands.elastic.broker import Contribution, Delivery, Key
 from shardwise.islands.elastic.exchanges import Exchanges
 from shardwise.islands.elastic.membership import ranks_here
 from shardwise.islands.elastic.supervisor import IslandSupervisor
-from shardwise.launch.local_workers import HostTask
+from shardwise.launch.run_spec import Meeting
 from shardwise.launch.ssh import protocol
 from shardwise.launch.ssh.remote_host import RemoteHost
+from shardwise.launch.worker import WorkerStreams
 from shardwise.net.hosts import Share
 
 
@@ -139,10 +140,12 @@ class IslandRemoteHost(RemoteHost):
         self._left.update(self.share.numbers)
         self.send("serve", **values)
 
-    def start_island(self, task: HostTask, ranks: Collection[int], **about: Any) -> None:
+    def start_island(
+        self, meeting: Meeting, streams: WorkerStreams, ranks: Collection[int], **about: Any
+    ) -> None:
         """Start the ranks of an island that are on that host."""
         self._left.difference_update(ranks)
-        self.send("start_island", task=asdict(task), **about)
+        self.send("start_island", meeting=asdict(meeting), streams=asdict(streams), **about)
 
     def _take(self, message: protocol.Message) -> None:
         kind = message["kind"]

@@ -18,9 +18,10 @@ from shardwise.islands.elastic.membership import DELAYS
 from shardwise.islands.elastic.supervisor import IslandSupervisor
 from shardwise.islands.elastic.workers import IslandWorkers, allow_files
 from shardwise.launch.console import Console
-from shardwise.launch.job import Job
 from shardwise.launch.orphan_reaper import OrphanReaper
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.signals import Signals
+from shardwise.launch.worker import Begin
 from shardwise.net import network
 from shardwise.net.hosts import LOOPBACK
 from shardwise.net.restarts import Ending, Restarts
@@ -30,28 +31,28 @@ MOST = 253
 
 
 def once(
-    job: Job, command: tuple[str, ...], console: Console, signals: Signals, restarts: Restarts
+    spec: RunSpec, begin: Begin, console: Console, signals: Signals, restarts: Restarts
 ) -> Ending:
     """Start all islands, and watch them to the end of the run; islands that are started again count
     among `restarts`."""
-    allow_files(job.size, job.parts)
-    address = LOOPBACK if job.interface is None else network.address_of_interface(job.interface)
+    allow_files(spec.size, spec.parts)
+    address = LOOPBACK if spec.interface is None else network.address_of_interface(spec.interface)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
-    size = job.size // job.parts
+    size = spec.size // spec.parts
     with OrphanReaper(folder) as reaper, network.reserve_port(address) as spare:
         supervisor = IslandSupervisor(
             console,
-            job.outputs(console),
+            spec.outputs(console),
             signals,
-            grace=job.grace,
-            joins=job.joins,
-            count=job.parts,
+            grace=spec.grace,
+            joins=spec.joins,
+            count=spec.parts,
             size=size,
             restarts=restarts,
         )
         sinks = supervisor.hear, supervisor.left, supervisor.saves_first
         broker = HostBroker(supervisor.selector, supervisor.exchanges)
-        supervisor.exchanges.attach(broker, range(job.size))
+        supervisor.exchanges.attach(broker, range(spec.size))
         numbers = count()
 
         def link(rank: int) -> socket.socket:
@@ -61,24 +62,27 @@ def once(
         def start(island: int, returns: bool) -> IslandWorkers:
             own = folder / f"start-{next(numbers)}"
             own.mkdir(mode=0o700)
-            with network.listen(address, 0) as meeting:
-                where = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
-                task = job.task(
-                    job.shares[0], command, console, address=address, **where, reads=True
-                )
+            with network.listen(address, 0) as listener:
                 workers = IslandWorkers(
-                    task,
+                    spec,
+                    Meeting(
+                        address=address,
+                        port=listener.getsockname()[1],
+                        master_port=spare.getsockname()[1],
+                    ),
+                    spec.streams(console, reads=True),
+                    begin,
                     own,
                     reaper,
                     supervisor.selector,
                     *sinks,
                     island=island,
-                    count=job.parts,
+                    count=spec.parts,
                     link=link,
                     returns=returns,
                 )
                 try:
-                    workers.start(meeting)
+                    workers.start(listener)
                 except BaseException:  # not all of its ranks run, which would wait for each other
                     workers.give_up()
                     raise
@@ -136,7 +140,7 @@ def _count(counts: Sequence[int], text: str) -> int:
 
 
 class _Runner:
-    """Runs jobs of elastic islands for the launcher, see `launch.job.PartRunner`."""
+    """Runs jobs of elastic islands for the launcher, see `launch.part_runner.PartRunner`."""
 
     checked = staticmethod(checked)
     on_one_host = staticmethod(once)

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 
 from shardwise.islands.elastic.broker import Key
-from shardwise.net import authentication
+from shardwise.net import authentication, rpc
 
 NOTHING = 0
 """The number of what every host has, for whoever wants to know whether it can be reached."""
@@ -42,64 +42,28 @@ CHUNK = 1 << 20
 Address = tuple[str, int]
 
 
-class Server:
-    """Gives what `copy` finds to who asks at `listener` and knows `secret`.
+def serve(
+    listener: socket.socket, place: Address, secret: bytes, copy: Callable[[Key], int | None]
+) -> rpc.Server:
+    """Serve the files that `copy` returns to peers that know `secret`. Close the server at the end.
 
     `place` is the address that others are told for `listener`.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        place: Address,
-        secret: bytes,
-        copy: Callable[[Key], int | None],
-    ) -> None:
-        self._listener, self._secret, self._copy = listener, secret, copy
-        self._role = _role(place)
-        self._bell, self._rung = socket.socketpair()
-        self._peers: dict[socket.socket, Thread] = {}
-        self._lock = Lock()
-        self._thread = Thread(target=self._accept, name="islands-serve", daemon=True)
-        self._thread.start()
+    def give(peer: rpc.Connection) -> None:
+        """Send a peer the file that it asks for. A peer that has left asks again if it must."""
+        peer.socket.settimeout(STALL)
+        rank, number = _REQUEST.unpack(_message(peer))
+        fd = os.memfd_create("nothing") if number == NOTHING else copy((rank, number))
+        if fd is None:
+            peer.send(_SIZE.pack(_NOT_HERE))
+            return
+        try:
+            _send_file(peer, fd)
+        finally:
+            os.close(fd)
 
-    def close(self) -> None:
-        """Serve nobody any more."""
-        self._bell.close()
-        self._thread.join()
-        with self._lock:
-            serving = dict(self._peers)
-        for peer, thread in serving.items():
-            with suppress(OSError):  # it has ended meanwhile
-                peer.shutdown(socket.SHUT_RDWR)
-            thread.join()
-        self._rung.close()
-
-    def _accept(self) -> None:
-        acceptor = authentication.Acceptor(self._listener, self._secret, self._role, self._rung)
-        with acceptor:
-            while (peer := acceptor.accept()) is not None:
-                thread = Thread(target=self._serve, args=[peer], daemon=True)
-                with self._lock:
-                    self._peers[peer.socket] = thread
-                thread.start()
-
-    def _serve(self, peer: authentication.Connection) -> None:
-        """Give one peer what it asks for."""
-        # Who has left asks again, if it still wants it.
-        with peer, suppress(OSError):
-            peer.socket.settimeout(STALL)
-            rank, number = _REQUEST.unpack(_message(peer))
-            fd = os.memfd_create("nothing") if number == NOTHING else self._copy((rank, number))
-            if fd is None:
-                peer.send(_SIZE.pack(_NOT_HERE))
-            else:
-                try:
-                    _send_file(peer, fd)
-                finally:
-                    os.close(fd)
-        with self._lock:
-            del self._peers[peer.socket]
+    return rpc.Server(listener, secret, _role(place), give, name="islands-serve")
 
 
 class Fetches:
@@ -233,7 +197,7 @@ class _Fetch(Thread):
 
     def _read(self, peer: socket.socket) -> int:
         until = time.monotonic() + CONNECT
-        proven = authentication.prove(peer, self._secret, _role(self._source), until)
+        proven = rpc.prove(peer, self._secret, _role(self._source), until)
         peer.settimeout(STALL)
         proven.send(_REQUEST.pack(*self.key))
         (size,) = _SIZE.unpack(_message(proven))
@@ -253,7 +217,7 @@ def _role(place: Address) -> bytes:
     return f"islands {place[0]} {place[1]}".encode()
 
 
-def _message(peer: authentication.Connection) -> bytes:
+def _message(peer: rpc.Connection) -> bytes:
     """The next message of `peer`. Raises OSError where none comes that it has sealed."""
     try:
         message = peer.receive()
@@ -264,7 +228,7 @@ def _message(peer: authentication.Connection) -> bytes:
     return message
 
 
-def _send_file(peer: authentication.Connection, fd: int) -> None:
+def _send_file(peer: rpc.Connection, fd: int) -> None:
     """Send the size of a file, its bytes, and their MAC. Raises OSError."""
     size, place = os.fstat(fd).st_size, 0
     peer.send(_SIZE.pack(size))
@@ -281,7 +245,7 @@ def _send_file(peer: authentication.Connection, fd: int) -> None:
     peer.socket.sendall(sum_of_all.digest())
 
 
-def _copy(peer: authentication.Connection, fd: int, size: int) -> None:
+def _copy(peer: rpc.Connection, fd: int, size: int) -> None:
     """Write `size` bytes that come from `peer` into a file. Raises OSError, also for bytes that
     the other end has not sent."""
     buffer = memoryview(bytearray(min(size, CHUNK)))

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from shardwise.errors import LaunchError
 from shardwise.islands.elastic.membership import IslandPlace, ranks_here
-from shardwise.launch.local_workers import Hear, HostTask, LocalWorkers, RankExit
+from shardwise.launch.local_workers import Hear, LocalWorkers, RankExit
 from shardwise.launch.orphan_reaper import OrphanReaper
-from shardwise.launch.worker import Worker, WorkerStreams
+from shardwise.launch.run_spec import Meeting, RunSpec
+from shardwise.launch.worker import Begin, Worker, WorkerStreams
 from shardwise.net import progress
 from shardwise.net.identity import Identity
 
@@ -31,7 +32,7 @@ OpenLink = Callable[[int], socket.socket]
 
 
 class IslandWorkers(LocalWorkers):
-    """Those of the ranks of `task`, all of this host, that are of island `island` of `count`: they
+    """Those of the ranks of `spec`, all of this host, that are of island `island` of `count`: they
     meet at its first one.
 
     `link` makes the link of each to where islands exchange; `returns`: the others have gone on
@@ -40,7 +41,10 @@ class IslandWorkers(LocalWorkers):
 
     def __init__(
         self,
-        task: HostTask,
+        spec: RunSpec,
+        meeting: Meeting,
+        streams: WorkerStreams,
+        begin: Begin,
         folder: Path,
         reaper: OrphanReaper,
         selector: selectors.BaseSelector,
@@ -53,12 +57,14 @@ class IslandWorkers(LocalWorkers):
         link: OpenLink,
         returns: bool,
     ) -> None:
-        size = task.size // count
+        size = spec.size // count
         self._ranks = range(island * size, (island + 1) * size)
-        self._host = task
-        here = ranks_here(self._ranks, task.first, task.count)
-        of_island = replace(task, first=here.start, count=len(here))
-        super().__init__(of_island, folder, reaper, selector, hear, left, saves)
+        self._host = spec.share
+        here = ranks_here(self._ranks, self._host.first, self._host.count)
+        of_island = spec.for_share(replace(self._host, first=here.start, count=len(here)))
+        super().__init__(
+            of_island, meeting, streams, begin, folder, reaper, selector, hear, left, saves
+        )
         self._island, self._count, self._link, self._returns = island, count, link, returns
 
     @property
