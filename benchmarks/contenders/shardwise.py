@@ -66,7 +66,7 @@ def _bytes(engine: sw.Engine) -> dict[str, Any]:
     return {
         "all": engine.state_bytes,
         "parameters": states.parameters.state_bytes,
-        "gradients": states.gradients.reducer.state_bytes,
+        "gradients": states.gradients.state_bytes,
         "optimizer": states.optimizer.state_bytes,
         "numel": used,
         "padding": sum(bucket.numel for bucket in buckets) / used - 1,

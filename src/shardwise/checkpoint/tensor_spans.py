@@ -21,10 +21,10 @@ from shardwise.states.optimizer.ema import Averages
 from shardwise.states.optimizer.existing_optimizer_state import Blank
 from shardwise.states.optimizer.interval_gather import gather_bucket, on_host
 from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.optimizer.update_interval import UpdateSegment
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
-from shardwise.states.parameters.update_intervals import UpdateSegment
 from shardwise.states.storage.storage import MemoryStorage, Storage
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"

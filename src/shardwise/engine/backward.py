@@ -323,7 +323,7 @@ class BackwardRunner:
                 with self._units(keep_graph=keep_graph) if usual else nullcontext():
                     yield
                     if by_hand:
-                        gradients.bring()
+                        gradients.take_all()
                 if self._timing is not None:
                     self._timing.backward_ended()
                 gradients.finish()

@@ -26,7 +26,7 @@ from shardwise.states.gradients.gradients import Gradients
 from shardwise.states.optimizer.ema import Averages
 from shardwise.states.optimizer.interval_gather import IntervalGather
 from shardwise.states.optimizer.optimizer_kind import OptimizerKind, is_known
-from shardwise.states.optimizer.optimizer_lr_and_options import ParameterGroup
+from shardwise.states.optimizer.optimizer_options import ParameterGroup
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters, ReplicatedParameters
@@ -74,7 +74,7 @@ class States:
     @property
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state, averages and anchor on this rank now."""
-        gradients = self.gradients.reducer.state_bytes
+        gradients = self.gradients.state_bytes
         states = self.parameters.state_bytes + gradients + self.optimizer.state_bytes
         return states + sum(self.bytes_beside().values())
 
@@ -106,7 +106,7 @@ class States:
 
     def bytes_by_bucket(self) -> list[BucketBytes]:
         """The same by bucket, those of frozen parameters that are laid out last."""
-        parameters, buckets = self.parameters, self.gradients.reducer.buckets
+        parameters, buckets = self.parameters, self.gradients.buckets
         found = [
             BucketBytes(
                 [parameters.named[slot.parameter] for slot in bucket.slots],
@@ -155,7 +155,7 @@ def build(
     optimizer = OptimizerState(
         parameters,
         groups,
-        [bucket.own for bucket in gradients.reducer.buckets],
+        gradients.buckets,
         storage_factories["optimizer"],
         by_spans=any(factory.on_disk for factory in storage_factories.values()),
         sends=scattered and shown is None and spec.shard_group.size > 1,
@@ -197,7 +197,7 @@ def _gradients(
     # statistics take theirs too. Elsewhere this rank must not wait for the sum of a bucket as
     # well: a rank that has not used the same parameters would wait in BatchNorm for this one.
     synchronised = bool(sync_batch_norm.converted(spec.models))
-    gradients.reducer.patient = gradients.paced or not synchronised
+    gradients.queue.patient = gradients.paced or not synchronised
     return gradients
 
 

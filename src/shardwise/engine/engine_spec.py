@@ -25,7 +25,7 @@ from shardwise.model.unit_hooks import UnitHooks
 from shardwise.parallel.pipeline import PipelineGroup, partition
 from shardwise.parallel.tensor.parameter_uses import ParameterUses
 from shardwise.parallel.tensor.split_model import TensorParallelModels
-from shardwise.states.gradients.gradient_accumulator import Summation, in_tree
+from shardwise.states.gradients.gradient_sum import Summation, in_tree
 from shardwise.states.optimizer.optimizer_trial import OptimizerKinds
 from shardwise.states.parameters.named_parameters import Census, NamedParameter, locate
 from shardwise.states.parameters.parameters_at_rest import unguarded

@@ -292,17 +292,16 @@ class StepRunner:
         """Update bucket by bucket; each is gathered while the next is updated."""
         factor = self._factor(totals, stats, max_norm)
         states = self._objects.states
+        publishes = self._spec.placement.is_sharded("optimizer")
         gathers: list[Handle] = []
-        sums = states.gradients.sums
         # An optimizer of the user's may raise in its step.
         with self._backward.abandoning(), span("update"), torch.no_grad():
             states.parameters.begin_update()
             for inner in states.optimizer.inners:
-                states.optimizer.step(inner, sums, totals.used, factor)
-                if self._spec.placement.is_sharded("optimizer"):
-                    gathers += [
-                        states.parameters.publish(i) for i in states.optimizer.buckets_of(inner)
-                    ]
+                inner.step(totals.used, factor)
+                # The all-gather of this bucket runs while the next one is updated.
+                if publishes:
+                    gathers += [states.parameters.publish(number) for number in inner.buckets]
             states.optimizer.write_back_options()
             if states.averages is not None:
                 states.averages.update()
@@ -318,7 +317,7 @@ class StepRunner:
     def _step_often(self, closure: Callable[[], Any], max_norm: float | None) -> StepStats:
         """A step of an optimizer that calls the closure by itself."""
         objects = self._objects
-        (inner,), gradients = objects.states.optimizer.inners, objects.states.gradients
+        (inner,) = objects.states.optimizer.inners
         seen: list[tuple[StepTotals, StepStats]] = []
 
         def evaluate() -> float:
@@ -329,14 +328,14 @@ class StepRunner:
             totals = self._reduced("engine.step(closure=...)")
             stats = self._decide(totals)
             seen.append((totals, stats))
-            inner.offer_again(gradients.sums, totals.used, self._factor(totals, stats, max_norm))
+            inner.offer_again(totals.used, self._factor(totals, stats, max_norm))
             return stats.loss
 
         self._accumulation.stepping = True
         self._call_before_step()
         with self._backward.abandoning():
             with span("update"), torch.no_grad():
-                inner.step_often(evaluate, gradients.sums)
+                inner.step_often(evaluate)
             objects.states.optimizer.write_back_options()
             if objects.states.averages is not None:
                 objects.states.averages.update()

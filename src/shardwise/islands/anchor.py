@@ -29,8 +29,8 @@ from shardwise.islands.wire import Wire
 from shardwise.layout import fingerprints
 from shardwise.layout.bucket_layout import Bucket
 from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.optimizer.update_interval import UpdateInterval
 from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.parameters.update_intervals import UpdateInterval
 from shardwise.states.step_hooks import Kept
 from shardwise.states.storage.storage import Span, Storage
 from shardwise.states.storage.storage_factory import StorageFactory

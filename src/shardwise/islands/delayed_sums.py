@@ -84,7 +84,7 @@ class DelayedSums:
     ) -> None:
         self._parameters = parameters
         self._gradients = gradients
-        self._buckets = gradients.reducer.buckets
+        self._buckets = gradients.buckets
         self._wire = wire
         self._group = group
         self._peers = peers
@@ -233,7 +233,7 @@ class DelayedSums:
             self._buckets[index].reduced.store(
                 value if self._scattered else self.whole(index, value)
             )
-        self._gradients.norm.renew(range(len(self._buckets)))
+        self._gradients.forget_squares(range(len(self._buckets)))
 
     def spoil(self, used: Sequence[bool]) -> None:
         """Let the gradients of `used` parameters be NaN, as those of a step are that is not finite,
@@ -244,7 +244,7 @@ class DelayedSums:
                 if used[piece.parameter]:
                     value[piece.start - first : piece.end - first] = torch.nan
             bucket.reduced.store(value)
-        self._gradients.norm.renew(range(len(self._buckets)))
+        self._gradients.forget_squares(range(len(self._buckets)))
 
     def whole(self, index: int, part: Tensor) -> Tensor:
         """All of bucket `index`, from the parts of this island's ranks. Collective over it."""

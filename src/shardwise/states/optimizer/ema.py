@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.optimizer.update_interval import UpdateInterval
 from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.parameters.update_intervals import UpdateInterval
 from shardwise.states.storage.storage import Storage, in_spans
 from shardwise.states.storage.storage_factory import StorageFactory
 

@@ -16,15 +16,16 @@ from torch import Tensor, nn, optim
 
 from shardwise.layout.bucket_layout import Piece
 from shardwise.states.optimizer.inner_optimizer import InnerOptimizer
+from shardwise.states.optimizer.offloaded_update import stow
 from shardwise.states.optimizer.optimizer_kind import OptimizerKind, placed
-from shardwise.states.optimizer.optimizer_lr_and_options import ParameterGroup
-from shardwise.states.parameters.named_parameters import NamedParameter
-from shardwise.states.parameters.update_intervals import (
+from shardwise.states.optimizer.optimizer_options import ParameterGroup
+from shardwise.states.optimizer.update_interval import (
     UpdateInterval,
     UpdateSegment,
     runs,
     without_memory,
 )
+from shardwise.states.parameters.named_parameters import NamedParameter
 
 State = Mapping[str, Any]
 
@@ -108,7 +109,7 @@ class ExistingState:
             for value in state.values()
         )
         if not has_blanks:
-            inner.stow(interval)
+            stow(inner, interval)
 
     def _joined_state(
         self,

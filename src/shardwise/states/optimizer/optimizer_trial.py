@@ -38,7 +38,7 @@ from shardwise.states.optimizer.optimizer_kind import (
     settings_of,
     wrapped_optimizer,
 )
-from shardwise.states.optimizer.step_hooks import without_hooks
+from shardwise.states.optimizer.optimizer_options import without_hooks
 from shardwise.world.randomness import preserved
 
 _RATE = 0.1

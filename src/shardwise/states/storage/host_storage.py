@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Handle
-from shardwise.states.storage.squared_sums import squared_sum
+from shardwise.states.gradients.gradient_norm import squared_sum
 from shardwise.states.storage.storage import Span, Storage
 from shardwise.tiers.copy_stream import CopyStream
 

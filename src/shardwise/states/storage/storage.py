@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Handle
-from shardwise.states.storage.squared_sums import squared_sum
+from shardwise.states.gradients.gradient_norm import squared_sum
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.nvme import BufferLease, Store
 
@@ -60,6 +60,12 @@ class Storage(ABC):
     @abstractmethod
     def memory_bytes(self) -> int:
         """Bytes of memory that it takes between steps."""
+
+    def read_spans(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first element of each span and the span, readable until the next one."""
+        for index, (first, _) in enumerate(self.spans):
+            yield first, self.take(index)
+            self.put(index, changed=False)
 
     def take_on(self, index: int, device: torch.device) -> Tensor:
         """Span `index` on `device`, where it is used, to be read until it is `put`."""

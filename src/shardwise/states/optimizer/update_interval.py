@@ -12,9 +12,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 
 from shardwise.layout.bucket_layout import Bucket, Piece
+from shardwise.states.gradients.bucket import GradientBucket
+from shardwise.states.storage.host_storage import HostCopy
 from shardwise.states.storage.storage import Span, Storage
 
 
@@ -44,8 +46,12 @@ class UpdateInterval:
     moments: dict[str, Storage]
     """By key, the optimizer's state where it rests on a disk."""
     spans: Sequence[Span]
-    """What of the interval is in memory at a time."""
+    """Parts that are in memory at a time, counted from the interval's start."""
+    gradient: GradientBucket
+    """Holds the reduced gradient of the elements `own`."""
     segments: list[UpdateSegment] = field(default_factory=list)
+    host_copy: HostCopy | None = None
+    """Brings the gradient to the master, if only the latter is on the host."""
 
     def segment(self, pieces: list[Piece]) -> UpdateSegment:
         """A segment of neighbours, as one flat tensor, up to a whole grain."""
@@ -63,6 +69,15 @@ class UpdateInterval:
         """The segments that lie in a span; none crosses its borders."""
         first, end = self.own[0] + span[0], self.own[0] + span[1]
         return [s for s in self.segments if first <= s.first < end]
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all that an update needs is in the memory of the device, for good."""
+        states = (self.target, self.master, self.gradient.reduced)
+        return not self.moments and all(
+            state.memory is not None and state.copy_stream is None and len(state.spans) == 1
+            for state in states
+        )
 
     @property
     def has_master(self) -> bool:
@@ -109,7 +124,7 @@ def runs(pieces: Sequence[Piece], mark: Callable[[Piece], Any]) -> list[list[Pie
     return found
 
 
-def is_flat_state(value: Any, tensor: Tensor) -> bool:
+def _is_flat_state(value: Any, tensor: Tensor) -> bool:
     """Whether `value` is optimizer state of the form of `tensor`, and is cut with it."""
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
@@ -117,3 +132,32 @@ def is_flat_state(value: Any, tensor: Tensor) -> bool:
 def copied(value: Any) -> Any:
     """`value`, sharing no memory with it."""
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def cut_by_use(inner: optim.Optimizer, interval: UpdateInterval, used: Sequence[bool]) -> bool:
+    """Cut the segments of `interval` where used and unused parameters meet, their state in `inner`
+    with them; return whether there was one.
+
+    So an unused parameter keeps its value, its moments and its step count, as with `grad=None` in
+    torch.
+    """
+    found: list[UpdateSegment] = []
+    for segment in interval.segments:
+        parts = runs(segment.pieces, lambda piece: used[piece.parameter])
+        if len(parts) < 2:
+            found.append(segment)
+            continue
+        state: dict[str, Any] | None = inner.state.pop(segment.tensor, None)
+        for pieces in parts:
+            child = interval.segment(pieces)
+            found.append(child)
+            if state:
+                a, b = child.first - segment.first, child.end - segment.first
+                # Tensors of the segment's form are cut; everything else is copied to each part.
+                inner.state[child.tensor] = {
+                    key: value[a:b] if _is_flat_state(value, segment.tensor) else copied(value)
+                    for key, value in state.items()
+                }
+    is_cut = len(found) != len(interval.segments)
+    interval.segments = found
+    return is_cut
