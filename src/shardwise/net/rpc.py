@@ -16,7 +16,7 @@ keeps nobody waiting.
 Four protocols do not use this one. The messages of an ssh agent ride on the standard streams of
 ssh, which has authenticated both ends, between lines that a login prints (launch/ssh/protocol.py).
 The other three use Unix sockets, because they pass file descriptors on or are on the hot path:
-comm/socket_mesh.py, the links of elastic islands, and the fork server of tools/verify.
+comm/socket_mesh.py, the links between rank and launcher, and the fork server of tools/verify.
 """
 
 from __future__ import annotations
