@@ -1,4 +1,4 @@
-"""Starts the ranks of one island that may end and come back by itself."""
+"""Starts the ranks of one elastic island on one host."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from shardwise.net import progress
 from shardwise.net.identity import Identity
 
 FILES_OF_A_RANK = 8
-"""That who starts ranks holds open of each: its link, what it brought, its output and log."""
+"""Files that the launcher or agent keeps open per rank: link, file of an exchange, output, log."""
 
 FILES = 64
-"""That it holds open besides."""
+"""Files that it keeps open besides."""
 
 OpenLink = Callable[[int], socket.socket]
-"""Makes the link of a rank to where islands exchange; returns the rank's end."""
+"""Opens the link of a rank to the broker; returns the rank's end."""
 
 
 class IslandWorkers(LocalWorkers):
@@ -85,21 +85,21 @@ class IslandWorkers(LocalWorkers):
             super()._start(worker, environ | place.variables(), [*fds, link.fileno()], outlet)
 
     def _identity(self, local_rank: int, listen_fd: int | None) -> Identity:
-        """Who a rank is in the run: on its host are those of other islands too."""
+        """Return the identity of a rank in the run; its host has ranks of other islands too."""
         found, host = super()._identity(local_rank, listen_fd), self._host
         return replace(found, local_rank=found.rank - host.first, local_size=host.count)
 
     def ended_well(self, rank: int) -> None:
-        """Ranks wait for those of their island alone, which they count from 0."""
+        """Pass on that `rank` has ended if it is of this island, whose ranks wait for no others."""
         if rank in self._ranks:
             progress.mark_ended_early(self._folder, rank - self._ranks.start)
 
     def end(self) -> None:
-        """End all that is left of the ranks, at once."""
+        """Kill the remaining processes of the ranks."""
         self.send_signal(signal.SIGKILL)
 
     def give_up(self) -> None:
-        """End the ranks of a start that failed, of which nobody is to hear."""
+        """Kill the ranks of a start that failed, without a report."""
         self.end()
         for worker in self._workers:
             while not worker.reap(stopped=True):
@@ -110,8 +110,15 @@ class IslandWorkers(LocalWorkers):
 
 
 def allow_files(ranks: int, islands: int, kept: int = 0) -> None:
-    """See to it that this process may pass on what is for `ranks` ranks, of `islands` islands, at
-    once, and keep the files of `kept` islands for each. Raises LaunchError."""
+    """Raise this process's limit of open files to what an exchange takes.
+
+    Args:
+        ranks: Ranks of this host.
+        islands: Islands of the run, of which each rank gets a file.
+        kept: Islands whose files are kept for each rank.
+
+    Raises LaunchError if the system does not allow it.
+    """
     needed = ranks * (islands - 1 + kept + FILES_OF_A_RANK) + FILES
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)
