@@ -1,4 +1,4 @@
-"""Runs a job of elastic islands on this host: each is started, and meets, by itself."""
+"""Runs elastic islands on this host: each island starts and meets by itself."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from shardwise.net.hosts import LOOPBACK
 from shardwise.net.restarts import Ending, Restarts
 
 MOST = 253
-"""So many files Linux passes on in one message (SCM_MAX_FD)."""
+"""Files that Linux passes in one message at most (SCM_MAX_FD)."""
 
 
 def once(
     spec: RunSpec, begin: Begin, console: Console, signals: Signals, restarts: Restarts
 ) -> Ending:
-    """Start all islands, and watch them to the end of the run; islands that are started again count
-    among `restarts`."""
+    """Start all islands, and watch them to the end of the run. Starts of single islands count in
+    `restarts`."""
     allow_files(spec.size, spec.parts)
     address = LOOPBACK if spec.interface is None else network.address_of_interface(spec.interface)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
@@ -83,7 +83,7 @@ def once(
                 )
                 try:
                     workers.start(listener)
-                except BaseException:  # not all of its ranks run, which would wait for each other
+                except BaseException:  # ranks that run would wait for those that do not
                     workers.give_up()
                     raise
             return workers
@@ -96,9 +96,10 @@ def once(
 
 
 def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-    """How many islands, of which each may end and come back, a run has that has so many ranks on
-    each of its hosts, and its `settings` with that number. Raises LaunchError where that cannot
-    be."""
+    """Return the number of elastic islands of a run, and its `settings` with that number.
+
+    `counts` are the ranks of each host. Raises LaunchError if they do not fit.
+    """
     if not sys.platform.startswith("linux"):
         raise LaunchError("--elastic-islands needs Linux: leave it out.")
     islands, size = _count(counts, settings.get("islands", "1")), sum(counts)
@@ -121,7 +122,8 @@ def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, di
 
 
 def _count(counts: Sequence[int], text: str) -> int:
-    """The number of islands that `--islands TEXT` means. Raises LaunchError for what is none."""
+    """Return the number of islands that `--islands TEXT` means. Raises LaunchError for an invalid
+    one."""
     if text == "host" and len(counts) > 1:
         if len(set(counts)) > 1:
             raise LaunchError(
