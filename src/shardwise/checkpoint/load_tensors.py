@@ -33,7 +33,7 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.tiers.host_window import HostWindow
 
 Fill = Callable[[Tensor, int], None]
-"""Fills a flat tensor with the elements of one tensor from the given one on."""
+"""Fills a flat tensor with the elements of one tensor, starting at the given one."""
 
 
 def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
@@ -77,7 +77,7 @@ def _is_of_model(holding: TensorSpan) -> bool:
 def _fill_whole(
     engine_tensors: EngineTensors, source: CheckpointSource, window: HostWindow
 ) -> None:
-    """Read what every rank has whole: buffers, and parameters that are not trained."""
+    """Read the tensors that every rank has whole: buffers, and parameters that are not trained."""
     inventory = engine_tensors.inventory
     for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
         if name not in source.names:
@@ -100,7 +100,7 @@ def fill_optimizers(
     attributes: OptimizerAttributes,
     say: Callable[[str], None],
 ) -> None:
-    """Read the optimizers' options, attributes and state, which replaces what there is."""
+    """Replace the optimizers' options, attributes and state by the saved ones."""
     states = engine_tensors.states
     numbers.take_options(engine_tensors.spec.optimizers)
 
@@ -128,14 +128,14 @@ def fill_optimizers(
 
 
 def part_of(value: Any, shard: Shard) -> Any:
-    """What a rank has of a tensor of the parameter's size; anything else as it is."""
+    """Return this rank's part of a tensor of the parameter's size; any other value unchanged."""
     if isinstance(value, Tensor) and value.ndim and value.numel() == prod(shard.shape):
         return shard.of(value.view(shard.shape))
     return value
 
 
 def _whole_state(source: CheckpointSource, numbers: OptimizerFields, name: str) -> dict[str, Any]:
-    """The state of parameter `name`, as the user's optimizer has it."""
+    """Return the state of parameter `name` in the form of the user's optimizer."""
     state = dict(numbers.state.get(name, {}))
     tensors = source.sets.get(OPTIMIZER)
     for full in tensors.specs if tensors is not None else ():
@@ -149,7 +149,7 @@ def _whole_state(source: CheckpointSource, numbers: OptimizerFields, name: str) 
 def _entries(
     states: States, source: CheckpointSource, numbers: OptimizerFields, places: Mapping[str, int]
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """By parameter its state, tensors as Blanks in the dtype that they will have here."""
+    """Return the state by parameter, with a Blank of the dtype used here for each tensor."""
     entries: dict[nn.Parameter, dict[str, Any]] = {}
     masters = {
         slot.parameter: part.master.dtype
@@ -182,7 +182,7 @@ def _parameter(states: States, number: int) -> nn.Parameter:
 
 
 def _apart(engine_tensors: EngineTensors) -> dict[str, NamedParameter]:
-    """By name, the parameters whose memory is not in the order of their elements."""
+    """Return by name the parameters whose memory is not in the order of their elements."""
     parameters = engine_tensors.states.parameters
     frozen = [t for slab in parameters.frozen for t in slab.named]
     return {t.name: t for t in [*parameters.named, *frozen] if not t.in_order}
@@ -194,7 +194,7 @@ def _fill(
     apart: Mapping[str, NamedParameter],
     window: HostWindow,
 ) -> None:
-    """Read all extents of a holding, span by span; what has no source stays as it is."""
+    """Read all extents of a span. A tensor that the checkpoint lacks keeps its values."""
     held = holding.storage
     fills = {
         e.tensor: found
@@ -226,7 +226,11 @@ def _fill_piece(
 def _fill_of(
     holding: TensorSpan, name: str, source: CheckpointSource, apart: Mapping[str, NamedParameter]
 ) -> Fill | None:
-    """What fills memory with the elements of a tensor; in its own order, for one of `apart`."""
+    """Return a function that fills memory with elements of a tensor, None if the checkpoint lacks
+    it.
+
+    The memory of tensors in `apart` has an order of elements that differs from the file.
+    """
     found = source.values(holding.kind, name, holding.storage.dtype)
     if found is None:
         return None

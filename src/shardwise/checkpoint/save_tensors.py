@@ -46,14 +46,14 @@ Sums = Mapping[tuple[str, str], Sequence[ChecksumPart]]
 
 @dataclass(frozen=True)
 class SavePlan:
-    """A checkpoint before it is written, alike on all ranks."""
+    """The contents of a checkpoint before it is written; the same on all ranks."""
 
     sets: dict[str, list[TensorFile]]
     reported: ReportedState
     state: dict[str, dict[str, Any]]
-    """By parameter what the optimizers keep of it as one value, as JSON, whatever rank has it."""
+    """By parameter its state of single values, as JSON."""
     borders: list[str]
-    """The parameters at which segments were cut."""
+    """The parameters at which segments of optimizer state were cut."""
     extra_fields: dict[str, Any]
     """The fields that an ExtraSets adds."""
     failure: str | None
@@ -118,7 +118,7 @@ def plan(
 def _specs_of_groups(
     engine_tensors: EngineTensors, reported: ReportedState
 ) -> dict[str, list[TensorSpec]]:
-    """By set, the tensors of which groups of ranks may have different ones. Collective."""
+    """Return by set the tensors of which each group of ranks has a version. Collective."""
     spec, extra = engine_tensors.spec, engine_tensors.extra
     mine = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
     if extra is not None:
