@@ -180,7 +180,7 @@ class TestInterface:
 
     def test_a_loopback_that_is_down_is_named_at_once(self) -> None:
         """As in a new network namespace."""
-        listen = "from shardwise.launch import network; network.listen('127.0.0.1', 0)"
+        listen = "from shardwise.net import network; network.listen('127.0.0.1', 0)"
         if (
             shutil.which("unshare") is None
             or subprocess.run(["unshare", "--net", "true"]).returncode
