@@ -19,7 +19,7 @@ import numpy as np
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Draft
 from shardwise.checkpoint.checksum import ChecksumPart
-from shardwise.checkpoint.writer import Tensor, TensorSink, Writer
+from shardwise.checkpoint.writer import TensorKey, TensorSink, Writer
 from shardwise.layout.byte_ranges import ByteRange
 from shardwise.timeline import Row, span
 
@@ -74,7 +74,7 @@ class BackgroundSave(threading.Thread):
         copies: Copies,
         writer: Writer,
         draft: Draft,
-        finish: Callable[[Sequence[Mapping[Tensor, Sequence[ChecksumPart]]]], None],
+        finish: Callable[[Sequence[Mapping[TensorKey, Sequence[ChecksumPart]]]], None],
         *,
         rank: int,
         size: int,

@@ -33,14 +33,14 @@ from shardwise.checkpoint.tensors import (
     optimizer_specs,
     spec_of,
 )
-from shardwise.checkpoint.writer import CHUNK, TensorSink
+from shardwise.checkpoint.writer import CHUNK, TensorKey, TensorSink
 from shardwise.layout.byte_ranges import byte_ranges, clipped, share
 from shardwise.states.optimizer.existing_optimizer_state import Blank
 from shardwise.tiers.host_window import HostWindow
 
 T = TypeVar("T")
 
-Sums = Mapping[tuple[str, str], Sequence[ChecksumPart]]
+Sums = Mapping[TensorKey, Sequence[ChecksumPart]]
 """By set and tensor, the checksums of the parts that a rank has written."""
 
 
@@ -158,7 +158,7 @@ def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> Non
 def _lend_span(
     held: TensorSpan,
     kind: str,
-    wanted: Set[tuple[str, str]],
+    wanted: Set[TensorKey],
     sink: TensorSink,
     window: HostWindow,
 ) -> None:
@@ -202,7 +202,7 @@ def documents(
         fields: The fields of checkpoint.json besides those about files.
         more: Further small files.
     """
-    parts: dict[tuple[str, str], list[ChecksumPart]] = {}
+    parts: dict[TensorKey, list[ChecksumPart]] = {}
     for sums in several:
         for tensor, found in sums.items():
             parts.setdefault(tensor, []).extend(found)

@@ -29,7 +29,7 @@ CHUNK = 8 * 2**20
 WORTH_STARTING = 2**20
 """Bytes from which a range is worth a hint to start its writeback."""
 
-Tensor = tuple[str, str]
+TensorKey = tuple[str, str]
 """Names of a set and of a tensor in it."""
 
 
@@ -60,7 +60,7 @@ class Writer:
 
     def __init__(self, folder: Path, sets: Mapping[str, Sequence[TensorFile]]) -> None:
         self._folder = folder
-        self._placed: dict[Tensor, Placed] = {
+        self._placed: dict[TensorKey, Placed] = {
             (kind, name): placed
             for kind, files in sets.items()
             for file in files
@@ -71,7 +71,7 @@ class Writer:
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._obey, name="shardwise-checkpoint-writer")
         self._thread.start()
-        self._parts: dict[Tensor, list[ChecksumPart]] = defaultdict(list)
+        self._parts: dict[TensorKey, list[ChecksumPart]] = defaultdict(list)
         self._failure: BaseException | None = None
 
     def write(self, kind: str, ranges: Sequence[ByteRange], memory: memoryview) -> None:
@@ -90,7 +90,7 @@ class Writer:
         self._orders.put(done.set)
         done.wait()
 
-    def finish(self) -> dict[Tensor, list[ChecksumPart]]:
+    def finish(self) -> dict[TensorKey, list[ChecksumPart]]:
         """Wait until all ranges are on the disk, and return their checksums. Raises OSError."""
         self.settle()
         if self._failure is None:
