@@ -130,9 +130,7 @@ class Checkpoints:
                 if found.step > self._state.steps:
                     self._pass_over(f"{found.path} has no {DOCUMENT}, so it is not complete.")
             line = f"resumed from {loaded}, at step {self._state.steps}"
-        self._resumes, self._saved = True, None if loaded is None else self._moment()
-        self._settle_in(home, _SaveOptions())
-        self._tell_that_it_resumes()
+        self._continue_in(home, _SaveOptions(), is_saved=loaded is not None)
         if not self._state.spec.settings.quiet:
             self._world.print(f"shardwise: {line}")
         return self._state.steps
@@ -141,22 +139,20 @@ class Checkpoints:
         """Continue from `path`, a checkpoint in `home`; with None, from the present state.
         Collective."""
         self.saver.claim(home)
-        self._go_on(home, path, _SaveOptions())
-
-    def _go_on(self, home: Path, path: Path | None, options: _SaveOptions) -> None:
         if path is not None:
             self.load(path)
-        self._resumes, self._saved = True, None if path is None else self._moment()
-        self._settle_in(home, options)
-        self._tell_that_it_resumes()
+        self._continue_in(home, _SaveOptions(), is_saved=path is not None)
 
-    def _tell_that_it_resumes(self) -> None:
-        """Tell the launcher that a restart continues from a checkpoint."""
+    def _continue_in(self, home: Path, options: _SaveOptions, *, is_saved: bool) -> None:
+        """Save to `home` from now on, where the state of now may be saved; tell the launcher that a
+        restart continues from there."""
+        self._resumes, self._saved = True, self._moment() if is_saved else None
+        self._settle_in(home, options)
         self._world.progress.resumes()
         if self._returns is not None:
             self._returns.are_expected()
 
-    # -- for an elastic island that comes back ----------------------------------------------
+    # -- for a group of ranks that comes back -----------------------------------------------
 
     def save_for_return(self) -> dict[str, Any] | None:
         """Save for a group of ranks that comes back, in the folder that the user saves to.
@@ -180,8 +176,9 @@ class Checkpoints:
     def come_back(self, about: Mapping[str, Any]) -> None:
         """Continue from the save of the other groups, on the same folder. Collective over this
         group."""
+        self.load(Path(about["path"]))
         options = _SaveOptions(about["keep"], about["split"])
-        self._go_on(Path(about["home"]), Path(about["path"]), options)
+        self._continue_in(Path(about["home"]), options, is_saved=True)
         self._world.draws.is_one = about["draws_are_one"]  # the stream is theirs
 
     def _pass_over(self, why: object) -> None:

@@ -263,8 +263,9 @@ class EngineTensors:
                 True: _place(run.rank, _each(near, parts, *alike)),
             }
 
-        # Ranks that hold the same elements share the writing. Parameters are the same in all groups
-        # of ranks, optimizer state only within a group (`home`).
+        # Ranks that hold the same elements share the writing: `among` those with the same shard, or
+        # `everywhere` if a state is not sharded. Parameters are the same in all groups of ranks,
+        # optimizer state only within a group (`home`).
         self._among, self._everywhere = places(shared), places()
         among_own, self._everywhere_own = places(shared, home), places(home)
         scattered = spec.placement.is_sharded("optimizer")
