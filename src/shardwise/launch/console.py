@@ -73,7 +73,7 @@ class Console:
         return (rows, columns - taken) if columns > taken else None
 
     def lines(self, text: bytes, fd: int = STDERR) -> None:
-        """Write whole lines, above what is drawn live on the same terminal."""
+        """Write whole lines, above a bar that rank 0 draws on the same terminal."""
         if fd in self._terminals:
             fd = self._terminals[0]  # output and error are one screen
             if text and self._live is not None:
@@ -81,7 +81,7 @@ class Console:
         self._write(fd, text)
 
     def draw(self, data: bytes) -> None:
-        """Write what rank 0 draws live."""
+        """Write output that rank 0 draws live."""
         assert self._live is not None
         self._write(self._terminals[0], self._live.feed(data))
 
@@ -90,7 +90,7 @@ class Console:
         self.lines(as_utf8(words))
 
     def close(self) -> None:
-        """Leave the cursor where a new line may be written."""
+        """Put the cursor at the start of a new line."""
         if self._live is not None:
             self._write(self._terminals[0], self._live.close())
 

@@ -188,12 +188,12 @@ def _leave_notebook() -> None:
         return
     for name in ("get_ipython", "display"):
         vars(builtins).pop(name, None)
-    builtins.input = _no_input
+
+    def no_input(prompt: object = "") -> str:
+        """Replace `input`, which would wait for the kernel of the notebook for ever."""
+        raise EOFError("A rank has no standard input.")
+
+    builtins.input = no_input
     shell = sys.modules["IPython"].get_ipython()
     if shell is not None:
         type(shell).clear_instance()
-
-
-def _no_input(prompt: object = "") -> str:
-    """Take the place of `input`, which would wait for the kernel for ever."""
-    raise EOFError("A rank has no standard input.")

@@ -1,4 +1,4 @@
-"""Starts the ranks of this host, passes on what they write, and reports how they end."""
+"""Starts the ranks of this host, passes their output on, and reports their ends."""
 
 import os
 import selectors
@@ -22,7 +22,7 @@ from shardwise.net.progress import Progress
 from shardwise.net.restarts import SAVED
 
 Hear = Callable[[int, int, bytes], None]
-"""Takes a rank, a stream, and what has come on it; b"" ends the stream."""
+"""Takes a rank, a stream, and new bytes of it; b"" ends the stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +45,9 @@ class RankExit:
 class LocalWorkers:
     """The ranks of `spec.share`, as processes of this host that `begin` starts.
 
-    They meet at `meeting`. `streams` are those of rank 0; other ranks have pipes in their place.
-    Their error files lie in `folder`. `hear` takes what ranks write, `left` each rank that ended,
-    `saves` the signal upon which a rank saves before it ends.
+    Rank 0 has `streams`, and other ranks have pipes. Error files are written to `folder`. `hear`
+    takes the output of ranks, `left` each rank that has ended, and `saves` the signal at which a
+    rank saves before it ends.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LocalWorkers:
         self._saves = saves
         self._workers: list[Worker] = []
         self._watched_over: list[Worker] = []
-        """Those of which the orphan reaper knows."""
+        """Workers that the orphan reaper would end."""
         self._stopping = False
         self._memory = resources.host_memory()
 
@@ -102,7 +102,7 @@ class LocalWorkers:
 
     @property
     def _meets_at(self) -> int:
-        """The rank to which the others come."""
+        """The rank that listens for the others."""
         return 0
 
     def _start(
@@ -111,7 +111,7 @@ class LocalWorkers:
         worker.start(self._begin, environ, fds, outlet)
 
     def listen(self) -> None:
-        """Pass on what the ranks write, as it comes."""
+        """Pass the output of ranks on as they write it."""
         for source in self._open():
             with suppress(KeyError):  # it is listened to already
                 self._selector.register(
@@ -119,43 +119,41 @@ class LocalWorkers:
                 )
 
     def pause(self) -> None:
-        """Leave what the ranks write where it is, for now."""
+        """Leave the output of ranks in their pipes, so that ranks wait when these are full."""
         for source in self._open():
             self._ignore(source)
 
     def reap(self) -> None:
-        """Report the ranks that have ended since, once what they wrote has been passed on."""
+        """Report the ranks that have ended."""
         for worker in self._workers:
             if worker.end is None and worker.reap(stopped=self._stopping):
+                # Output first: the end of a rank is judged by the last lines that it wrote.
                 for source in worker.sources:
                     self._ignore(source)
                     source.drain()
                 self._left(self._rank_exit(worker))
 
     def ended_well(self, rank: int) -> None:
-        """Let the ranks here know that `rank`, of any host, ended with code 0: they may wait for
-        it."""
+        """Tell the ranks here that `rank`, of any host, ended with code 0: they may wait for it."""
         progress.mark_ended_early(self._folder, rank)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to all that is left of the ranks; SIGTERM also ends who would save."""
+        """Send a signal to the process groups of all ranks."""
         self._stopping = True
         for worker in self._workers:
             worker.send_signal(number)
+            # A rank that saves when it is asked to end takes SIGTERM for that question. Here the
+            # run has failed, and a save would wait for ranks that are gone.
             if number == signal.SIGTERM and self._saves_first(worker):
                 worker.send_to_process(signal.SIGKILL)
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Pass on that someone wants the ranks to end.
-
-        To those that save first alone, so that their DataLoader workers go on; to the whole process
-        groups of the others.
-        """
+        """Ask the ranks to end, because somebody wants the run to end."""
         saving = [
             worker for worker in self._workers if worker.end is None and self._saves_first(worker)
         ]
         for worker in self._workers:
-            if worker in saving:
+            if worker in saving:  # not the group: the rank still needs its DataLoader workers
                 worker.send_to_process(number)
             else:
                 worker.send_signal(number)
@@ -168,7 +166,8 @@ class LocalWorkers:
             worker.resize(window)
 
     def release(self) -> bool:
-        """Let the orphan reaper forget those that left no process behind; whether that is all."""
+        """Make the orphan reaper forget workers of which no process is left. Return whether these
+        are all: the number of a process group may be given to others then."""
         for worker in [each for each in self._watched_over if each.is_gone()]:
             self._reaper.ended(worker.group)
             self._watched_over.remove(worker)

@@ -29,15 +29,15 @@ class RunSpec:
         words: A module or a program with its arguments, as the user gave them.
         module: Whether `words` name a module.
         flags: The settings that the command line gave, as texts.
-        passed: Variables that all ranks get on top of those of their host.
+        passed: Variables for all ranks. They override the variables of a host.
         size: The number of ranks.
         shares: The ranks of each host. An agent gets the share of its own host alone.
-        port: Where rank 0 listens; 0 lets the kernel choose.
+        port: The port of rank 0; 0 lets the kernel choose.
         interface: The network interface between hosts, if the user named one.
-        folder: Where agents, and with them ranks, start on other hosts.
+        folder: The working directory of agents and ranks on other hosts.
         python: The Python of agents.
         ssh: The words of the ssh command, with flags of the user's.
-        ssh_port: The port of ssh; None for its own default.
+        ssh_port: The port of ssh; None for the default.
         patience: Seconds of silence after which a host counts as lost.
         grace: Seconds between asking ranks to end and killing them.
         restarts: How often a run that failed starts again.
@@ -46,7 +46,7 @@ class RunSpec:
         shown: The ranks whose output is shown; None for all.
         log_dir: The folder of the logs.
         run: A name that all starts of the run share, and no other run has.
-        secret: What only the processes of the run know.
+        secret: The key by which the processes of the run authenticate each other.
     """
 
     words: tuple[str, ...]
@@ -73,7 +73,7 @@ class RunSpec:
 
     @property
     def share(self) -> Share:
-        """The ranks of this host, where the run has one host, or an agent holds the spec."""
+        """The ranks of this host, if the run has one host or an agent holds the spec."""
         (share,) = self.shares
         return share
 
@@ -121,10 +121,10 @@ class RunSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the ranks of one start meet: rank 0 listens on `port` of `address`.
+    """The place of the rendezvous of one start: rank 0 listens on `port` of `address`.
 
-    `master_port` there is free for torch's own rendezvous. `interface` of this host leads to the
-    other hosts; None on one host.
+    `master_port` is another free port, for torch's own rendezvous. `interface` is the network
+    interface of this host to the other hosts; None if there is one host.
     """
 
     address: str
@@ -145,10 +145,10 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return all variables of one rank. Pure.
 
-    These are `base`, which are those of this host, without variables that would tell the rank that
-    it is somebody else, and the variables of the run. Choices of the user in `base` stay: threads
-    per rank, the interface, fault handling. `reports` is the folder of error files, `cores` the
-    number of cores of this host, `columns` the width of its lines.
+    `base` are the variables of this host. Those of an outer run are dropped, since the rank would
+    take its identity from them. Choices of the user stay: threads per rank, the interface, fault
+    handling. `reports` is the folder of error files, `cores` the number of cores of this host,
+    `columns` the width of a line.
     """
     kept = {
         name: value

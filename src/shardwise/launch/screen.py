@@ -18,7 +18,7 @@ LONGEST_LINE = 2**16
 
 
 def prefix(rank: int, size: int, *, color: bool) -> bytes:
-    """What stands before each line of `rank`, such as b"[1] ", equally wide for all ranks."""
+    """Return the prefix of lines of `rank`, such as b"[1] ". All ranks have the same width."""
     label = f"[{rank}]"
     blank = " " * (prefix_width(size) - len(label))
     return (
@@ -29,15 +29,15 @@ def prefix(rank: int, size: int, *, color: bool) -> bytes:
 
 
 def prefix_width(size: int) -> int:
-    """Columns that the prefix takes in a run of `size` ranks."""
+    """Return the columns of the prefix in a run of `size` ranks."""
     return len(f"[{size - 1}] ")
 
 
 class Lines:
     """Cuts the bytes of a pipe into whole lines with a prefix.
 
-    Of a line that was overwritten by carriage returns (a progress bar that does not know that
-    nobody watches) only the last state is kept. Blank lines get no prefix.
+    Of a line with carriage returns, such as a progress bar, only the last state is kept. Blank
+    lines get no prefix.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -45,7 +45,7 @@ class Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that `data` completes."""
+        """Return the lines that `data` completes."""
         *whole, rest = (self._rest + data).split(b"\n")
         if len(rest) > LONGEST_LINE:
             rest = _last_state(rest)
@@ -55,7 +55,7 @@ class Lines:
         return b"".join(self._line(line) for line in whole)
 
     def close(self) -> bytes:
-        """The unfinished last line, finished."""
+        """Return the last line, if it has no end yet."""
         rest, self._rest = self._rest, b""
         return self._line(rest) if rest else b""
 
@@ -101,7 +101,7 @@ class LiveRow:
             elif piece in (SHOW_CURSOR, HIDE_CURSOR):
                 self._hides_cursor = piece == HIDE_CURSOR
             elif self._at_start and piece.startswith(b"\x1b[") and not piece.endswith(b"m"):
-                # The prefix comes after what erases the row, and before what colours it.
+                # Sequences that erase the row go before the prefix, and colours after it.
                 self._row = b"" if piece.endswith((b"J", b"K")) else self._row
             elif self._at_start:
                 self._at_start = False
@@ -142,7 +142,7 @@ class InterruptFilter:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """What may be shown of `data` now."""
+        """Return the part of `data` that may be shown now."""
         data = self._held + data
         found = _TRACEBACKS.search(data)
         start = found.start() if found else len(data)
@@ -150,14 +150,15 @@ class InterruptFilter:
         return data[:start]
 
     def close(self) -> bytes:
-        """What was withheld for no reason."""
+        """Return text that was held back and is no interrupt."""
         last = self._held.rstrip().rpartition(b"\n")[2]
         return b"" if last.startswith(b"KeyboardInterrupt") else self._held
 
 
 class Tail:
-    """The last lines of a stream, for the last words of a rank: so many that they go back beyond
-    the stacks of its threads, which end those of a crash."""
+    """Remembers the last lines of a stream, for the report of a failed rank."""
+
+    # After a crash faulthandler writes the stacks of all threads: the cause is above them.
 
     def __init__(self, length: int = 1000) -> None:
         self._lines: deque[bytes] = deque(maxlen=length)
@@ -168,7 +169,7 @@ class Tail:
         self._lines.extend(self._cutter.feed(data).splitlines())
 
     def text(self) -> str:
-        """What is remembered, without colours and other control sequences."""
+        """Return the last lines, without colours and other control sequences."""
         self._lines.extend(self._cutter.close().splitlines())
         return plain(b"\n".join(self._lines)).decode(errors="replace")
 

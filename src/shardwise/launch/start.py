@@ -1,4 +1,4 @@
-"""Starts what the command line asks for: chooses the hosts, and who starts the ranks.
+"""Runs the command line: chooses the hosts, and the program that starts the ranks.
 
 nothing, or -n N            this host                     one_host.py
 -H, --hostfile              ssh to each                   ssh/many_hosts.py
@@ -29,18 +29,18 @@ from shardwise.net.launchers import platforms, slurm
 from shardwise.net.python_command import python_words
 
 GRACE = 5.0
-"""Seconds between asking ranks to end and killing them, where the user does not say."""
+"""Default seconds between asking ranks to end and killing them."""
 
 HOST_TIMEOUT = 10.0
-"""Seconds of silence after which a host is lost, where the user does not say."""
+"""Default seconds of silence after which a host counts as lost."""
 
 Asked = SimpleNamespace
-"""The launcher's own flags by name (see flags.py), None where the user gave none; and the `words`
-to run with which `settings`."""
+"""The launcher's own flags by name (see flags.py), None for a flag that was not given. `words` are
+the program and its arguments, `settings` the texts of all other flags."""
 
 
 def run(asked: Asked) -> int:
-    """Run what was asked for and return its exit code. Raises LaunchError when it cannot start."""
+    """Run the command line and return the exit code. Raises LaunchError if it cannot start."""
     named = asked.hosts is not None or asked.hostfile is not None
     if asked.nnodes is None:
         outer = launcher_detection.around_command()
@@ -138,7 +138,7 @@ def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
 
 
 def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
-    """Let torch's elastic agent start the ranks of this host; returns only from a dry run."""
+    """Become torch's elastic agent, which starts the ranks of this host. Returns from a dry run."""
     assert asked.nnodes is not None
     if asked.hosts is not None or asked.hostfile is not None or asked.shown is not None:
         raise LaunchError(
@@ -177,7 +177,7 @@ def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
-    """With a secret for the ranks, where the user has given none."""
+    """Return the variables with a secret for the ranks, unless the user has given one."""
     return {environment.SECRET_VARIABLE: environment.draw_secret()} | dict(environ)
 
 
@@ -258,13 +258,13 @@ def _shares_of(allocation: Allocation, asked: Asked) -> list[Share]:
 
 
 def _ranks_of_a_host(asked: Asked) -> int:
-    """How many ranks this host has where nobody says: one for each visible GPU, else 1."""
+    """Return the default number of ranks of this host: one for each visible GPU, or 1."""
     on_cpu = asked.settings.get("device") == "cpu"
     return 1 if on_cpu else max(1, resources.gpu_count(os.environ))
 
 
 def dry_run_words(spec: RunSpec, here: Sequence[Share]) -> str:
-    """Say for `--dry-run` which ranks would run where, by which commands.
+    """Return the text of `--dry-run`: the ranks and the command of each host.
 
     `here` are the shares of this host. Pure.
     """

@@ -30,7 +30,7 @@ UNEXPLAINED = 3.0
 """The same while every failed rank has only lost another one, which must be about to end."""
 
 _ABORTED = -signal.SIGABRT, 128 + signal.SIGABRT
-"""How a rank ends by abort(): by itself, and under a shell that tells of it."""
+"""Exit codes of a rank that called abort(), and of a shell around it."""
 
 LAST_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL for a rank that did not heed SIGINT."""
@@ -75,7 +75,7 @@ class Supervisor:
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self.every_turn: list[Callable[[], float | None]] = []
-        """Called in each turn; each returns the seconds until it must be called again at most."""
+        """Called in each turn. Each returns the seconds until its next call is due, or None."""
         self._console = console
         self._outputs = outputs
         self._signals = signals
@@ -102,7 +102,7 @@ class Supervisor:
         return self._conclude()
 
     def close(self) -> None:
-        """Close what was waited on, and the logs."""
+        """Close the selector and the logs."""
         self.selector.close()
         for output in self._outputs:
             output.close()
@@ -120,8 +120,8 @@ class Supervisor:
             self._stop(signal.SIGPIPE)
 
     def _waits(self) -> list[float | None]:
-        """Return the seconds until each thing that happens at its time; None where none is due."""
-        # The calls come first, because one that loses a host makes a new plan.
+        """Return the seconds until each thing that is due; None for nothing."""
+        # The calls are first, because one that loses a host makes a new plan.
         return [*[call() for call in self.every_turn], self._plan.wait()]
 
     @property
@@ -237,7 +237,7 @@ class Supervisor:
             return Ending(code=1, words=lost, failure=failure)
         if judged is not None:
             return self._blame(judged, reports, refused)
-        # Ranks that call sw.init record their progress: none did, so each trained by itself.
+        # sw.init makes a rank record its progress. No rank did, so each has trained alone.
         apart = self._joins and len(self._outputs) > 1 and self._progress() is None
         words = failure_report.unjoined_copies(len(self._outputs)) if apart else ""
         return Ending(code=0, words=words)
@@ -249,7 +249,7 @@ class Supervisor:
         rank = judged.rank if judged.waiting is None else judged.waiting
         found = reports.get(rank)
         rank_exit = self._exits[judged.rank]
-        # A rank that we ended is to blame only where an error of its own came before.
+        # A rank that we ended is to blame only if it has reported an error before.
         how = failure_report.UNCAUGHT if rank_exit.end.stopped else rank_exit.how
         trace = (
             failure_report.last_traceback(found.text)

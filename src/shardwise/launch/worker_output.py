@@ -1,7 +1,7 @@
-"""Routes what one rank writes: to the screen, to its log, and its last lines to memory.
+"""Routes the output of one rank: to the screen, to its log, and the last lines to memory.
 
-stream 1, 2   what it writes to a pipe: whole lines, with the rank in front
-stream 0      what it draws live on a terminal
+stream 1, 2   output in a pipe: shown in whole lines, with the rank in front
+stream 0      output on a terminal: shown at once
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ LIVE = 0
 
 
 class WorkerLog:
-    """The file in `--log-dir` that keeps what one rank says, without prefix and colours."""
+    """The file in `--log-dir` with the output of one rank, without prefix and colours."""
 
     def __init__(self, path: Path, head: str) -> None:
         self.fault = ""
-        """Why it is written no more, once that is so: no reason to end a run."""
+        """Why it cannot be written any more; "" until then."""
         self._path = path
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._file.write(as_utf8(f"== {head}\n"))
@@ -50,9 +50,9 @@ class WorkerLog:
 
 
 def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[WorkerLog | None]:
-    """Open a log per rank in `folder`, which is made; what earlier runs wrote there stays.
+    """Open a log per rank in `folder`, and append to logs of earlier runs.
 
-    Raises LaunchError where that cannot be.
+    Raises LaunchError if that is not possible.
     """
     if folder is None:
         return [None] * ranks
@@ -75,7 +75,7 @@ def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[Wo
 
 
 class WorkerOutput:
-    """Takes the bytes of one rank. `tail` remembers the last that it wrote to stderr."""
+    """Takes the bytes of one rank. `tail` remembers the last lines of its stderr."""
 
     def __init__(
         self, rank: int, console: Console, *, shown: bool = True, log: WorkerLog | None = None
@@ -88,7 +88,7 @@ class WorkerOutput:
         self._filters: dict[int, InterruptFilter] | None = None
 
     def hear(self, stream: int, data: bytes) -> None:
-        """Take what has come on `stream`; nothing at all is the end of the stream."""
+        """Take new bytes of `stream`; b"" is the end of the stream."""
         if not data:
             self._end(stream)
         elif self._filters is not None:
@@ -104,7 +104,7 @@ class WorkerOutput:
                 self._console.say(f"shardwise: {self._log.fault}\n")
 
     def hide_interrupt(self) -> None:
-        """From now on, do not show that the rank was interrupted: the user knows."""
+        """Hide tracebacks of KeyboardInterrupt from now on: the user has pressed Ctrl-C."""
         self._filters = {}
 
     def close(self) -> None:

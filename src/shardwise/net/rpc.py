@@ -170,14 +170,14 @@ def _exactly(peer: socket.socket, count: int, until: float) -> bytes:
 
 
 class Link:
-    """One end of a connection in an event loop. It queues what the socket does not take at once."""
+    """One end of a connection in an event loop. It queues bytes that the socket has no room for."""
 
     def __init__(self, connection: Connection) -> None:
         self.socket, self._seals = connection.socket, connection.seals
         self.socket.setblocking(False)
         self.is_open = True
         self.queued_bytes = self.sent_bytes = 0
-        """Bytes ever passed to `send`, and those of them that the socket has taken."""
+        """Bytes of all messages so far, and the number of them that the socket has taken."""
         self._unsent = bytearray()
 
     @property
@@ -426,7 +426,7 @@ class Server:
 
 
 class Place(NamedTuple):
-    """Where a server listens: `port` of `address`, in a `role` (see authentication.py)."""
+    """The place of a server: `port` of `address`, in a `role` (see authentication.py)."""
 
     address: str
     port: int
@@ -439,7 +439,7 @@ def call_all(
     """Send a request to all servers at once. Returns the replies that arrive within `patience`
     seconds, by the key of their place.
 
-    Each has a connection of its own, so that nothing is left of a server that does not answer.
+    Nothing is left of a server that does not answer, since each has a separate connection.
     """
     message = encode(request)
     until = time.monotonic() + patience
@@ -452,7 +452,7 @@ def call_all(
                 continue
             peer.setblocking(False)
             peer.connect_ex((place.address, place.port))
-            # A generator per connection: it is sent what was received, and returns the reply.
+            # A generator per connection: it takes received bytes, and returns the reply.
             steps = _one_call(peer, secret, place.role, message)
             next(steps)
             selector.register(peer, selectors.EVENT_READ, (key, peer, steps))
