@@ -1,4 +1,4 @@
-"""Moves what elastic islands bring from host to host, in threads beside an agent's event loop.
+"""Copies files of elastic islands from host to host, in threads next to an agent's event loop.
 
     who fetches ─▶ rank, number      once both have proved that they know the secret of the run
     who serves  ─▶ size, and so many bytes, and a MAC of them
@@ -23,7 +23,7 @@ from shardwise.islands.elastic.broker import Key
 from shardwise.net import authentication, rpc
 
 NOTHING = 0
-"""The number of what every host has, for whoever wants to know whether it can be reached."""
+"""The number of an empty file that every host has, to test whether it can be reached."""
 
 _REQUEST, _SIZE = struct.Struct("!qq"), struct.Struct("!q")
 _NOT_HERE = -1
@@ -32,10 +32,10 @@ CONNECT = 10.0
 """Seconds to reach another host."""
 
 STALL = 30.0
-"""Seconds without a byte after which a connection is given up."""
+"""Seconds without a byte after which a connection fails."""
 
 AGAIN = 0.5
-"""Seconds until what could not be fetched is asked for again."""
+"""Seconds between two attempts to fetch a file."""
 
 CHUNK = 1 << 20
 
@@ -67,10 +67,10 @@ def serve(
 
 
 class Fetches:
-    """What is being fetched from other hosts, which know `secret`.
+    """Fetches files from other hosts, which know `secret`, until they arrive or are cancelled.
 
-    In the event loop of `selector`, `done` is called with each key and the file that it has come
-    to, `failed` with each try that went wrong and why; it is tried until it is cancelled.
+    In the event loop of `selector`, `done` is called with each key and its file, and `failed` with
+    each attempt that failed and why.
     """
 
     def __init__(
@@ -90,20 +90,20 @@ class Fetches:
         selector.register(self._rung, selectors.EVENT_READ, self._hear)
 
     def begin(self, key: Key, source: Address) -> None:
-        """Fetch what is known by `key` from the host that serves at `source`."""
+        """Fetch the file `key` from the host that serves at `source`."""
         self.cancel(key)
         self._running[key] = _Fetch(key, source, self._secret, self._tell)
         self._running[key].start()
 
     def cancel(self, key: Key) -> None:
-        """Fetch it no longer, if it is under way."""
+        """Stop fetching `key`, if it is being fetched."""
         if (fetch := self._running.pop(key, None)) is not None:
             fetch.cancel()
             self._cancelled = [each for each in self._cancelled if each.is_alive()]
             self._cancelled.append(fetch)
 
     def close(self) -> None:
-        """Fetch nothing any more."""
+        """Cancel all fetches, and wait for their threads."""
         for key in list(self._running):
             self.cancel(key)
         for fetch in self._cancelled:
@@ -114,9 +114,9 @@ class Fetches:
         self._bell.close()
 
     def _tell(self, fetch: _Fetch, what: int | str) -> None:
-        """Say from a thread how a try ended."""
+        """Report the result of an attempt, from its thread."""
         self._news.put((fetch, what))
-        with suppress(OSError):  # nobody listens any more, or a ring is on its way already
+        with suppress(OSError):  # closed, or full: then the loop wakes up anyway
             self._bell.send(b"\0", socket.MSG_DONTWAIT)
 
     def _hear(self) -> None:
@@ -128,7 +128,7 @@ class Fetches:
         while not self._news.empty():
             fetch, what = self._news.get()
             if isinstance(what, int):
-                fetch.join()  # it has nothing more to say
+                fetch.join()  # it was its last result
             is_wanted = self._running.get(fetch.key) is fetch
             if isinstance(what, str):
                 if is_wanted:
@@ -158,7 +158,7 @@ class _Fetch(Thread):
         self._peer: socket.socket | None = None
 
     def cancel(self) -> None:
-        """Give up, soon."""
+        """Stop soon, also in the middle of a connection."""
         self._cancelled.set()
         with self._lock:
             if self._peer is not None:
@@ -177,7 +177,7 @@ class _Fetch(Thread):
                 return
 
     def _fetched(self) -> int:
-        """The descriptor of the file. Raises OSError."""
+        """Return the descriptor of the file. Raises OSError."""
         family, kind, protocol, _, place = socket.getaddrinfo(
             *self._source, type=socket.SOCK_STREAM
         )[0]
