@@ -139,6 +139,7 @@ class Anchor:
         """
         master = self._master(index)
         difference = self._value(VALUE, index) - master
+        # Error feedback: rounding errors are sent later instead of adding up.
         if self._wire.loses:
             difference.add_(self._value(RESIDUAL, index))
         try:
@@ -199,6 +200,7 @@ class Anchor:
         if velocity is not None:
             self._keep(VELOCITY, index, velocity)
         if self.rule.late:
+            # The updates since the difference was sent are not in it: they stay on top.
             value = self._master(index) - self._value(SENT, index) + value
         self.write(index, value)
 
@@ -234,6 +236,8 @@ class Anchor:
 
     def publish(self, indices: Sequence[int]) -> None:
         """Gather what was written of these buckets on all ranks of the island. Collective."""
+        # Replicated states were written on every rank by `write`. All gathers start before the
+        # first wait, so that they overlap.
         handles = [self._parameters.publish(i) for i in indices] if self._scattered else []
         for handle in handles:
             handle.wait()

@@ -220,6 +220,7 @@ class BoundedStaleness(StepHooks):
         if not theirs.weight:
             return theirs
         if not math.isfinite(theirs.squared_norm):
+            # All islands skip: one that updated alone would have other weights from then on.
             sums.spoil(used)
             return theirs
         # Before the sums are stored: they are stored in the unit of their own step.

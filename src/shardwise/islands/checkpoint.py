@@ -173,6 +173,7 @@ class MeanReader(TensorReader):
         if not dtype.is_floating_point:
             held[0].read(name, first, into)
             return
+        # In fp64, so that the mean of equal values is exactly that value.
         total = torch.zeros(into.numel(), dtype=torch.float64)
         part = torch.empty(into.numel(), dtype=dtype)
         for reader in held:

@@ -45,6 +45,8 @@ class Message:
 
 def send(peers: Collectives, mine: Tensor) -> Message:
     """Send `mine`, flat uint8 of one length on all, to the other islands. Collective."""
+    # Not an all-reduce: all islands unpack the same bytes and add them in the same order, so they
+    # have the same bits. A reduction would round quantised values again at every hop.
     length = mine.numel()
     rows = mine.new_empty(peers.size * length)
     cuts = [length * place for place in range(peers.size + 1)]
@@ -102,6 +104,7 @@ class DifferenceExchange:
         """Return the weight and the packed difference of bucket `index`, and note them as sent."""
         packed = self.anchor.pack(index).to(self.anchor.device(index))
         weight = torch.tensor([self.weights[index]], dtype=torch.float64).view(torch.uint8)
+        # Kept until the bucket moves, so that `forget` can take the difference back.
         self._sent[index] = self.weights[index], packed
         self.weights[index] = 0.0
         self.due[index] = due

@@ -56,6 +56,7 @@ class Wire:
             raise ValueError("a NaN or an infinity")
         if not self.holds(values):
             raise ValueError(f"a value above what {self.name} can tell")
+        # Zeros in the padding: all bytes are sent, and every run has to send the same.
         packed = torch.zeros(
             self.nbytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device
         )

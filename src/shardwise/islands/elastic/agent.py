@@ -145,6 +145,8 @@ class IslandAgent(Agent):
 
     def came(self, what: Contribution) -> None:
         """A rank has come to an exchange, and waits."""
+        # An admission always passes through the launcher: all ranks of the islands that it admits
+        # get it, and their hosts may just have started.
         data = None
         if what.size <= LITTLE or what.label.startswith(ADMITS):
             data = base64.b64encode(self._broker.read(what.key)).decode()

@@ -60,6 +60,7 @@ class _OverLink(Collectives):
         flat = tensor.detach().cpu().contiguous().view(-1)
         mine = _bytes(flat)
         _, rows = self.link.exchange(label, mine, alone=alone)
+        # A transport inside an island fails for different shapes. The launcher only passes bytes.
         if any(len(row) != len(mine) for row in rows):
             raise UsageError(
                 f"Islands brought {', '.join(str(len(row)) for row in rows)} bytes to {label}: all "
@@ -69,6 +70,7 @@ class _OverLink(Collectives):
 
     def _gather_sealed(self, label: str, value: Any) -> list[Any]:
         """Return the picklable `value` of each island that takes part."""
+        # Pickles run code when they are loaded, and these pass through other processes and hosts.
         secret = self.status_server.secret
         mine = authentication.sealed(secret, _PICKLES, pickle.dumps(value))
         _, rows = self.link.exchange(label, mine)
@@ -225,6 +227,8 @@ class ElasticRun(_OverLink):
             self._refuse("a sum in one order")
         self.island.all_reduce(buffer).wait()
         parts = self._swap("a sum over all ranks", buffer)
+        # Not in place: the first part may be the memory of `buffer`. In the order of the islands,
+        # so that all have the same bits.
         total = parts[0]
         for part in parts[1:]:
             total = total + part

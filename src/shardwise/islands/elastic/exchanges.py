@@ -96,8 +96,10 @@ class Exchanges:
         for rank in ranks:
             if (broker := self._brokers.get(rank)) is not None:
                 broker.shut([rank])
+        # Its files first: the answers that follow must not include them.
         self._settle((), ranks)
         self._answer(self.membership.lose(island))
+        # Files that only its ranks wanted are wanted no longer, so their owners may count now.
         for held in list(self._held.values()):
             unread = held.wanted - self._readers(held.what)
             for broker in unread:
@@ -115,6 +117,7 @@ class Exchanges:
             broker.settle((), [what.key])
             return
         if what.resumes:
+            # Noted with every exchange, since a launcher cannot ask a rank that has ended.
             self.resuming.add(what.rank // self.membership.size)
         self._settle((), [what.rank])
         held = _Held(what, {broker}, self._readers(what) - {broker})

@@ -147,6 +147,7 @@ class IslandHosts:
                     raise LaunchError(command.refusals(faults))
                 yield
         finally:
+            # Also after a failure: an agent repeats a fetch until it is dropped.
             for one, other in pairs:
                 one.broker.settle((), [(other.share.first, transfers.NOTHING)])
 
@@ -165,7 +166,9 @@ class IslandHosts:
         """Start an island; resumed whenever a message has arrived."""
         first, job, number = island.hosts[0], self._job, island.number
         address = yield from self._meeting(island)
-        while not island.can_start:  # a host was lost meanwhile
+        # A host may have been lost while the first one opened the socket. Its new agent knows
+        # nothing of it, so the island meets again.
+        while not island.can_start:
             address = yield from self._meeting(island)
         self._exchanges.link(island.ranks)
         ports = first.broker.meetings[number]

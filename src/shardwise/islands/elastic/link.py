@@ -69,6 +69,7 @@ class IslandLink:
         self._limit, self._warn_after = PATIENCE * timeout, min(warn_after, timeout)
         self._steady: tuple[int, ...] | None = None
         self._socket = socket.socket(fileno=place.fd)
+        # Programs that the rank starts must not keep the link open after the rank has ended.
         self._socket.set_inheritable(False)
         _opened.add(self._socket)
 
@@ -94,6 +95,8 @@ class IslandLink:
         islands, theirs = tuple(answer["islands"]), iter(brought)
         rows = [mine if island == self.place.island else next(theirs) for island in islands]
         self._take(answer)
+        # Only after `_take`: all ranks that took part raise here, and repeat the operation over the
+        # same members.
         if self._steady is not None and islands != self._steady:
             raise IslandsChanged(f"{_named(self._steady)} became {_named(islands)}.")
         return islands, rows
@@ -107,7 +110,7 @@ class IslandLink:
             message = json.dumps({"come": label, "alone": alone, "resumes": self.resumes}).encode()
             self._guarded(lambda: socket.send_fds(self._socket, [message], [fd]))
         finally:
-            os.close(fd)
+            os.close(fd)  # the message has a descriptor of its own
         return self._answer(label)
 
     def _answer(self, label: str) -> tuple[dict[str, Any], list[Bytes]]:

@@ -141,6 +141,8 @@ class IslandSupervisor(Supervisor):
         if not ended_well:
             self._recall()
         super().left(rank_exit)
+        # An island that has finished takes part no longer, like one that failed. It does not count
+        # as failed, so the others may end well too.
         if ended_well and not self._living(island):
             self._finished.add(island)
             self.exchanges.lose(island)
@@ -250,6 +252,7 @@ class IslandSupervisor(Supervisor):
         """Return whether `island` is started again, and a sentence about it."""
         if island not in self.exchanges.resuming:
             return False, "It does not come back: the script calls no engine.resume(folder)."
+        # Counted since it last took part: an island that fails now and then is always restarted.
         if self._tries[island] == STUCK:
             return False, f"It does not come back: it has failed {STUCK} times on its way."
         if self._restarts.is_spent:

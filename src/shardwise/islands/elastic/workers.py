@@ -74,6 +74,8 @@ class IslandWorkers(LocalWorkers):
     def _start(
         self, worker: Worker, environ: dict[str, str], fds: list[int], outlet: WorkerStreams
     ) -> None:
+        # The rank inherits this end. Our copy is closed here, or the broker would never see the
+        # end of the rank.
         with self._link(worker.rank) as link:
             place = IslandPlace(
                 island=self._island,
