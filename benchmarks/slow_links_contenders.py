@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from contenders import Contender
-from shardwise.islands.wire import BLOCK, Wire
+from shardwise.config.outer_optimizer import BLOCK
+from shardwise.islands.wire import Wire
 from workloads import Gpt
 
 WIRES = {

@@ -29,15 +29,23 @@ from shardwise.islands.elastic.remote import (
     RemoteIsland,
 )
 from shardwise.islands.elastic.workers import IslandWorkers
+from shardwise.launch.console import Console
 from shardwise.launch.failure_report import ExitStatus
-from shardwise.launch.local_workers import HostTask, RankExit
+from shardwise.launch.local_workers import RankExit
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.ssh import agents, protocol
-from shardwise.launch.ssh.command import SshOptions
-from shardwise.launch.worker import WorkerStreams
+from shardwise.launch.worker import WorkerStreams, program
 from shardwise.net import network
 from shardwise.net.hosts import Host, Share
 
-SILENT = SshOptions(folder="/", python="python", ssh=("sh", "-c", "exec cat > /dev/null", "ssh"))
+SILENT = RunSpec(
+    words=(),
+    size=1,
+    shares=(),
+    folder="/",
+    python="python",
+    ssh=("sh", "-c", "exec cat > /dev/null", "ssh"),
+)
 """An ssh that says nothing, and ends with its input."""
 
 
@@ -76,7 +84,7 @@ class Remote:
         self.started: list[int] = []
         self.fault: str | None = None
         self.share = share(number)
-        self.ready = {"address": f"10.0.0.{number}", "port": 1, "command": ["a"]}
+        self.ready = {"address": f"10.0.0.{number}", "port": 1}
         self.ears = ears
         place = f"10.0.0.{number}", 1
         self.broker = RemoteBroker(self.send, ears.exchanges, place, lambda *given: None)
@@ -84,7 +92,7 @@ class Remote:
     def send(self, kind: str, **values: Any) -> None:
         self.told.append(kind)
 
-    def start_island(self, task: Any, ranks: Sequence[int], **about: Any) -> None:
+    def start_island(self, meeting: Any, streams: Any, ranks: Sequence[int], **about: Any) -> None:
         self.started += ranks
 
     def ask_to_end(self, number: signal.Signals, part: int) -> None:
@@ -100,10 +108,10 @@ class Hosts:
 
     def __init__(self, count: int = 3) -> None:
         self.ears = Ears(count)
-        job: Any = SimpleNamespace(parts=count, task=lambda *given, **more: None)
+        job = replace(SILENT, parts=count)
         ears: Any = self.ears
         nothing: Any = None
-        self.islands = IslandHosts(job, SILENT, nothing, ears, nothing)
+        self.islands = IslandHosts(job, Console(1, {}), ears, nothing)
         self.remotes = [Remote(number, self.ears) for number in range(count)]
         found: list[Any] = [IslandHost(each.share, each) for each in self.remotes]  # type: ignore[arg-type]
         for host, remote in zip(found, self.remotes, strict=True):
@@ -306,16 +314,15 @@ def test_what_a_rank_says_does_not_come_after_its_end(tmp_path: Path) -> None:
     said: list[str] = []
     made: list[IslandWorkers] = []
     selector = selectors.DefaultSelector()
-    streams = WorkerStreams(piped=False)
-    task = HostTask(
-        command=("true",), flags={}, size=2, first=0, count=1, address="", port=1, master_port=1,
-        outlet=streams,
-    )  # fmt: skip
+    spec = RunSpec(words=(), size=2, shares=(share(0),))
+    where = Meeting(address="", port=1, master_port=1)
 
-    def run_part(part: int, given: Any, make: Any, listener: Any) -> None:
+    def run_part(part: int, meeting: Any, streams: Any, make: Any, listener: Any) -> None:
         nothing: Any = None
         sinks = nothing, lambda rank_exit: said.append("end"), nothing
-        made.append(make(task, tmp_path, nothing, selector, *sinks))
+        begin = program(["true"])
+        about = spec, where, WorkerStreams(piped=False), begin, tmp_path
+        made.append(make(*about, nothing, selector, *sinks))
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         stack.callback(selector.close)
@@ -325,7 +332,7 @@ def test_what_a_rank_says_does_not_come_after_its_end(tmp_path: Path) -> None:
         islands._send = lambda kind, **_: said.append(kind)
         islands._run_part = run_part
         islands.on_serve("secret", 1, 2)
-        islands.on_start_island({}, island=0, count=2, returns=False)
+        islands.on_start_island({}, {}, island=0, count=2, returns=False)
         with closing(islands._broker.open(0)) as link:
             link.send(json.dumps({"back": True}).encode())
             ready = selector.select(1.0)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.config import Settings, check_islands
+from shardwise.config import Settings, check_contradictions
 from shardwise.config.outer_optimizer import AveragingRule, Outer, StalenessRule
 from shardwise.errors import ConfigError, ModelMismatch, UsageError
 from shardwise.islands.parameter_averaging import Report, check_reports
@@ -150,9 +150,9 @@ def test_words_of_gradients():
 )
 def test_what_cannot_be_had_beside_gradients_that_are_behind(given, flag):
     with pytest.raises(ConfigError, match=f"^--behind 3 and {flag} cannot be had together: "):
-        check_islands(Settings(islands=2, behind=3, **given))
-    check_islands(Settings(islands=2, behind=3, equal_every=1))
-    check_islands(Settings(islands=2, **given))
+        check_contradictions(Settings(islands=2, behind=3, **given))
+    check_contradictions(Settings(islands=2, behind=3, equal_every=1))
+    check_contradictions(Settings(islands=2, **given))
 
 
 @pytest.mark.parametrize(

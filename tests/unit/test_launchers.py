@@ -155,7 +155,7 @@ OF_OTHERS = (
 )
 
 NAME_LAUNCHER = (
-    "from shardwise.launch import rendezvous_file; print(rendezvous_file.name_by_process())"
+    "from shardwise.net import rendezvous_file; print(rendezvous_file.name_by_process())"
 )
 ALONE = Identity(launcher="python")
 SLURM_TASK = Identity(

@@ -69,7 +69,7 @@ class TestNote:
     def test_a_run_that_is_ended_leaves_none(self, tmp_path: Path) -> None:
         code = (
             "import sys, time; from pathlib import Path\n"
-            "from shardwise.launch import rendezvous_file as files\n"
+            "from shardwise.net import rendezvous_file as files\n"
             "note = files.RendezvousFile(addresses=(), port=1, host='h', pid=1)\n"
             "with files.written(Path(sys.argv[1]), note): print('left', flush=True); time.sleep(60)"
         )

@@ -30,7 +30,26 @@ if TYPE_CHECKING:  # the command starts without torch
 LOSSLESS = "fp32"
 
 FORMATS = (LOSSLESS, "bf16", "int8", "int4")
-"""How differences may be sent; `wire.py` packs them. Lossless: fp64 values are sent in fp64."""
+"""How differences may be sent. Lossless: fp64 values are sent in fp64."""
+
+BLOCK = 256
+"""Values that share a scale, in the formats int8 and int4."""
+
+ALIGNMENT = 8
+"""Bytes to which a packed message is rounded up, so that any format can be viewed in place."""
+
+
+def packed_lengths(wire: str, numel: int, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of the scales and of the codes of `numel` values of `itemsize` bytes."""
+    if wire not in ("int8", "int4"):
+        return 0, numel * (2 if wire == "bf16" else itemsize)
+    scales = -(-numel // BLOCK) * 4
+    return scales, numel if wire == "int8" else -(-numel // 2)
+
+
+def packed_bytes(wire: str, numel: int, itemsize: int) -> int:
+    """Return the bytes of `numel` values of `itemsize` bytes, packed in the format `wire`."""
+    return -(-sum(packed_lengths(wire, numel, itemsize)) // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

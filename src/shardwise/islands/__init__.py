@@ -1,4 +1,4 @@
-"""Islands: groups of ranks that step apart, and average parameters or sum gradients now and then.
+"""Islands are groups of ranks that step apart, and exchange parameters or gradients.
 
 hooks.py               chooses what an engine calls around its steps, and checks its settings
 parameter_averaging.py each island makes its own updates; every H steps they average parameters

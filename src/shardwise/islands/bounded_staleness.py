@@ -182,6 +182,11 @@ class BoundedStaleness(StepHooks):
 
     def _send(self, engine: Engine, step: int, totals: StepTotals) -> None:
         finite = math.isfinite(totals.squared_norm)
+        weights = 0.0
+        if step % CHECK_EVERY == 1:  # reading all weights takes as long as an update
+            intervals = self._optimizer.intervals
+            several = [fingerprints.sums_of(interval.master.loaded()) for interval in intervals]
+            weights = float(crc32(repr(several).encode()))
         report = Report(
             step,
             totals.weight,
@@ -194,7 +199,7 @@ class BoundedStaleness(StepHooks):
             totals.unsaved,
             finite,
             totals.options,
-            self._checksum() if step % CHECK_EVERY == 1 else 0.0,
+            weights,
             engine.scale.value,
             self.sums.updates,
         )
@@ -202,13 +207,6 @@ class BoundedStaleness(StepHooks):
         # Each step chooses the seeds of its backwards anew. What is sent is divided by them, so
         # that sums of different steps have one unit.
         self.sums.send(step, row, 1.0 / engine.weighting.divisor(1.0), counts=finite)
-
-    def _checksum(self) -> float:
-        """32 bits of this rank's part of the weights: equal on those of equal place."""
-        several = [
-            fingerprints.sums_of(interval.master.loaded()) for interval in self._optimizer.intervals
-        ]
-        return float(crc32(repr(several).encode()))
 
     def _use(self, engine: Engine, flight: Flight, totals: StepTotals) -> StepTotals:
         """Replace the gradients by the sums of `flight`; returns their totals."""
@@ -222,6 +220,7 @@ class BoundedStaleness(StepHooks):
         if not theirs.weight:
             return theirs
         if not math.isfinite(theirs.squared_norm):
+            # All islands skip: one that updated alone would have other weights from then on.
             sums.spoil(used)
             return theirs
         # Before the sums are stored: they are stored in the unit of their own step.

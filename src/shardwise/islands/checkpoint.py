@@ -155,8 +155,10 @@ class IslandSets(ExtraSets):
 
 
 class MeanReader(TensorReader):
-    """The mean of the tensors that several `readers` have under one name; what is no floating-point
-    number is the first one's."""
+    """Reads the mean of the tensors that several `readers` have under one name.
+
+    Tensors that are not floating-point are those of the first reader.
+    """
 
     def __init__(self, readers: Sequence[TensorReader]) -> None:
         self._readers = readers
@@ -171,6 +173,7 @@ class MeanReader(TensorReader):
         if not dtype.is_floating_point:
             held[0].read(name, first, into)
             return
+        # In fp64, so that the mean of equal values is exactly that value.
         total = torch.zeros(into.numel(), dtype=torch.float64)
         part = torch.empty(into.numel(), dtype=dtype)
         for reader in held:
@@ -180,14 +183,14 @@ class MeanReader(TensorReader):
 
 
 def _count(fields: Mapping[str, Any]) -> int:
-    """How many islands wrote the checkpoint with these `fields`."""
+    """Return the number of islands that wrote the checkpoint with these `fields`."""
     return len(fields.get("islands") or [None])
 
 
 def _seen_by_island(
     sets: Sets, fields: Mapping[str, Any], peers: Collectives
 ) -> tuple[dict[str, TensorReader], dict[str, Any]]:
-    """`sets` and `fields` as the island of this rank is to read them, out of those of all."""
+    """Return the `sets` and `fields` that this rank's island reads, out of those of all."""
     saved, islands = _count(fields), fields.get("islands")
     if not islands:
         return dict(sets), dict(fields)
@@ -207,16 +210,18 @@ def _seen_by_island(
 
 
 def _residual_of(sets: Sets, fields: Mapping[str, Any], peers: Collectives) -> Sets:
-    """What this island has lost on the wire of its gradients, in a checkpoint of as many; none in
-    one of another number, whose islands had other ones."""
+    """Return the set with the wire's losses of this island's gradients.
+
+    A checkpoint of another number of islands has none for it: its islands had other gradients.
+    """
     name = set_name(GROUP, peers.rank)
     saved = fields.get("behind", {}).get("islands")
     return {GROUP: sets[name]} if saved == peers.size and name in sets else {}
 
 
 def _most(several: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """By parameter what is one value, such as the number of its steps: the largest of those that
-    islands have, since some may never have used a parameter that others have."""
+    """Return by parameter the largest of the values that islands have, such as numbers of steps:
+    some may never have used a parameter."""
     found: dict[str, dict[str, Any]] = {}
     for each in several:
         for name, values in each.items():
@@ -227,7 +232,7 @@ def _most(several: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[
 
 
 def _size(value: Any) -> float:
-    """How large an encoded value is; what is no number is as good as any."""
+    """Return an encoded value as a number to compare; 0 if it is none."""
     number = json_values.decode(value)
     if isinstance(number, Tensor) and number.numel() == 1:
         number = number.item()

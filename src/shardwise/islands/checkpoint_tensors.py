@@ -1,18 +1,18 @@
-"""Names what a checkpoint holds of islands: the tensors that they have beside model and optimizer.
+"""Lists the tensors that islands add to a checkpoint, next to model and optimizer.
 
-    set outer       NAME.velocity    of the update of the anchor
-                    NAME.mean        a mean difference that is not due yet
+    set outer       NAME.velocity    of the outer update
+                    NAME.mean        a mean difference that is not used yet
     set island-K    NAME.own         the weights that island K trains, and the buffers that its
-                                     forwards change, where weights are not the anchor
+                                     forwards change, if they are not the anchor
                     NAME.residual    what the wire has lost of its differences so far
-                    NAME.sent        its weights when the difference that is not due was sent
+                    NAME.sent        its weights when the difference was sent that is not used yet
 
-The model of a checkpoint is the anchor, so all of this is taken and given while the weights are the
-anchor: what is in the anchor's place then are the weights of this island.
+The model of a checkpoint is the anchor. So a save swaps weights and anchor first, and the storage
+of the anchor has the weights of this island then.
 
-With bounded staleness, where islands have the same weights:
+With bounded staleness, islands have the same weights:
 
-    set outer       NAME.sum-I       the sums over all islands that wait, the oldest first
+    set outer       NAME.sum-I       the sums over all islands in transit, the oldest first
     set island-K    NAME.residual    what the wire has lost of the sums of island K so far
 """
 
@@ -41,16 +41,16 @@ OWN, MEAN = "own", "mean"
 
 
 def set_name(kind: str, island: int) -> str:
-    """The set in which island `island` keeps what is its own; the first one's optimizer state is
-    where a run without islands has it."""
+    """Return the set in which `island` keeps its tensors of `kind`."""
+    # The optimizer state of the first island has the name of a run without islands, which so can
+    # load it.
     if kind == GROUP:
         return f"island-{island}"
     return f"island-{island}-optimizer" if kind == OPTIMIZER and island else kind
 
 
 class BesideTensors(ExtraTensors):
-    """Tensors that lie over the buckets beside the states, of which this rank has parts; `places`
-    are by kind."""
+    """Tensors over the buckets, of which this rank has parts; `places` are by kind."""
 
     def __init__(self, parameters: Parameters, places: Mapping[str, Places]) -> None:
         self._parameters = parameters
@@ -58,15 +58,15 @@ class BesideTensors(ExtraTensors):
 
     @abstractmethod
     def _each(self) -> Iterator[tuple[str, str, int, Storage]]:
-        """Kind, key, bucket and storage of all that is to be saved, or was."""
+        """Yield kind, key, bucket and storage of all tensors."""
 
     @abstractmethod
     def _part(self, index: int) -> Span:
-        """The elements of a bucket that this rank has."""
+        """Return the elements of a bucket that this rank has."""
 
     @abstractmethod
     def _whole(self, index: int, part: Tensor) -> Tensor:
-        """All of a bucket, from the parts of this island's ranks. Collective over it."""
+        """Return all of a bucket from this rank's `part`. Collective over the island."""
 
     def _bucket(self, index: int) -> Bucket:
         return self._parameters.buckets[index]
@@ -82,7 +82,7 @@ class BesideTensors(ExtraTensors):
         return self._parameters.named[first].shard is not None
 
     def specs(self) -> dict[str, list[TensorSpec]]:
-        """By kind, the tensors that there are."""
+        """Return the tensors by kind."""
         found: dict[str, list[TensorSpec]] = {GROUP: [], OUTER: []}
         for kind, key, index, storage in self._each():
             for number, name in self._names(index, key).items():
@@ -91,7 +91,7 @@ class BesideTensors(ExtraTensors):
         return found
 
     def __iter__(self) -> Iterator[TensorSpan]:
-        """All spans, bucket by bucket."""
+        """Yield all spans, bucket by bucket."""
         shards = {
             number: named.shard
             for number, named in enumerate(self._parameters.named)
@@ -104,7 +104,7 @@ class BesideTensors(ExtraTensors):
             yield TensorSpan(kind, storage, found, *self._places[kind][self._is_part(index)])
 
     def out_of_order(self) -> set[tuple[str, str]]:
-        """Kind and name of what lies in memory in another order than that of its elements."""
+        """Return kind and name of tensors whose memory is not in the order of their elements."""
         named = self._parameters.named
         return {
             (kind, name)
@@ -114,7 +114,7 @@ class BesideTensors(ExtraTensors):
         }
 
     def reordered(self) -> Iterator[tuple[str, str, Tensor]]:
-        """The same tensors, flat in the order of their elements, whole on every rank. Collective
+        """Yield these tensors flat in the order of their elements, whole on every rank. Collective
         over the island."""
         for kind, key, index, storage in self._each():
             slots = self._bucket(index).slots
@@ -128,7 +128,7 @@ class BesideTensors(ExtraTensors):
                 yield kind, name, named.view(flat, slot.start).contiguous().view(-1)
 
     def _parameters_of(self, index: int) -> list[str]:
-        """The names of the parameters of a bucket."""
+        """Return the names of the parameters of a bucket."""
         slots = self._bucket(index).slots
         return [self._parameters.named[slot.parameter].name for slot in slots]
 
@@ -174,11 +174,11 @@ class IslandTensors(BesideTensors):
     def _whole(self, index: int, part: Tensor) -> Tensor:
         return self._islands.anchor.whole(index, part)
 
-    # -- the numbers beside ------------------------------------------------------------------
+    # -- numbers -----------------------------------------------------------------------------
 
     def numbers(self) -> dict[str, Any]:
-        """By parameter what the steps since its difference was sent have weighed, and at which step
-        one is due that is on its way."""
+        """Return by parameter the weight of the steps since its difference was sent, and the step
+        after which a difference in transit is used."""
         islands = self._islands
         buckets = range(islands.buckets)
         return {
@@ -187,11 +187,12 @@ class IslandTensors(BesideTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any], step: int) -> None:
-        """Go on with `saved` numbers at `step`; a difference that is due for a whole bucket, at a
-        step at which this run uses it, is waited for."""
+        """Restore `saved` numbers at `step`, and expect the differences in transit."""
         for index in range(self._islands.buckets):
             names = self._parameters_of(index)
             self._islands.weights[index] = float(saved["weights"].get(names[0], 0.0))
+            # Buckets may differ from those of the save. A difference is used if all parameters of a
+            # bucket have one for the same step.
             due = {saved["due"].get(name) for name in names}
             if len(due) == 1 and (when := due.pop()) is not None and when > step:
                 self._islands.expect(index, int(when))
@@ -202,7 +203,7 @@ FIELD = "behind"
 
 
 class DelayedTensors(BesideTensors):
-    """What this rank has of `delayed` sums; they are waited for when they are asked for."""
+    """This rank's parts of `delayed` sums. Iterating waits for sums in transit."""
 
     def __init__(
         self, parameters: Parameters, delayed: DelayedSums, places: Mapping[str, Places]
@@ -226,8 +227,8 @@ class DelayedTensors(BesideTensors):
         return self._delayed.whole(index, part)
 
     def numbers(self, islands: int) -> dict[str, Any]:
-        """How many `islands` there are, and of each step that waits what they reported, and the
-        names of what had a gradient."""
+        """Return the number of `islands`, and for each step in transit their reports and the
+        parameters that had a gradient."""
         waiting = [self._waiting(flight) for flight in self._delayed.flights]
         return {"islands": islands, "updates": self._delayed.updates, "waiting": waiting}
 
@@ -241,7 +242,7 @@ class DelayedTensors(BesideTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any]) -> None:
-        """Go on with `saved` numbers; the sums are to be filled in."""
+        """Restore `saved` numbers, and expect the sums in transit."""
         self._delayed.updates = saved["updates"]
         for each in saved["waiting"]:
             used = [named.name in each["used"] for named in self._parameters.named]
@@ -253,7 +254,7 @@ class DelayedTensors(BesideTensors):
 
 
 def joined(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The numbers of the ranks that share out the layers, as one."""
+    """Join the numbers of the ranks that share out the layers."""
     waiting = [
         dict(each[0]) | {"used": [name for part in each for name in part["used"]]}
         for each in zip(*(numbers["waiting"] for numbers in several), strict=True)

@@ -1,10 +1,10 @@
-"""Sends the differences of buckets to the other islands, and moves the anchor by what comes.
+"""Sends the differences of buckets to the other islands, and moves the anchor by their mean.
 
     send      | weight of the steps | packed difference |    all-gather over peers of equal place
     receive   unpack, mean by weight: in the order of the islands, so that all have the same bits
     arrive    anchor and weights move, island by island alike
 
-Between `send` and `arrive` steps go on where differences are late.
+With `--late`, steps continue between `send` and `arrive`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _HEADER = 8
 """Bytes of the weight, fp64."""
 
 _AHEAD = 3
-"""Buckets that are on their way at once where none waits for its turn."""
+"""Buckets that are in transit at once, without `--late`."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One small or large message of each island, on its way to all of them."""
+    """A message of each island, in transit to all of them."""
 
     handle: Handle
     rows: Tensor
     """(islands, bytes) uint8."""
 
     def wait(self) -> Tensor:
-        """The rows, once all are there and nobody reads them any more."""
+        """Wait for the messages of all islands, and return the rows."""
         self.handle.wait()
         self.handle.reusable()
         return self.rows
@@ -45,6 +45,8 @@ class Message:
 
 def send(peers: Collectives, mine: Tensor) -> Message:
     """Send `mine`, flat uint8 of one length on all, to the other islands. Collective."""
+    # Not an all-reduce: all islands unpack the same bytes and add them in the same order, so they
+    # have the same bits. A reduction would round quantised values again at every hop.
     length = mine.numel()
     rows = mine.new_empty(peers.size * length)
     cuts = [length * place for place in range(peers.size + 1)]
@@ -55,79 +57,78 @@ def send(peers: Collectives, mine: Tensor) -> Message:
 
 
 class DifferenceExchange:
-    """What of `anchor` is on its way over `peers`, the ranks of equal place in all islands."""
+    """The differences to `anchor` in transit over `peers`, the ranks of equal place in all
+    islands."""
 
     def __init__(self, anchor: Anchor, peers: Collectives, *, begun: bool) -> None:
         self.anchor = anchor
         self._peers = peers
         self.weights = [0.0] * len(anchor.parts)
-        """By bucket, what this island's steps have weighed since it was sent last."""
+        """By bucket, the weight of this island's steps since it was sent last."""
         self._flying: dict[int, Message | Tensor] = {}
         self.due: dict[int, int] = {}
-        """By bucket that was sent and has moved nothing yet: when it does, in steps."""
+        """By bucket in transit, the step after which it moves the anchor."""
         self._sent: dict[int, tuple[float, Tensor]] = {}
-        """By bucket that was sent from here: what it weighed, and the packed difference."""
+        """By bucket in transit from this process: its weight and the packed difference."""
         self.report: Message | None = None
-        """What islands tell each other beside, on its way."""
+        """The reports of the islands in transit, see parameter_averaging.py."""
         self.begun = begun
-        """Whether the anchor is behind the weights; until the first step it is what they are."""
+        """Whether there is an anchor: from the first step on. Until then user code may change the
+        weights."""
 
     @property
     def buckets(self) -> int:
-        """How many fragments there are."""
+        """The number of buckets."""
         return len(self.weights)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank sends to each other island from one time to the next."""
+        """Bytes that this rank sends to each other island every H steps."""
         return sum(_HEADER + self.anchor.nbytes(index) for index in range(self.buckets))
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the anchor that this rank keeps, wherever they rest."""
-        return self.anchor.state_bytes
-
-    @property
     def flying(self) -> frozenset[int]:
-        """The buckets that were sent, and have moved nothing yet."""
+        """The buckets in transit."""
         return frozenset(self._flying)
 
     def count(self, weight: float) -> None:
-        """A step of this island was made that weighed so much."""
+        """Add the weight of a step of this island."""
         self.weights = [before + weight for before in self.weights]
 
     def send(self, index: int, due: int) -> None:
-        """Let the difference of bucket `index`, which is `due` after so many steps, go on its way.
-        Collective over the peers."""
+        """Send the difference of bucket `index`, which is used after step `due`. Collective over
+        the peers."""
         self._flying[index] = send(self._peers, self._packed(index, due))
 
     def _packed(self, index: int, due: int) -> Tensor:
-        """The difference of bucket `index` with its weight before it, which counts as sent now."""
+        """Return the weight and the packed difference of bucket `index`, and note them as sent."""
         packed = self.anchor.pack(index).to(self.anchor.device(index))
         weight = torch.tensor([self.weights[index]], dtype=torch.float64).view(torch.uint8)
+        # Kept until the bucket moves, so that `forget` can take the difference back.
         self._sent[index] = self.weights[index], packed
         self.weights[index] = 0.0
         self.due[index] = due
         return torch.cat([weight.to(packed.device), packed])
 
     def landed(self, index: int) -> Tensor:
-        """The mean difference of bucket `index`, which was sent, before it is used: it waits in
-        memory from now on."""
+        """Wait for the differences of bucket `index`, and return their mean, which stays in memory
+        until it is used."""
         sent = self._flying[index]
         if isinstance(sent, Message):
-            sent = self._flying[index] = self._mean(index, sent)
+            sent = self._flying[index] = self._mean_of(index, sent.wait())
         return sent
 
     def expect(self, index: int, due: int) -> None:
-        """Go on where bucket `index` was sent before, and is `due` after so many steps, if that is
-        a step at which it is used here; `landed` is to be filled with its mean."""
+        """Add zeros as the mean of bucket `index`, to be used after step `due`; a load fills them
+        in."""
+        # A run with other settings may use nothing after that step, and drops the difference.
         if self.anchor.rule.late and self.anchor.rule.is_due(due, index, self.buckets):
             self._flying[index] = torch.zeros_like(self.anchor.loaded_value(index))
             self.due[index] = due
 
     def arrive(self, indices: Sequence[int]) -> None:
-        """Move the anchor and the weights of these buckets by what has come. Collective over the
-        peers, and over the island."""
+        """Move the anchor and the weights of these buckets by the differences in transit.
+        Collective over the peers, and over the island."""
         if not indices:
             return
         self.anchor.meet()
@@ -136,8 +137,9 @@ class DifferenceExchange:
         self.anchor.publish(indices)
 
     def exchange(self, indices: Sequence[int], due: int) -> None:
-        """Send these buckets and move them by what comes, a few at a time, so that the messages of
-        few are in memory at once. Collective over the peers, and over the island."""
+        """Send these buckets, and move the anchor by them. Collective over the peers, and over the
+        island."""
+        # A few at a time: the messages of all islands for all buckets would fill the memory.
         self.anchor.meet()
         following = iter(indices)
         for index in islice(following, _AHEAD):
@@ -149,9 +151,13 @@ class DifferenceExchange:
         self.anchor.publish(indices)
 
     def gather_at_once(self, indices: Sequence[int], due: int, beside: Tensor) -> list[Tensor]:
-        """Send these buckets in one message of each elastic island, with bytes that go `beside`,
-        and return what lies beside of all that take part: so an island is in all of it, or in
-        nothing. Nothing has moved yet: `arrive` moves. Collective over all ranks."""
+        """Send these buckets and the bytes `beside` in one message of each elastic island; return
+        the latter of all islands that take part. Collective over all ranks.
+
+        The anchor moves in `arrive`.
+        """
+        # One message, since an island may end between two: it is in the mean of all buckets, or of
+        # none, on every rank.
         assert isinstance(self._peers, ElasticPeers)
         mine = [beside, *(self._packed(index, due).cpu() for index in indices)]
         lengths = [each.numel() for each in mine]
@@ -162,22 +168,22 @@ class DifferenceExchange:
         return [row[0] for row in rows]
 
     def _apply(self, index: int) -> None:
-        """Move the anchor and the weights of bucket `index` by what has come."""
+        """Move the anchor and the weights of bucket `index`."""
         self.anchor.apply(index, self.landed(index))
         self._sent.pop(index, None)
         del self._flying[index], self.due[index]
 
-    def _mean(self, index: int, message: Message) -> Tensor:
-        return self._mean_of(index, message.wait())
-
     def _mean_of(self, index: int, rows: Tensor) -> Tensor:
-        """The mean of what lies in `rows`, the messages of all islands."""
+        """Return the weighted mean of `rows`, the messages of all islands."""
         heads = rows[:, :_HEADER].contiguous().cpu().view(torch.float64)
         return self.anchor.mean(index, list(rows[:, _HEADER:]), heads.flatten().tolist())
 
     def forget(self) -> None:
-        """Let what is on its way move nothing: it is part of the next difference, since the weights
-        have not been moved either. Called by all islands alike."""
+        """Drop what is in transit. All islands call it.
+
+        Nothing is lost: neither anchor nor weights have moved, so the next difference contains it.
+        """
+        # Wait first, since a message that this rank has not received would be taken for the next.
         for sent in [*self._flying.values(), self.report]:
             if isinstance(sent, Message):
                 sent.wait()

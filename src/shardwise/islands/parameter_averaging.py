@@ -174,6 +174,8 @@ class ParameterAveraging(StepHooks):
         anchor, group = self.exchange.anchor, self.world_group
         with torch.no_grad():
             anchor.restart()
+            # Values differ by bits if islands have loaded different files, and then never become
+            # equal: each moves by the same mean difference.
             checksums = group.gather_plain(anchor.checksum())
         if isinstance(group, ElasticRun):
             group.begin()
@@ -199,6 +201,7 @@ class ParameterAveraging(StepHooks):
         with span("islands"), torch.no_grad():
             reports = self._average(engine, stats)
         if reports is None:
+            # Not yet: an island that saved or ended alone would leave the others waiting.
             return replace(totals, asked=0, unsaved=False), stats
         self._asked, self._unsaved = 0, False
         totals = replace(
@@ -267,6 +270,8 @@ class ParameterAveraging(StepHooks):
 
     def _pack_report(self, buffers: Buffers, step: int, stats: StepStats) -> Tensor:
         """Return this island's report as bytes, and remember the buffers that belong to it."""
+        # Now, not when the reports arrive: with `--late` steps continue meanwhile, and the mean has
+        # to be over the same step on all islands.
         self._sent = SentBuffers(_form(buffers), buffers.rows, buffers.values())
         report = Report(
             stats.loss if stats.weight else 0.0,

@@ -2,7 +2,7 @@
 
 identity.py, environment.py  rank and size, and the variables that carry them
 launchers/        reads them from the variables of each launcher
-authentication.py proves that processes belong to one run, and seals their messages
+rpc.py            authenticated messages between processes; authentication.py: proofs and seals
 rendezvous.py     how all ranks meet; rendezvous_file.py, torchrun_store.py: where
 store.py          the key-value store in rank 0; listeners.py: closes its sockets to strangers
 network.py, hosts.py  interfaces and addresses; lists of hosts

@@ -1,14 +1,14 @@
-"""The islands of a host that may end and come back: the agent's side of them.
+"""The agent of a host with elastic islands.
 
 launcher                    agent
-    serve ->                the broker of this host, and a server for the others
-    listen ->               where an island meets
+    serve ->                starts the broker of this host, and a server for the others
+    listen ->               opens the socket where an island meets
     <- listening
-    start_island ->         its ranks that are here run
+    start_island ->         starts the ranks of the island that are on this host
     <- came, back, who      what they bring and ask      (broker.py)
-    keep, fetch ->          what ranks of other hosts have brought
+    keep, fetch ->          files that ranks of other hosts have brought
     <- fetched, unfetched
-    settle, shut ->         what ranks get, and what is needed no longer
+    settle, shut ->         messages and files for ranks, and files to drop
 """
 
 from __future__ import annotations
@@ -32,12 +32,18 @@ from shardwise.launch.ssh.agent import Agent, main
 from shardwise.net import network
 
 LITTLE = 1 << 15
-"""So many bytes travel through the launcher, which takes one way less than to be fetched."""
+"""Files of at most so many bytes pass through the launcher, which saves a round trip."""
 
 TO_ISLANDS: protocol.Kinds = {
     "serve": {"secret": str, "ranks": int, "islands": int},
     "listen": {"island": int, "address": str},
-    "start_island": {"task": dict, "island": int, "count": int, "returns": bool},
+    "start_island": {
+        "meeting": dict,
+        "streams": dict,
+        "island": int,
+        "count": int,
+        "returns": bool,
+    },
     "keep": {"rank": int, "number": int, "data": str},
     "fetch": {"rank": int, "number": int, "address": str, "port": int},
     "settle": {"deliveries": [dict], "dropped": [[int]]},
@@ -63,7 +69,7 @@ FROM_ISLANDS: protocol.Kinds = {
     "unfetched": {"rank": int, "number": int, "why": str},
 }
 OF_A_RANK = ("came", "back", "who")
-"""Those of them that tell of a rank that runs there."""
+"""Those of them that are about a rank of the host."""
 
 
 class IslandAgent(Agent):
@@ -76,20 +82,21 @@ class IslandAgent(Agent):
         self._meetings: dict[int, list[socket.socket]] = {}
         """By island whose first rank is here: what listens for it, and a port that is kept."""
 
-    # -- how it begins --------------------------------------------------------------------
+    # -- the start ------------------------------------------------------------------------
 
     def on_serve(self, secret: str, ranks: int, islands: int) -> None:
-        """Serve other hosts; `ranks` of `islands` islands are here."""
+        """Serve other hosts. This host has `ranks` ranks, of a run of `islands` islands."""
         if self._listener is None:
             raise protocol.ProtocolError("nothing is served before a check")
         allow_files(ranks, islands, kept=islands)
         known = secret.encode()
         self._broker = HostBroker(self._selector, self)
         self._fetches = transfers.Fetches(self._selector, known, self._fetched, self._unfetched)
-        server = transfers.Server(self._listener, self._place, known, self._broker.copy)
+        server = transfers.serve(self._listener, self._place, known, self._broker.copy)
         for each in (self._broker, self._fetches, server):
             self._stack.callback(each.close)
-        self._stack.callback(self._forget_meetings)
+        for island in range(islands):
+            self._stack.callback(self._forget, island)
         self._send("serving")
 
     def on_listen(self, island: int, address: str) -> None:
@@ -100,8 +107,10 @@ class IslandAgent(Agent):
         ports = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
         self._send("listening", island=island, **ports)
 
-    def on_start_island(self, task: dict[str, Any], **about: Any) -> None:
-        """Start the ranks of `island` that are here."""
+    def on_start_island(
+        self, meeting: dict[str, Any], streams: dict[str, Any], **about: Any
+    ) -> None:
+        """Start the ranks of `island` that are on this host."""
         island = about["island"]
         made: list[IslandWorkers] = []
 
@@ -109,7 +118,7 @@ class IslandAgent(Agent):
             *first, left, saves = given
 
             def ended(rank_exit: RankExit) -> None:
-                # What it still says must not come after its end: another life may have begun then.
+                # Its messages must not arrive after its end: the island may have started again.
                 self._broker.shut([rank_exit.end.rank])
                 left(rank_exit)
 
@@ -117,29 +126,27 @@ class IslandAgent(Agent):
             made.append(IslandWorkers(*first, *sinks, link=self._broker.open, **about))
             return made[0]
 
-        meeting = self._meetings.get(island, [None])[0]
+        listener = self._meetings.get(island, [None])[0]
         try:
-            self._run_part(island, task, make, meeting)
+            self._run_part(island, meeting, streams, make, listener)
         except (LaunchError, OSError) as error:
-            for workers in made:  # not all of its ranks run, which would wait for each other
+            for workers in made:  # ranks that run would wait for those that do not
                 workers.give_up()
             self._send("unstarted", island=island, why=str(error))
         finally:
-            if meeting is not None:
-                meeting.close()
+            if listener is not None:
+                listener.close()
 
     def _forget(self, island: int) -> None:
         for opened in self._meetings.pop(island, ()):
             opened.close()
 
-    def _forget_meetings(self) -> None:
-        for island in list(self._meetings):
-            self._forget(island)
-
-    # -- what ranks here bring and ask ----------------------------------------------------
+    # -- messages of ranks of this host ---------------------------------------------------
 
     def came(self, what: Contribution) -> None:
         """A rank has come to an exchange, and waits."""
+        # An admission always passes through the launcher: all ranks of the islands that it admits
+        # get it, and their hosts may just have started.
         data = None
         if what.size <= LITTLE or what.label.startswith(ADMITS):
             data = base64.b64encode(self._broker.read(what.key)).decode()
@@ -153,18 +160,18 @@ class IslandAgent(Agent):
         """`rank` asks for whom it waits."""
         self._send("who", rank=rank)
 
-    # -- what ranks elsewhere have brought ------------------------------------------------
+    # -- files of ranks of other hosts ----------------------------------------------------
 
     def on_keep(self, rank: int, number: int, data: str) -> None:
-        """Have what a rank elsewhere has brought."""
+        """Keep the file of a rank of another host."""
         self._broker.write((rank, number), base64.b64decode(data))
 
     def on_fetch(self, rank: int, number: int, address: str, port: int) -> None:
-        """Fetch the same from the host that serves at an address."""
+        """Fetch the file of a rank of another host from the server at an address."""
         self._fetches.begin((rank, number), (address, port))
 
     def on_settle(self, deliveries: list[dict[str, Any]], dropped: list[list[int]]) -> None:
-        """Give ranks what is for them, and forget what is needed no longer."""
+        """Deliver messages and files to ranks, and drop files."""
         found = [protocol.build(Delivery, each) for each in deliveries]
         keys = [(rank, number) for rank, number in dropped]
         for key in keys:
@@ -175,7 +182,7 @@ class IslandAgent(Agent):
         )
 
     def on_shut(self, ranks: list[int]) -> None:
-        """Hear these ranks no longer."""
+        """Close the links of these ranks."""
         self._broker.shut(ranks)
 
     def _fetched(self, key: Key, fd: int) -> None:

@@ -1,13 +1,13 @@
-"""Brokers between the ranks of one host whose islands may end: what they bring, what they get.
+"""Brokers exchanges for the ranks of one host: takes what they bring, gives them what they get.
 
     rank  ─▶ {"come": label, ...} + a file in memory                  what it brings
     rank  ─▶ {"back": true}                                           it asks to be let in
     rank  ─▶ {"who": true}                                            for whom does it wait?
     rank ◀─  {"islands": [...], "members": [...], ...} + files        what the others have brought
 
-What is exchanged lies in anonymous files in memory: only their descriptors come here, and go on, so
-what a rank has brought is there for the others when it has ended since. The sockets have no name,
-and no process but the ranks has their other ends.
+The bytes are in anonymous files in memory, of which only descriptors are passed on. So the others
+have what a rank brought even if it has ended since. The sockets have no name, and only the ranks
+have their other ends.
 """
 
 from __future__ import annotations
@@ -33,17 +33,22 @@ TOO_MANY = (
     "there are too many open files for so many islands, or as many as `ulimit -n` allows. Raise "
     "that, or take fewer islands."
 )
-"""What there is to say where a file in memory does not arrive."""
+"""The reason to give if the descriptor of a file does not arrive."""
 
 Key = tuple[int, int]
-"""The rank that has brought something, and which number that has at the broker of its host."""
+"""The rank that brought a file, and the number of the file at the broker of its host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What a rank brings to the exchange `label`: `size` bytes. `alone`: the exchange is between
-    the ranks of equal place in the islands. `resumes`: the rank goes on from a checkpoint when it
-    is started again."""
+    """A file that a rank brings to an exchange.
+
+    Attributes:
+        size: Bytes of the file.
+        label: The exchange.
+        alone: Whether the exchange is between the ranks of equal place in the islands.
+        resumes: Whether the rank continues from a checkpoint if it is started again.
+    """
 
     rank: int
     number: int
@@ -54,13 +59,13 @@ class Contribution:
 
     @property
     def key(self) -> Key:
-        """By which it is known on all hosts."""
+        """The key of the file on all hosts."""
         return self.rank, self.number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """`words` for a rank, and with them what is known by `keys`."""
+    """The message `words` for a rank, with the files `keys`."""
 
     rank: int
     words: dict[str, Any]
@@ -74,15 +79,17 @@ class Customers(Protocol):
         """A rank has come to an exchange, and waits."""
 
     def asks_back(self, rank: int) -> None:
-        """`rank`, of an island that is gone, asks to be let in."""
+        """`rank`, of an island that is gone, asks to be admitted."""
 
     def asks_who(self, rank: int) -> None:
         """`rank` asks for whom it waits."""
 
 
 class HostBroker:
-    """The links to the ranks of this host, in the event loop of `selector`, and the files that
-    ranks of all hosts have brought, as far as they are needed here."""
+    """The links to the ranks of this host, and the files of ranks of all hosts that they need.
+
+    It runs in the event loop of `selector`, and reports to `told`.
+    """
 
     def __init__(self, selector: selectors.BaseSelector, told: Customers) -> None:
         self._selector = selector
@@ -92,10 +99,11 @@ class HostBroker:
         self._lock = Lock()
         """Guards the files: another thread sends them to other hosts."""
         self._numbers = count(1 + secrets.randbits(40))
-        """Others than those of an earlier broker of this host, of whose some may still be told."""
+        """Random, so that they differ from those of an earlier broker of this host, whose messages
+        may still be in transit."""
 
     def open(self, rank: int) -> socket.socket:
-        """A new link to `rank`; returns the rank's end, which it is to inherit."""
+        """Open a link to `rank`, and return the end that the rank inherits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self.shut([rank])
@@ -104,43 +112,43 @@ class HostBroker:
         return theirs
 
     def shut(self, ranks: Sequence[int]) -> None:
-        """Close the links to `ranks`, as far as there are any."""
+        """Close the links to those of `ranks` that have one."""
         for rank in ranks:
             if (link := self._links.pop(rank, None)) is not None:
                 self._selector.unregister(link)
                 link.close()
 
     def close(self) -> None:
-        """Close all links, and forget all that was brought."""
+        """Close all links and files."""
         self.shut(list(self._links))
         self.settle((), list(self._files))
 
     def keep(self, key: Key, fd: int) -> None:
-        """Have what is known by `key`: the file `fd`, which is this broker's from now on."""
+        """Keep the file `fd` as `key`. The broker closes it."""
         with self._lock:
             self._files[key] = fd
 
     def read(self, key: Key) -> bytes:
-        """What is known by `key`."""
+        """Return the bytes of the file `key`."""
         fd = self._files[key]
         return os.pread(fd, os.fstat(fd).st_size, 0)
 
     def write(self, key: Key, data: bytes) -> None:
-        """Have `data`, known by `key`."""
+        """Keep `data` in a file as `key`."""
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
         with os.fdopen(os.dup(fd), "wb") as file:
             file.write(data)
         self.keep(key, fd)
 
     def copy(self, key: Key) -> int | None:
-        """A descriptor of the caller's own for what is known by `key`; None where it is not here.
-        Any thread may ask."""
+        """Return a descriptor of the file `key` that the caller closes, None if it is not here.
+        Any thread may call it."""
         with self._lock:
             fd = self._files.get(key)
             return None if fd is None else os.dup(fd)
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
-        """Give ranks what is for them, and then forget what is known by the keys `dropped`."""
+        """Deliver messages and files to ranks, and then drop the files `dropped`."""
         for delivery in deliveries:
             self._send(delivery)
         with self._lock:
@@ -150,7 +158,8 @@ class HostBroker:
 
     def _hear(self, rank: int, link: socket.socket) -> None:
         """Take one message of `rank`."""
-        if self._links.get(rank) is not link:  # it was closed in this turn of the loop
+        # An event earlier in this turn of the loop may have closed the link.
+        if self._links.get(rank) is not link:
             return
         try:
             data, fds, flags, _ = socket.recv_fds(link, LONGEST, 1)
@@ -160,7 +169,7 @@ class HostBroker:
             data, fds, flags = b"", [], 0
         if flags & socket.MSG_CTRUNC:
             raise LaunchError(f"What rank {rank} brings cannot be opened: {TOO_MANY}")
-        if not data:  # it has ended, or is about to; what it has brought is as good as before
+        if not data:  # the rank has ended, or is about to; its files stay valid
             self.shut([rank])
             return
         message = json.loads(data)
@@ -172,7 +181,7 @@ class HostBroker:
             self._take(rank, message, fds[0])
 
     def _take(self, rank: int, message: dict[str, Any], fd: int) -> None:
-        """Keep what a rank has brought, and tell of it."""
+        """Keep the file of a rank, and report it."""
         what = Contribution(
             rank=rank,
             number=next(self._numbers),

@@ -1,10 +1,10 @@
-"""Collectives over elastic islands: over those that take part, whose number may change.
+"""Collectives over the elastic islands that take part, whose number may change.
 
     ElasticRun     all ranks:  inside the island over its own transport, between over IslandLink
     ElasticPeers   the ranks of equal place in the islands, over IslandLink alone
 
-Each call is one exchange (membership.py), so an island that ends is in the result for
-all the others, or for none of them. `rank` and `size` are those of who takes part now.
+Each call is one exchange (membership.py), so an island that ends is in the result of all the others
+or of none. `rank` and `size` count the islands that take part now.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -33,11 +33,11 @@ from shardwise.net.identity import Identity
 T = TypeVar("T")
 
 _PICKLES = "an object of elastic islands"
-"""What pickles are sealed for: they can run code, and pass between hosts."""
+"""The purpose for which pickles are sealed. They can run code, and pass between hosts."""
 
 
 class _OverLink(Collectives):
-    """What both have in common: `island` is the group of this island, `link` leads to the rest."""
+    """The common part of both: `island` is the group of this island, `link` connects the others."""
 
     comes_and_goes = True
 
@@ -48,7 +48,7 @@ class _OverLink(Collectives):
 
     @property
     def is_outside(self) -> bool:
-        """Whether the others go on without this island."""
+        """Whether the others train without this island."""
         return self.link.outside
 
     @property
@@ -56,10 +56,11 @@ class _OverLink(Collectives):
         return self.island.small_device
 
     def _swap(self, label: str, tensor: Tensor, *, alone: bool = False) -> list[Tensor]:
-        """`tensor`, of one shape and dtype on all, of each island that takes part."""
+        """Return `tensor`, of one shape and dtype everywhere, of each island that takes part."""
         flat = tensor.detach().cpu().contiguous().view(-1)
         mine = _bytes(flat)
         _, rows = self.link.exchange(label, mine, alone=alone)
+        # A transport inside an island fails for different shapes. The launcher only passes bytes.
         if any(len(row) != len(mine) for row in rows):
             raise UsageError(
                 f"Islands brought {', '.join(str(len(row)) for row in rows)} bytes to {label}: all "
@@ -68,7 +69,8 @@ class _OverLink(Collectives):
         return [_tensor(row, tensor) for row in rows]
 
     def _gather_sealed(self, label: str, value: Any) -> list[Any]:
-        """`value` (picklable) of each island that takes part."""
+        """Return the picklable `value` of each island that takes part."""
+        # Pickles run code when they are loaded, and these pass through other processes and hosts.
         secret = self.status_server.secret
         mine = authentication.sealed(secret, _PICKLES, pickle.dumps(value))
         _, rows = self.link.exchange(label, mine)
@@ -82,7 +84,7 @@ class _OverLink(Collectives):
             ) from None
 
     def _from_first(self, buffer: Tensor, what: str, *, alone: bool) -> Handle:
-        """Let `buffer` be that of the first island, on all ranks of equal place."""
+        """Copy `buffer` of the first island to all ranks of equal place."""
         flat = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
         mine = _bytes(flat) if self.link.index == 0 else b""
         _, rows = self.link.exchange(what, mine, alone=alone)
@@ -120,7 +122,7 @@ class _OverLink(Collectives):
 
 
 class ElasticPeers(_OverLink):
-    """The ranks of this place in all islands that take part."""
+    """The ranks of equal place in all islands that take part."""
 
     name = "elastic islands"
 
@@ -137,8 +139,8 @@ class ElasticPeers(_OverLink):
         return self.link.members
 
     def gather_at_once(self, step: int, mine: Tensor) -> list[Tensor]:
-        """`mine`, flat bytes, of each island that takes part in the boundary after `step`, in their
-        order. Collective over all ranks of all islands."""
+        """Return the flat bytes `mine` of each island that takes part in the boundary after `step`,
+        in their order. Collective over all ranks of all islands."""
         return self._swap(f"{BOUNDARY} after step {step}", mine)
 
     def gather_rows(self, row: Tensor) -> Tensor:
@@ -177,7 +179,8 @@ class ElasticRun(_OverLink):
         super().__init__(island, link)
         self.name = f"{island.name}, elastic between islands"
         self._is_given = False
-        """Whether the island's own group is in use for the island; others are channels apart."""
+        """Whether a split has returned the island's own group. Further ones are new groups, since
+        their collectives may have another order."""
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -196,7 +199,7 @@ class ElasticRun(_OverLink):
         self.link.changed = changed
 
     def begin(self) -> None:
-        """All have come to train, from equal weights: from now on an island may end."""
+        """Note that all islands start to train, from equal weights: from now on one may end."""
         self.link.exchange(f"{BEGINS} of training", b"")
 
     def allocate(
@@ -224,6 +227,8 @@ class ElasticRun(_OverLink):
             self._refuse("a sum in one order")
         self.island.all_reduce(buffer).wait()
         parts = self._swap("a sum over all ranks", buffer)
+        # Not in place: the first part may be the memory of `buffer`. In the order of the islands,
+        # so that all have the same bits.
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -249,7 +254,7 @@ class ElasticRun(_OverLink):
         self.link.exchange("a barrier", b"")
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """Groups inside islands, or the ranks of equal place in all of them."""
+        """Split into groups inside islands, or into the ranks of equal place in all islands."""
         place = self.link.place
         check_groups(groups, place.count * place.size)
         mine = range(place.first, place.first + place.size)
@@ -258,7 +263,9 @@ class ElasticRun(_OverLink):
         ]
         if sorted(map(sorted, groups)) == peers:
             return ElasticPeers(self.island, self.link)
-        inside = [[rank - place.first for rank in group] for group in _within(groups, mine)]
+        inside = [
+            [rank - place.first for rank in group] for group in groups if set(group) <= set(mine)
+        ]
         if inside == [list(range(place.size))] and not self._is_given:
             self._is_given = True
             return self.island
@@ -271,17 +278,13 @@ class ElasticRun(_OverLink):
         self.link.close()
 
 
-def _within(groups: Sequence[Sequence[int]], mine: range) -> Iterator[Sequence[int]]:
-    return (group for group in groups if set(group) <= set(mine))
-
-
 def _bytes(flat: Tensor) -> memoryview:
-    """The memory of a flat tensor of the CPU."""
+    """Return the memory of a flat tensor on the CPU."""
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def _tensor(data: Bytes, like: Tensor) -> Tensor:
-    """A tensor of the dtype of `like`, over what came."""
+    """Return a tensor of the dtype of `like` over `data`."""
     if not len(data):
         return torch.empty(0, dtype=like.dtype)
     whole = data if isinstance(data, bytearray) else bytearray(data)

@@ -1,11 +1,11 @@
-"""Leads the exchanges between elastic islands: who takes part, and where what they bring has to be.
+"""Completes the exchanges between elastic islands: who takes part, and which hosts need which file.
 
     a host's broker ─▶ a rank came with this ─▶ its readers' brokers have it ─▶ it is here
                     ◀─ all are here: give these ranks that                  (membership.py)
 
-A rank counts as come once all hosts have what it brings that will need it. So when an exchange is
-complete, its answers can be given everywhere, whichever host ends meanwhile: there is none that has
-succeeded on one rank and failed on another.
+A rank counts as present once all hosts that need its file have it. So when an exchange is complete,
+its answers can be given everywhere, whichever host ends meanwhile. No exchange succeeds on one rank
+and fails on another.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Broker(Protocol):
     """The links of one host: an HostBroker here, or one on another host."""
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
-        """Give ranks what is for them, and then forget what is known by the keys `dropped`."""
+        """Deliver messages and files to ranks, and then drop the files `dropped`."""
 
     def shut(self, ranks: Sequence[int]) -> None:
         """Close the links to `ranks`."""
 
 
 class Transfers(Protocol):
-    """Moves what is brought between hosts."""
+    """Copies files between hosts."""
 
     def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
         """Copy a contribution from the broker `source` to `target`; `data` is all of it if it is
@@ -39,9 +39,9 @@ class Transfers(Protocol):
 
 @dataclass
 class _Held:
-    """What a rank has brought, the brokers that have it, and those that want it.
+    """The file of a rank, the brokers that have it, and those that want it.
 
-    `counts` says whether the rank has come.
+    `counts` says whether the rank counts as present.
     """
 
     what: Contribution
@@ -53,8 +53,12 @@ class _Held:
 class Exchanges:
     """The exchanges of `membership` over the brokers of all hosts.
 
-    `answered` is called after an exchange, with the numbers of the islands that took part;
-    `transfers` move what is brought from broker to broker, None where there is one.
+    Args:
+        answered: Called after an exchange with the islands that took part.
+
+    Attributes:
+        transfers: Copies files from broker to broker; None if there is one broker.
+        resuming: Islands that continue from a checkpoint if they are started again.
     """
 
     def __init__(self, membership: Membership, answered: Callable[[Sequence[int]], None]) -> None:
@@ -64,19 +68,17 @@ class Exchanges:
         self._brokers: dict[int, Broker] = {}
         self._held: dict[int, _Held] = {}
         self.resuming: set[int] = set()
-        """The islands that go on from a checkpoint when they are started again."""
         self._linked: set[int] = set()
-        """The ranks that are heard."""
+        """The ranks whose messages count."""
 
     # -- brokers and ranks ------------------------------------------------------------------
 
     def attach(self, broker: Broker, ranks: Iterable[int]) -> None:
-        """The links of `ranks` are those of `broker`."""
+        """Let `broker` serve `ranks`."""
         self._brokers |= dict.fromkeys(ranks, broker)
 
     def detach(self, broker: Broker) -> None:
-        """The host of `broker` is lost, whose islands take part no longer: nothing is wanted there
-        any more."""
+        """Forget `broker`, whose host is lost: files are not needed there any more."""
         self._brokers = {rank: each for rank, each in self._brokers.items() if each is not broker}
         for held in list(self._held.values()):
             held.there.discard(broker)
@@ -84,18 +86,20 @@ class Exchanges:
             self._count(held)
 
     def link(self, ranks: Iterable[int]) -> None:
-        """Hear these ranks, which are about to start."""
+        """Accept messages of these ranks, which are about to start."""
         self._linked.update(ranks)
 
     def lose(self, island: int) -> None:
-        """`island` takes part no longer: nobody waits for it, nor is it heard."""
+        """Remove `island`: nobody waits for it, and its messages do not count."""
         ranks = self.membership.ranks(island)
         self._linked.difference_update(ranks)
         for rank in ranks:
             if (broker := self._brokers.get(rank)) is not None:
                 broker.shut([rank])
+        # Its files first: the answers that follow must not include them.
         self._settle((), ranks)
         self._answer(self.membership.lose(island))
+        # Files that only its ranks wanted are wanted no longer, so their owners may count now.
         for held in list(self._held.values()):
             unread = held.wanted - self._readers(held.what)
             for broker in unread:
@@ -106,13 +110,14 @@ class Exchanges:
     # -- what ranks bring and ask ---------------------------------------------------------
 
     def came(self, what: Contribution, data: str | None = None) -> None:
-        """A rank has come to an exchange; `data` is what it brings, where that is little and to go
-        to other hosts."""
+        """Note that a rank has come to an exchange with a file; `data` is the content of a small
+        one that other hosts need."""
         broker = self._brokers[what.rank]
         if what.rank not in self._linked:  # its island was lost meanwhile
             broker.settle((), [what.key])
             return
         if what.resumes:
+            # Noted with every exchange, since a launcher cannot ask a rank that has ended.
             self.resuming.add(what.rank // self.membership.size)
         self._settle((), [what.rank])
         held = _Held(what, {broker}, self._readers(what) - {broker})
@@ -124,19 +129,19 @@ class Exchanges:
         self._count(held)
 
     def fetched(self, broker: Broker, key: Key) -> None:
-        """`broker` has what is known by `key` now."""
+        """Note that `broker` has the file `key` now."""
         held = self._held.get(key[0])
         if held is not None and held.what.key == key and broker in held.wanted:
             self._has(held, broker)
             self._count(held)
 
     def asks_back(self, rank: int) -> None:
-        """`rank`, of an island that is gone, asks to be let in."""
+        """Note that `rank`, of an island that is gone, asks to be admitted."""
         if rank in self._linked:
             self.membership.ask_back(rank)
 
     def asks_who(self, rank: int) -> None:
-        """Tell `rank` for whom it waits; nobody where its answer is on the way."""
+        """Tell `rank` for whom it waits: for nobody if its answer is in transit."""
         if rank in self._linked:
             missing = self._missing(rank)
             fresh = {each for each in missing if self.membership.is_fresh(each)}
@@ -153,7 +158,7 @@ class Exchanges:
         return [each for each in readers if self._brokers.get(each) in held.wanted]
 
     def _readers(self, what: Contribution) -> set[Broker]:
-        """The brokers of those who get `what`."""
+        """Return the brokers of the ranks that get `what`."""
         readers = self.membership.readers(what.rank, what.label)
         return {self._brokers[rank] for rank in readers if rank in self._brokers}
 
@@ -162,7 +167,7 @@ class Exchanges:
         held.there.add(broker)
 
     def _count(self, held: _Held) -> None:
-        """Let who has brought this be here, once it is wherever it is wanted."""
+        """Count the rank as present once all brokers that want its file have it."""
         if not held.wanted and not held.counts:
             held.counts = True
             arrival = Arrival(label=held.what.label, alone=held.what.alone)
@@ -171,14 +176,14 @@ class Exchanges:
     # -- answers --------------------------------------------------------------------------
 
     def _answer(self, answers: Sequence[Answer]) -> None:
-        """Give all answers; what was brought has been passed on then."""
+        """Deliver all answers, with the files."""
         self._settle(answers, [answer.rank for answer in answers])
         for islands in {tuple(answer.words.get("islands", ())) for answer in answers}:
             if islands:
                 self._answered(islands)
 
     def _settle(self, answers: Sequence[Answer], ranks: Iterable[int]) -> None:
-        """Give `answers`, and forget everywhere what `ranks` have brought."""
+        """Deliver `answers`, and drop the files of `ranks` on all hosts."""
         given: dict[Broker, list[Delivery]] = defaultdict(list)
         dropped: dict[Broker, list[Key]] = defaultdict(list)
         for answer in answers:

@@ -1,10 +1,10 @@
-"""Runs a job of elastic islands on several hosts: each island is started, and meets, by itself.
+"""Runs elastic islands on several hosts: each island starts and meets by itself.
 
     all hosts ready ─▶ each serves the others ─▶ each can reach each ─▶ islands start
     a host is lost  ─▶ its islands are left out ─▶ it is asked again and again ─▶ they come back
 
-All happens in the event loop of the supervisor: what takes several messages is a generator, which
-goes on whenever something has come.
+Everything runs in the event loop of the supervisor. An operation that takes several messages is a
+generator, which is resumed whenever a message has arrived.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.islands.elastic import transfers
@@ -29,11 +28,10 @@ from shardwise.islands.elastic.remote import (
 from shardwise.islands.elastic.supervisor import IslandSupervisor
 from shardwise.launch import failure_report
 from shardwise.launch.console import Console
-from shardwise.launch.job import Job
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import agents, command
 from shardwise.launch.ssh.agents import START_LIMIT, Agents
-from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.ssh.remote_host import LAST_WAIT
 from shardwise.net.restarts import Ending, Restarts
 
@@ -43,19 +41,16 @@ AGENT = "shardwise.islands.elastic.agent"
 """The module that runs on each host."""
 
 STALLED = 3.0
-"""How many times the seconds of silence after which a host is lost a host may fail to fetch from
-another one, while both are heard."""
+"""Multiple of `--host-timeout` for which a host may fail to fetch from another one."""
 
 
 PATIENT = 3.0
-"""Seconds in which hosts may fail to reach each other before that is why a run does not start."""
+"""Seconds for which hosts may fail to reach each other before the start of a run is given up."""
 
 
-def once(
-    job: Job, options: SshOptions, console: Console, signals: Signals, restarts: Restarts
-) -> Ending:
-    """Reach all hosts, start all islands, and watch them to the end of the run; islands that are
-    started again count among `restarts`."""
+def once(job: RunSpec, console: Console, signals: Signals, restarts: Restarts) -> Ending:
+    """Reach all hosts, start all islands, and watch them to the end of the run. Starts of single
+    islands count in `restarts`."""
     supervisor = IslandSupervisor(
         console,
         job.outputs(console),
@@ -67,10 +62,9 @@ def once(
         size=job.size // job.parts,
         restarts=restarts,
     )
-    options = replace(options, agent=AGENT)
-    lines = console.err.lines
-    with closing(supervisor), Agents(options, supervisor, lines, IslandRemoteHost) as started:
-        hosts = IslandHosts(job, options, console, supervisor, started)
+    job = replace(job, agent=AGENT)
+    with closing(supervisor), Agents(job, supervisor, console.lines, IslandRemoteHost) as started:
+        hosts = IslandHosts(job, console, supervisor, started)
         hosts.open()
         if supervisor.is_asked:
             return supervisor.watch(())
@@ -78,17 +72,16 @@ def once(
 
 
 class IslandHosts:
-    """The hosts of a job of elastic islands."""
+    """The hosts of a run of elastic islands."""
 
     def __init__(
         self,
-        job: Job,
-        options: SshOptions,
+        job: RunSpec,
         console: Console,
         supervisor: IslandSupervisor,
         started: Agents[IslandRemoteHost],
     ) -> None:
-        self._job, self._options, self._console = job, options, console
+        self._job, self._console = job, console
         self._supervisor, self._agents = supervisor, started
         self._exchanges = supervisor.exchanges
         self._exchanges.transfers = self
@@ -99,8 +92,8 @@ class IslandHosts:
     # -- the beginning --------------------------------------------------------------------
 
     def open(self) -> None:
-        """Return when all hosts serve each other, or someone wants the run to end. Raises
-        LaunchError with all that is wrong."""
+        """Wait until all hosts serve each other, or someone asks the run to end. Raises LaunchError
+        with all that is wrong."""
         job, supervisor = self._job, self._supervisor
         remotes = self._agents.start(job.shares)
         agents.prepare(job, remotes, supervisor, listening=job.shares)
@@ -109,7 +102,12 @@ class IslandHosts:
         self._hosts = [IslandHost(remote.share, remote) for remote in remotes]
         for host in self._hosts:
             self._serve(host)
-        agents.wait_for(remotes, supervisor, _serves)
+        agents.wait_for(
+            remotes,
+            supervisor,
+            lambda remote: remote.broker is not None and remote.broker.serving,
+        )
+        # Before any island starts, so that a firewall between two hosts costs no work.
         pairs = [(one, other) for one in self._hosts for other in self._hosts if one is not other]
         until = time.monotonic() + START_LIMIT
         for _ in self._reaching(pairs, until):
@@ -120,27 +118,28 @@ class IslandHosts:
             host.is_up = True
 
     def _serve(self, host: IslandHost) -> None:
-        """Let a host that is ready serve the others."""
+        """Start the server of a host that is ready."""
         ready, job = host.remote.ready, self._job
         assert ready is not None
         place = ready["address"], ready["port"]
         broker = RemoteBroker(host.remote.send, self._exchanges, place, self._stalled)
-        count = job.parts
         host.remote.serve(
-            broker, self._supervisor, secret=job.secret, ranks=host.share.count, islands=count
+            broker, self._supervisor, secret=job.secret, ranks=host.share.count, islands=job.parts
         )
         self._exchanges.attach(broker, host.share.numbers)
 
     def _reaching(self, pairs: Pairs, until: float) -> Iterator[None]:
-        """Wait until of each pair the one has fetched nothing from the other. Raises LaunchError
-        where one cannot."""
-        # Who serves many at once turns some of them away, who ask again.
+        """Wait until the first host of each pair can fetch from the second. Raises LaunchError if
+        one cannot."""
+        # Not at the first failure: a host that serves many at once rejects some, who ask again.
         patient = time.monotonic() + PATIENT
         for one, other in pairs:
             one.broker.forget_reached(other.share.first)
             one.broker.fetch((other.share.first, transfers.NOTHING), other.broker)
         try:
-            while waiting := [pair for pair in pairs if not _has_reached(*pair)]:
+            while waiting := [
+                (one, other) for one, other in pairs if other.share.first not in one.broker.reached
+            ]:
                 for host in {host for pair in pairs for host in pair}:
                     _see_no_fault(host, until)
                 faults = [_unreachable(*pair) for pair in waiting if _reason(*pair)]
@@ -148,13 +147,14 @@ class IslandHosts:
                     raise LaunchError(command.refusals(faults))
                 yield
         finally:
+            # Also after a failure: an agent repeats a fetch until it is dropped.
             for one, other in pairs:
                 one.broker.settle((), [(other.share.first, transfers.NOTHING)])
 
     # -- islands --------------------------------------------------------------------------
 
     def start(self, island: int, returns: bool) -> RemoteIsland:
-        """Start an island, as soon as all of its hosts are up."""
+        """Start an island as soon as all of its hosts are up."""
         ranks = self._exchanges.membership.ranks(island)
         hosts = [host for host in self._hosts if here(ranks, host)]
         made = RemoteIsland(island, ranks, hosts, self._supervisor, returns=returns)
@@ -163,24 +163,26 @@ class IslandHosts:
         return made
 
     def _starting(self, island: RemoteIsland) -> Iterator[None]:
-        """Start an island; goes on whenever something has come."""
+        """Start an island; resumed whenever a message has arrived."""
         first, job, number = island.hosts[0], self._job, island.number
         address = yield from self._meeting(island)
-        while not island.can_start:  # a host was lost meanwhile
+        # A host may have been lost while the first one opened the socket. Its new agent knows
+        # nothing of it, so the island meets again.
+        while not island.can_start:
             address = yield from self._meeting(island)
         self._exchanges.link(island.ranks)
-        where: dict[str, Any] = dict(first.broker.meetings[number])
+        ports = first.broker.meetings[number]
+        where = Meeting(address=address, port=ports["port"], master_port=ports["master_port"])
         for host in island.hosts:
-            assert host.remote.ready is not None
-            words = tuple(host.remote.ready["command"])
-            task = job.task(host.share, words, self._console, address=address, **where)
             host.broker.unstarted.pop(number, None)
             about = {"island": number, "count": job.parts, "returns": island.returns}
-            host.remote.start_island(task, here(island.ranks, host), **about)
+            host.remote.start_island(
+                where, job.streams(self._console), here(island.ranks, host), **about
+            )
 
     def _meeting(self, island: RemoteIsland) -> Generator[None, None, str]:
-        """Let the host of its first rank listen for an island, once all of its hosts are up; the
-        address."""
+        """Let the host of the first rank of an island listen, once all of its hosts are up; return
+        the address."""
         while not island.can_start:
             yield
         first, number = island.hosts[0], island.number
@@ -195,26 +197,24 @@ class IslandHosts:
     # -- what goes on ---------------------------------------------------------------------
 
     def go_on(self) -> float | None:
-        """See what has come, and what follows; seconds after which to look again, None where
-        something has to come first."""
+        """Resume all operations; return the seconds until the next call, None to wait for a
+        message."""
         for host in self._hosts:
-            self._look_at(host)
+            if host.is_up and host.remote.fault is not None:
+                host.is_up = False
+                host.comes_up = self._coming_up(host)
+            if host.comes_up is not None and next(host.comes_up, host) is host:
+                host.comes_up = None
         for island in list(self._islands.values()):
             island.go_on()
         return 1.0 if any(host.comes_up for host in self._hosts) else None
 
-    def _look_at(self, host: IslandHost) -> None:
-        if host.is_up and host.remote.fault is not None:
-            host.is_up = False
-            host.comes_up = self._coming_up(host)
-        if host.comes_up is not None and next(host.comes_up, host) is host:
-            host.comes_up = None
-
     def _coming_up(self, host: IslandHost) -> Iterator[None]:
-        """Ask a host that was lost again and again, until it serves."""
+        """Ask a lost host again and again, until it serves."""
         said = False
         while True:
-            # What has run there ends by itself after so long, if we cannot end it.
+            # First the end of the old agent: its ranks hold the accelerators, and end by themselves
+            # after `--host-timeout` seconds if the host cannot be reached.
             yield from self._replaced(host)
             try:
                 yield from self._asked_again(host)
@@ -222,7 +222,7 @@ class IslandHosts:
                 if not said:
                     self._supervisor.say(
                         f"shardwise: {host.name} cannot be reached yet, and is asked again every "
-                        f"{self._options.patience:g} s: {error}\n"
+                        f"{self._job.patience:g} s: {error}\n"
                     )
                     said = True
             else:
@@ -230,18 +230,18 @@ class IslandHosts:
                 return
 
     def _replaced(self, host: IslandHost) -> Iterator[None]:
-        """End the agent that is there, and wait as long as what it started takes to end."""
+        """End the agent of a host, and wait until its ranks have ended too."""
         if host.remote.broker is not None:
             self._exchanges.detach(host.remote.broker)
         host.remote.close()
-        until = time.monotonic() + self._options.patience
+        until = time.monotonic() + self._job.patience
         late = until + LAST_WAIT
         while time.monotonic() < until or not (host.remote.has_ended or time.monotonic() > late):
             yield
         self._agents.forget(host.remote, until)
 
     def _asked_again(self, host: IslandHost) -> Iterator[None]:
-        """Start another agent on a host, and let it serve. Raises LaunchError."""
+        """Start a new agent on a host, and its server. Raises LaunchError."""
         try:
             (host.remote,) = self._agents.start([host.share])
         except OSError as error:
@@ -249,7 +249,7 @@ class IslandHosts:
         until = time.monotonic() + START_LIMIT
         yield from _until(host, "hello", until)
         remotes = [each.remote for each in self._hosts]
-        agents.check(self._job, host.remote, remotes, listens=True)
+        agents.check(host.remote, remotes, listens=True)
         yield from _until(host, "ready", until)
         self._serve(host)
         while not host.broker.serving:
@@ -272,9 +272,9 @@ class IslandHosts:
         return data is not None
 
     def _stalled(self, broker: RemoteBroker, key: Key, why: str) -> None:
-        """What is known by `key` could not be fetched at `broker`: after a while its host is taken
-        for lost; the one where `key` is, if others cannot fetch from there either."""
-        if time.monotonic() - broker.stalls[key] < STALLED * self._options.patience:
+        """Note that `broker` could not fetch the file `key`. After a while its host counts as lost,
+        or the host of the file if others cannot fetch from there either."""
+        if time.monotonic() - broker.stalls[key] < STALLED * self._job.patience:
             return
         up = [each for each in self._hosts if each.is_up and each.remote.fault is None]
         host = next((each for each in up if each.broker is broker), None)
@@ -289,12 +289,8 @@ class IslandHosts:
             lost.remote.give_up(_unreachable(host, source, why))
 
 
-def _serves(remote: IslandRemoteHost) -> bool:
-    return remote.broker is not None and remote.broker.serving
-
-
 def _until(host: IslandHost, word: str, until: float) -> Iterator[None]:
-    """Wait for a message of a host's agent. Raises LaunchError where it does not come."""
+    """Wait for a message of a host's agent. Raises LaunchError if it does not arrive."""
     while getattr(host.remote, word) is None:
         _see_no_fault(host, until)
         yield
@@ -308,12 +304,8 @@ def _see_no_fault(host: IslandHost, until: float) -> None:
         raise LaunchError(f"{host.name} has not answered in {START_LIMIT:g} s.")
 
 
-def _has_reached(one: IslandHost, other: IslandHost) -> bool:
-    return other.share.first in one.broker.reached
-
-
 def _reason(one: IslandHost, other: IslandHost) -> str:
-    """Why one host could not fetch from another one last; "" where nothing is known."""
+    """Return why one host could not fetch from another one last, "" if it has not failed."""
     return one.broker.unreached.get(other.share.first, "")
 
 

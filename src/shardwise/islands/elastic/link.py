@@ -1,9 +1,9 @@
-"""IslandLink is a rank's link to the launcher, by which elastic islands exchange what they have.
+"""IslandLink connects a rank to the launcher, through which elastic islands exchange bytes.
 
-    "I am here, with this"  ─▶  launcher: all are here  ─▶  who took part, and what they brought
+    "I am here, with this"  ─▶  launcher: all are here  ─▶  who took part, and what they sent
 
-Whatever is brought lies in an anonymous file in memory, whose descriptor travels; on several hosts
-the agent of the rank's host stands between. See net/island_membership.py for who takes part.
+A rank writes its bytes into an anonymous file in memory, and sends the descriptor. On several hosts
+it sends it to the agent of its host. membership.py decides who takes part.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardwise.islands.elastic.membership import IslandPlace, admission
 from shardwise.watch.wait_graph import named
 
 PATIENCE = 2
-"""How many time-outs a rank waits for other islands: within one, an island that hangs should have
-ended itself."""
+"""Time-outs for which a rank waits for other islands. Within one, the watchdog of an island that
+hangs should have ended it."""
 
 WHILE_IT_LOADS = 10
-"""How many times as long for one that is back, and may load a large checkpoint."""
+"""How many times longer it waits for an island that is back, and may load a large checkpoint."""
 
 LAST = 10.0
-"""Seconds beyond that in which the launcher may say who is missing."""
+"""Further seconds in which the launcher may answer who is missing."""
 
 _opened: WeakSet[socket.socket] = WeakSet()
 
@@ -39,14 +39,20 @@ Bytes = bytes | bytearray | memoryview
 
 
 class IslandsChanged(CheckpointNotWritten):
-    """An island has ended, or is back, in the middle of what takes several exchanges."""
+    """An island has ended or come back during an operation of several exchanges."""
 
 
 class IslandLink:
-    """The link of a rank at `place`; `timeout` and `warn_after` are seconds of a wait.
+    """The link of a rank at `place`.
 
-    `members` are the islands that take part, of which this one alone is known while it is
-    `outside`; `waiting` those that ask to be let in. `changed` is called when members have.
+    Args:
+        timeout: Seconds of a wait, as of `--timeout`.
+        warn_after: Seconds until the first rank of the island says for whom it waits.
+
+    Attributes:
+        members: The islands that take part; this one alone while it is `outside`.
+        waiting: The islands that ask to be admitted.
+        changed: Called when `members` has changed.
     """
 
     def __init__(self, place: IslandPlace, rank: int, timeout: float, warn_after: float) -> None:
@@ -57,18 +63,19 @@ class IslandLink:
             self.members = (place.island,)
         self.waiting: tuple[int, ...] = ()
         self.resumes = False
-        """Whether the script goes on from a checkpoint when it is started again."""
-        self.changed: Callable[[], None] = _nothing
+        """Whether the script continues from a checkpoint if it is started again."""
+        self.changed: Callable[[], None] = lambda: None
         self._rank = rank
         self._limit, self._warn_after = PATIENCE * timeout, min(warn_after, timeout)
         self._steady: tuple[int, ...] | None = None
         self._socket = socket.socket(fileno=place.fd)
+        # Programs that the rank starts must not keep the link open after the rank has ended.
         self._socket.set_inheritable(False)
         _opened.add(self._socket)
 
     @property
     def index(self) -> int:
-        """The place of this island among those that take part."""
+        """The index of this island among those that take part."""
         return self.members.index(self.place.island)
 
     # -- exchanges ------------------------------------------------------------------------
@@ -76,12 +83,11 @@ class IslandLink:
     def exchange(
         self, label: str, mine: Bytes, *, alone: bool = False
     ) -> tuple[tuple[int, ...], list[Bytes]]:
-        """Bring `mine`, and return which islands took part in this exchange, and what the rank of
-        this place in each has brought, in their order.
+        """Send `mine`, and return the islands that took part and the bytes of the rank of equal
+        place in each, in their order.
 
-        All ranks of all islands come to it; with `alone` those of this place. Raises
-        CollectiveError where one does not come, UsageError where one comes to an exchange of
-        another `label`.
+        All ranks of all islands call it; with `alone` only those of equal place. Raises
+        CollectiveError if one does not, UsageError if one calls it with another `label`.
         """
         if self.outside:
             return self.members, [mine]
@@ -89,6 +95,8 @@ class IslandLink:
         islands, theirs = tuple(answer["islands"]), iter(brought)
         rows = [mine if island == self.place.island else next(theirs) for island in islands]
         self._take(answer)
+        # Only after `_take`: all ranks that took part raise here, and repeat the operation over the
+        # same members.
         if self._steady is not None and islands != self._steady:
             raise IslandsChanged(f"{_named(self._steady)} became {_named(islands)}.")
         return islands, rows
@@ -96,15 +104,17 @@ class IslandLink:
     def _come(self, label: str, mine: Bytes, *, alone: bool) -> tuple[dict[str, Any], list[Bytes]]:
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
         try:
-            _write(fd, mine)
+            left = memoryview(mine).cast("B") if len(mine) else memoryview(b"")
+            while left:
+                left = left[os.write(fd, left) :]
             message = json.dumps({"come": label, "alone": alone, "resumes": self.resumes}).encode()
             self._guarded(lambda: socket.send_fds(self._socket, [message], [fd]))
         finally:
-            os.close(fd)
+            os.close(fd)  # the message has a descriptor of its own
         return self._answer(label)
 
     def _answer(self, label: str) -> tuple[dict[str, Any], list[Bytes]]:
-        """What the launcher says once all have come. Raises as `exchange`."""
+        """Wait until the launcher answers that all have come. Raises as `exchange`."""
         begun, deadlines = time.monotonic(), [self._warn_after, self._limit, self._limit + LAST]
         longest = WHILE_IT_LOADS * self._limit
         while True:
@@ -127,7 +137,7 @@ class IslandLink:
             self._warn(label, words["missing"])
 
     def _received(self, seconds: float) -> tuple[dict[str, Any], list[Bytes]] | None:
-        """The next message within `seconds`, and what came with it."""
+        """Return the next message and its files, None if none arrives within `seconds`."""
         self._socket.settimeout(max(0.001, seconds))
         try:
             data, fds, flags, _ = self._guarded(
@@ -163,7 +173,7 @@ class IslandLink:
         ).blaming(rank for rank in ranks if rank != self._rank)
 
     def _warn(self, label: str, missing: Sequence[int]) -> None:
-        """Let the first rank of an island say for whom it waits."""
+        """Print for whom this island waits, on its first rank."""
         if missing and self._rank == self.place.first:
             print(
                 f"shardwise: island {self.place.island} has waited {self._warn_after:g} s in "
@@ -180,7 +190,7 @@ class IslandLink:
         ).blaming(missing)
 
     def _take(self, answer: dict[str, Any]) -> None:
-        """Know who takes part from now on."""
+        """Note who takes part from now on."""
         before, self.members = self.members, tuple(answer["members"])
         self.waiting = tuple(answer["waiting"])
         if before != self.members:
@@ -188,13 +198,13 @@ class IslandLink:
 
     @property
     def is_steady(self) -> bool:
-        """Whether a block of `steady` is under way."""
+        """Whether a block of `steady` is active."""
         return self._steady is not None
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Inside the block an exchange raises IslandsChanged, on all that take part alike, where
-        others take part in it than when the block began."""
+        """Context manager: an exchange raises IslandsChanged, on all that take part, if the islands
+        differ from those at the start of the block."""
         before, self._steady = self._steady, self._steady or self.members
         try:
             yield
@@ -204,13 +214,13 @@ class IslandLink:
     # -- returning --------------------------------------------------------------------------
 
     def admit(self, islands: Sequence[int], step: int, about: bytes) -> None:
-        """Let `islands`, which wait, take part after `step`, from the next exchange on; they get
-        `about`."""
+        """Admit waiting `islands` after `step`, from the next exchange on; send them `about`."""
         self.exchange(admission(islands, step), about)
 
     def ask_back(self) -> tuple[dict[str, Any], bytes]:
-        """Wait until the others admit this island, for as long as that takes; what they say, for
-        `enter`, and what it gets from them."""
+        """Wait until the others admit this island; return their answer, for `enter`, and what they
+        send."""
+        # Without a limit: the others may be in the middle of many steps until the next boundary.
         self._guarded(lambda: self._socket.send(b'{"back": true}'))
         while True:
             received = self._received(self._warn_after)
@@ -218,7 +228,7 @@ class IslandLink:
                 return received[0], bytes(received[1][0])
 
     def enter(self, answer: dict[str, Any]) -> None:
-        """Take part from now on."""
+        """Start to take part."""
         self.outside = False
         self._take(answer)
 
@@ -227,18 +237,8 @@ class IslandLink:
         self._socket.close()
 
 
-def _nothing() -> None:
-    return
-
-
-def _write(fd: int, data: Bytes) -> None:
-    left = memoryview(data).cast("B") if len(data) else memoryview(b"")
-    while left:
-        left = left[os.write(fd, left) :]
-
-
 def _read(fd: int) -> bytearray:
-    """What lies in the file `fd`, which is closed."""
+    """Return the content of the file `fd`, and close it."""
     with os.fdopen(fd, "rb", buffering=0) as file:
         data = bytearray(os.fstat(fd).st_size)
         view, place = memoryview(data), 0
@@ -262,7 +262,8 @@ def _apart(ranks: Sequence[tuple[int, str]]) -> UsageError:
 
 
 def _in_forked_child() -> None:
-    """A forked DataLoader worker must not hold our end open."""
+    """Close the links: a forked DataLoader worker must not keep our end open, or the launcher would
+    not see the end of the rank."""
     for opened in list(_opened):
         if (fd := opened.detach()) >= 0:
             os.close(fd)

@@ -2,9 +2,9 @@
 
     member ── a rank ends ─▶ gone ── its ranks ask ─▶ waiting ── the members admit it ─▶ member
 
-An exchange is complete when all ranks of all members have come to it. Whoever takes part learns so
-in one answer, so no rank has a sum that another has not: an island that ends before that is left
-out of it by all, one that ends later has taken part for all.
+An exchange is complete when all ranks of all members have come to it. One answer tells each rank
+who took part. So no rank has a sum that another one lacks: an island that ends before is left out
+by all, and one that ends later has taken part for all.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ DELAYS = (
 
 BEGINS = "the beginning"
 BOUNDARY = "the boundary"
-"""How the labels of the exchanges start before which the end of an island ends the run."""
+"""How the labels start of the first exchanges of training. The end of an island before them ends
+the run."""
 
 ADMITS = "admit"
-"""How the label of the exchange starts that lets islands in: see `admission`."""
+"""How the label of an exchange starts that admits islands, see `admission`."""
 
 
 def admission(islands: Sequence[int], step: int) -> str:
-    """The label of the exchange that lets `islands` in after `step`."""
+    """Return the label of the exchange that admits `islands` after `step`."""
     return f"{ADMITS} {' '.join(map(str, islands))} after {step}"
 
 
 def _admitted_by(label: str) -> tuple[list[int], int]:
-    """The islands and the step that `admission` was given."""
+    """Return the islands and the step of a label that `admission` made."""
     named, _, step = label.removeprefix(ADMITS).partition("after")
     return [int(number) for number in named.split()], int(step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A rank that waits in an exchange: `label` says which. `alone`: only with the ranks of equal
-    place in the other islands, else with all."""
+    """A rank that waits in the exchange `label`, with the ranks of equal place in the other islands
+    if `alone`, else with all ranks."""
 
     label: str
     alone: bool = False
@@ -52,7 +53,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """`words` for a rank, with what the ranks `sources` have brought to the exchange."""
+    """The answer `words` for a rank, with the files of the ranks `sources`."""
 
     rank: int
     words: dict[str, Any]
@@ -63,8 +64,11 @@ class Answer:
 class Membership:
     """The islands of a run, `count` of `size` ranks each, and who waits for what.
 
-    `begun`: all have begun to train, from equal weights. `fresh` islands are back, and have not
-    taken part in an exchange since. `admitted`: by island, after which step it was let in last.
+    Attributes:
+        begun: Whether all islands have started to train, from equal weights.
+        members: The islands that take part.
+        fresh: Islands that are back, and have not taken part in an exchange since.
+        admitted: By island, the step after which it was admitted last.
     """
 
     count: int
@@ -85,22 +89,22 @@ class Membership:
 
     @property
     def waiting(self) -> list[int]:
-        """The islands all of whose ranks ask to be let in."""
+        """The islands all of whose ranks ask to be admitted."""
         gone = [island for island in range(self.count) if island not in self.members]
         return [island for island in gone if self._asking.issuperset(self.ranks(island))]
 
     def arrive(self, rank: int, arrival: Arrival) -> list[Answer]:
-        """`rank` has come to an exchange, and waits. Returns whom to answer now."""
+        """Note that `rank` waits in an exchange. Returns the answers that are due now."""
         self._arrived[rank] = arrival
         return list(self._completed())
 
     def ask_back(self, rank: int) -> None:
-        """`rank`, of an island that is gone, asks to be let in."""
+        """Note that `rank`, of an island that is gone, asks to be admitted."""
         self._asking.add(rank)
 
     def lose(self, island: int) -> list[Answer]:
-        """`island` takes part no longer. Returns whom to answer now: others may have waited for
-        it alone."""
+        """Remove `island`. Returns the answers that are due now, since others may have waited only
+        for it."""
         self.members = [each for each in self.members if each != island]
         self.fresh.discard(island)
         for rank in self.ranks(island):
@@ -109,8 +113,10 @@ class Membership:
         return list(self._completed())
 
     def readers(self, rank: int, label: str) -> list[int]:
-        """The ranks that get what `rank` brings to the exchange `label`: those of its place in the
-        members, and all of those islands that are let in by it."""
+        """Return the ranks that get the file of `rank` in the exchange `label`.
+
+        These are the ranks of equal place in the members, and all ranks of islands that it admits.
+        """
         place = rank % self.size
         found = [island * self.size + place for island in self.members]
         if label.startswith(ADMITS) and place == 0:
@@ -118,35 +124,34 @@ class Membership:
         return [each for each in found if each != rank]
 
     def missing(self, rank: int) -> list[int]:
-        """The ranks for which `rank`, which waits in an exchange, waits."""
+        """Return the ranks for which `rank` waits in its exchange."""
         return [each for each in self._partners(rank) if each not in self._arrived]
 
     def is_fresh(self, rank: int) -> bool:
-        """Whether `rank` is of an island that is back, and has not taken part since."""
+        """Return whether `rank` is of a fresh island."""
         return rank // self.size in self.fresh
 
     def _partners(self, rank: int) -> list[int]:
-        """The ranks that come to the exchange in which `rank` waits."""
+        """Return the ranks of the exchange in which `rank` waits."""
         if self._arrived[rank].alone:
             return [island * self.size + rank % self.size for island in self.members]
         return [each for island in self.members for each in self.ranks(island)]
 
     def _completed(self) -> Iterator[Answer]:
-        """The answers to all exchanges to which everybody has come."""
+        """Yield the answers to all complete exchanges."""
         for rank in sorted(self._arrived):
-            if rank in self._arrived and self._is_complete(rank):
+            if rank not in self._arrived:
+                continue  # it was answered with one before it
+            wanted = self._arrived[rank]
+            if all(self._arrived.get(each) == wanted for each in self._partners(rank)):
                 yield from self._exchanged(rank)
+        # All wait, and not in the same exchange: without an answer they would wait for ever.
         everybody = [rank for island in self.members for rank in self.ranks(island)]
         if everybody and all(rank in self._arrived for rank in everybody):
             yield from self._refused(everybody)
 
-    def _is_complete(self, rank: int) -> bool:
-        """Whether all have come to the exchange in which `rank` waits."""
-        wanted = self._arrived[rank]
-        return all(self._arrived.get(each) == wanted for each in self._partners(rank))
-
     def _exchanged(self, rank: int) -> Iterator[Answer]:
-        """End the exchange in which `rank` waits; the answers."""
+        """Complete the exchange in which `rank` waits, and yield its answers."""
         label, partners, took_part = self._arrived[rank].label, self._partners(rank), self.members
         self.begun |= label.startswith((BEGINS, BOUNDARY))
         admitted = self._admit(label)
@@ -162,7 +167,7 @@ class Membership:
                 yield Answer(rank=each, words=words, sources=(took_part[0] * self.size,))
 
     def _admit(self, label: str) -> list[int]:
-        """Let in those that `label` names and that still wait; returns them."""
+        """Admit the islands that `label` names and that still wait, and return them."""
         if not label.startswith(ADMITS):
             return []
         named, step = _admitted_by(label)
@@ -175,8 +180,8 @@ class Membership:
         return admitted
 
     def _refused(self, everybody: list[int]) -> Iterator[Answer]:
-        """All have come, and to different exchanges: those that have just come back are in the
-        wrong one, else nobody knows who is."""
+        """Yield refusals to ranks that wait in different exchanges."""
+        # A fresh island is at fault, since the others were in step before. Else nobody knows.
         at_fault = [r for r in everybody if r // self.size in self.fresh] or everybody
         first = next((r for r in everybody if r not in at_fault), everybody[0])
         other = next(r for r in everybody if self._arrived[r] != self._arrived[first])
@@ -189,7 +194,7 @@ class Membership:
 # -- the place of a rank ---------------------------------------------------------------------
 
 VARIABLE = PREFIX + "ISLAND"
-"""Holds an IslandPlace as JSON, where islands are elastic."""
+"""Holds the IslandPlace of a rank as JSON."""
 
 JOIN = "shardwise.islands.elastic.collectives:join"
 """The function by which such a rank joins the others."""
@@ -197,8 +202,14 @@ JOIN = "shardwise.islands.elastic.collectives:join"
 
 @dataclass(frozen=True, kw_only=True)
 class IslandPlace:
-    """Island number `island` of `count`, each of `size` ranks; `fd` is the rank's end of a socket
-    to the launcher, which it inherits. `returns` says that the others have gone on without it."""
+    """The island of a rank.
+
+    Attributes:
+        island: Number of the island, of `count`.
+        size: Ranks of an island.
+        fd: The rank's end of a socket to the launcher, which it inherits.
+        returns: Whether the others train without this island until they admit it.
+    """
 
     island: int
     count: int
@@ -212,17 +223,17 @@ class IslandPlace:
         return self.island * self.size
 
     def variables(self) -> dict[str, str]:
-        """What the rank's environment says of it."""
+        """Return the variables for the rank."""
         return {VARIABLE: json.dumps(asdict(self)), JOIN_VARIABLE: JOIN}
 
 
 def read(environ: Mapping[str, str]) -> IslandPlace | None:
-    """The place that `variables` wrote down; None where islands are not elastic."""
+    """Return the place that `variables` wrote, None if islands are not elastic."""
     text = environ.get(VARIABLE)
     return None if text is None else IslandPlace(**json.loads(text))
 
 
 def ranks_here(island: range, first: int, count: int) -> range:
-    """Those of an island's ranks that are on the host of the `count` ranks from `first` on."""
+    """Return the ranks of `island` on the host that has `count` ranks from `first` on."""
     start = max(island.start, first)
     return range(start, max(start, min(island.stop, first + count)))

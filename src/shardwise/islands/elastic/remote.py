@@ -1,4 +1,4 @@
-"""Holds the hosts of a run of elastic islands, and an island on them: the launcher's side."""
+"""Represents hosts, brokers and islands of a run on several hosts: the launcher's side."""
 
 from __future__ import annotations
 
@@ -15,21 +15,28 @@ from shardwise.islands.elastic.broker import Contribution, Delivery, Key
 from shardwise.islands.elastic.exchanges import Exchanges
 from shardwise.islands.elastic.membership import ranks_here
 from shardwise.islands.elastic.supervisor import IslandSupervisor
-from shardwise.launch.local_workers import HostTask
+from shardwise.launch.run_spec import Meeting
 from shardwise.launch.ssh import protocol
 from shardwise.launch.ssh.remote_host import RemoteHost
+from shardwise.launch.worker import WorkerStreams
 from shardwise.net.hosts import Share
 
 
 class RemoteBroker:
-    """A broker that is reached by `send`.
+    """The broker of another host, which its agent runs.
 
-    It reports to `exchanges`, and other hosts fetch from it at the address `place`.
+    Args:
+        send: Sends a message to the agent.
+        exchanges: Receives what ranks bring and ask.
+        place: The address from which other hosts fetch.
+        failed: Called with a file that could not be fetched there, and why.
 
-    `failed` is called with what could not be fetched there, and why. `serving` says that it is
-    open, `meetings` where islands meet on its host, by island; `reached` and `unreached` are the
-    ranks that stand for hosts from which it could fetch, and could not, and why; `unstarted` says
-    why an island could not start there.
+    Attributes:
+        serving: Whether the broker is open.
+        meetings: By island, the ports where it meets on this host.
+        reached: First ranks of the hosts from which it could fetch.
+        unreached: The same of hosts from which it could not, and why.
+        unstarted: By island, why it could not start there.
     """
 
     def __init__(
@@ -46,13 +53,13 @@ class RemoteBroker:
         self.unreached: dict[int, str] = {}
         self.unstarted: dict[int, str] = {}
         self.stalls: dict[Key, float] = {}
-        """By what is being fetched there: since when that fails, infinity while it does not."""
+        """By file that is being fetched there: since when that fails, infinity if it does not."""
         self._send, self._exchanges, self._failed = send, exchanges, failed
 
-    # -- what the exchanges says ----------------------------------------------------------------
+    # -- messages to the agent --------------------------------------------------------------
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
-        """Give ranks what is for them, and then forget what is known by the keys `dropped`."""
+        """Deliver messages and files to ranks, and then drop the files `dropped`."""
         for key in dropped:
             self.stalls.pop(key, None)
         self._send(
@@ -66,22 +73,22 @@ class RemoteBroker:
         self._send("shut", ranks=list(ranks))
 
     def forget_reached(self, rank: int) -> None:
-        """Know no more whether it can fetch from the host that `rank` stands for."""
+        """Forget whether it could fetch from the host whose first rank is `rank`."""
         self.reached.discard(rank)
         self.unreached.pop(rank, None)
 
     def keep(self, key: Key, data: str) -> None:
-        """Have `data`, in base64, known by `key`."""
+        """Keep `data`, in base64, as the file `key`."""
         self._send("keep", rank=key[0], number=key[1], data=data)
 
     def fetch(self, key: Key, source: RemoteBroker) -> None:
-        """Fetch what is known by `key` from the host of another broker."""
+        """Fetch the file `key` from the host of another broker."""
         if key[1] != transfers.NOTHING:
             self.stalls[key] = math.inf
         address, port = source.place
         self._send("fetch", rank=key[0], number=key[1], address=address, port=port)
 
-    # -- what the agent says --------------------------------------------------------------
+    # -- messages of the agent ------------------------------------------------------------
 
     def hear(self, message: protocol.Message) -> None:
         """Take a message of the agent."""
@@ -121,7 +128,7 @@ class RemoteBroker:
             self._failed(self, key, why)
 
     def cannot_fetch(self, ranks: range) -> bool:
-        """Whether something that one of `ranks` has brought cannot be fetched there now."""
+        """Return whether fetches of files of `ranks` fail there now."""
         return any(rank in ranks and since < math.inf for (rank, _), since in self.stalls.items())
 
 
@@ -139,10 +146,12 @@ class IslandRemoteHost(RemoteHost):
         self._left.update(self.share.numbers)
         self.send("serve", **values)
 
-    def start_island(self, task: HostTask, ranks: Collection[int], **about: Any) -> None:
+    def start_island(
+        self, meeting: Meeting, streams: WorkerStreams, ranks: Collection[int], **about: Any
+    ) -> None:
         """Start the ranks of an island that are on that host."""
         self._left.difference_update(ranks)
-        self.send("start_island", task=asdict(task), **about)
+        self.send("start_island", meeting=asdict(meeting), streams=asdict(streams), **about)
 
     def _take(self, message: protocol.Message) -> None:
         kind = message["kind"]
@@ -160,15 +169,17 @@ class IslandRemoteHost(RemoteHost):
 
 
 class IslandHost:
-    """The host of `share`, with its agent, which may be another one after it was lost. `is_up`
-    says that islands can start there."""
+    """The host of `share`, and its agent, which is replaced after the host was lost.
+
+    `is_up` says whether islands can start there.
+    """
 
     def __init__(self, share: Share, remote: IslandRemoteHost) -> None:
         self.share = share
         self.remote = remote
         self.is_up = False
         self.comes_up: Iterator[None] | None = None
-        """The way back of a host that was lost."""
+        """The operation that brings a lost host back."""
 
     @property
     def name(self) -> str:
@@ -183,8 +194,10 @@ class IslandHost:
 
 
 class RemoteIsland:
-    """An island whose `ranks` run on `hosts`, or are about to; `starts` is what is left to do
-    until they do. `returns`: the others have gone on without it."""
+    """An island whose `ranks` run on `hosts`, or are about to start.
+
+    `starts` is the operation that starts them. `returns` says whether others train meanwhile.
+    """
 
     def __init__(
         self,
@@ -206,7 +219,7 @@ class RemoteIsland:
         return all(host.is_up for host in self.hosts)
 
     def go_on(self) -> None:
-        """Start it, as far as that can be done now; tell of what could not be started."""
+        """Resume the start, and report ranks that could not start."""
         if self.starts is not None and next(self.starts, self) is self:
             self.starts = None
         for host in self.hosts:
@@ -220,7 +233,7 @@ class RemoteIsland:
         """Do nothing: the agents report the ends of ranks."""
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to its ranks; those that have not started do not start."""
+        """Send a signal to its ranks, or cancel their start."""
         if not self._given_up():
             for host in self.hosts:
                 host.remote.send_signal(number, self.number)
@@ -245,15 +258,15 @@ class RemoteIsland:
             host.remote.resize(window)
 
     def end(self) -> None:
-        """End all that is left of its ranks, at once."""
+        """Kill the remaining processes of its ranks."""
         self.send_signal(signal.SIGKILL)
 
     def release(self) -> bool:
-        """Whether nothing is left of it: the agents see to that."""
+        """Return True: the agents release its processes."""
         return True
 
     def _given_up(self) -> bool:
-        """Whether it had not started, and does not now."""
+        """Cancel the start; return whether the island had not started."""
         if self.starts is None:
             return False
         self.starts = None
@@ -262,5 +275,5 @@ class RemoteIsland:
 
 
 def here(ranks: range, host: IslandHost) -> range:
-    """Those of an island's ranks that are on a host."""
+    """Return the ranks of an island that are on a host."""
     return ranks_here(ranks, host.share.first, host.share.count)

@@ -1,10 +1,10 @@
-"""Takes elastic islands in again that have ended and were started anew.
+"""Lets elastic islands come back that have ended and were started again.
 
     the others      a boundary ─▶ before the next batch: a checkpoint ─▶ "admit island k, with this"
     island k        engine.resume ─▶ "admit me" ─▶ loads it ─▶ takes part
 
-That is where a run that is asked to end saves, too: schedulers have made their step by then, and
-the weights of all are the anchor.
+Islands are admitted where a run that is asked to end saves, too: schedulers have made their step by
+then, and the weights of all islands are the anchor.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class IslandReturns:
         engine.world.current_batch.watch(self.before_batch)
 
     def before_batch(self, batch: Batch) -> None:
-        """A batch is about to be handed out: after a boundary let those in that wait. Collective
-        then."""
+        """Admit waiting islands if the last step was a boundary. Called before each batch;
+        collective then."""
         del batch
         run = self._run
         if not run.link.waiting or not torch.is_grad_enabled():
@@ -63,12 +63,13 @@ class IslandReturns:
         about = self._checkpoints.save_for_return()
         if about is None:
             return
+        # The first rank of the lowest island leads: it claims the folder, and saves.
         if waiting[0] < run.link.members[0]:
             self._checkpoints.leave_folder()
         run.link.admit(waiting, self._engine.steps, json.dumps(about).encode())
 
     def are_expected(self) -> None:
-        """Let the launcher know that this island comes back where it has ended."""
+        """Tell the launcher that this island can come back after it has ended."""
         self._run.link.resumes = True
 
     @property
@@ -77,8 +78,8 @@ class IslandReturns:
         return self._run.is_outside
 
     def come_back(self) -> None:
-        """Wait until the others admit this island, and go on from where they are. What the wire has
-        lost is theirs. Collective over the island."""
+        """Wait until the others admit this island, and load what they saved. Collective over the
+        island."""
         answer, about = self._run.link.ask_back()
         self._checkpoints.come_back(json.loads(about))
         with torch.no_grad():

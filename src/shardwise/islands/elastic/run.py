@@ -1,4 +1,4 @@
-"""Runs a job of elastic islands on this host: each is started, and meets, by itself."""
+"""Runs elastic islands on this host: each island starts and meets by itself."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ from shardwise.islands.elastic.membership import DELAYS
 from shardwise.islands.elastic.supervisor import IslandSupervisor
 from shardwise.islands.elastic.workers import IslandWorkers, allow_files
 from shardwise.launch.console import Console
-from shardwise.launch.job import Job
 from shardwise.launch.orphan_reaper import OrphanReaper
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.signals import Signals
+from shardwise.launch.worker import Begin
 from shardwise.net import network
 from shardwise.net.hosts import LOOPBACK
 from shardwise.net.restarts import Ending, Restarts
 
 MOST = 253
-"""So many files Linux passes on in one message (SCM_MAX_FD)."""
+"""Files that Linux passes in one message at most (SCM_MAX_FD)."""
 
 
 def once(
-    job: Job, command: tuple[str, ...], console: Console, signals: Signals, restarts: Restarts
+    spec: RunSpec, begin: Begin, console: Console, signals: Signals, restarts: Restarts
 ) -> Ending:
-    """Start all islands, and watch them to the end of the run; islands that are started again count
-    among `restarts`."""
-    allow_files(job.size, job.parts)
-    address = LOOPBACK if job.interface is None else network.address_of_interface(job.interface)
+    """Start all islands, and watch them to the end of the run. Starts of single islands count in
+    `restarts`."""
+    allow_files(spec.size, spec.parts)
+    address = LOOPBACK if spec.interface is None else network.address_of_interface(spec.interface)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
-    size = job.size // job.parts
+    size = spec.size // spec.parts
     with OrphanReaper(folder) as reaper, network.reserve_port(address) as spare:
         supervisor = IslandSupervisor(
             console,
-            job.outputs(console),
+            spec.outputs(console),
             signals,
-            grace=job.grace,
-            joins=job.joins,
-            count=job.parts,
+            grace=spec.grace,
+            joins=spec.joins,
+            count=spec.parts,
             size=size,
             restarts=restarts,
         )
         sinks = supervisor.hear, supervisor.left, supervisor.saves_first
         broker = HostBroker(supervisor.selector, supervisor.exchanges)
-        supervisor.exchanges.attach(broker, range(job.size))
+        supervisor.exchanges.attach(broker, range(spec.size))
         numbers = count()
 
         def link(rank: int) -> socket.socket:
@@ -61,25 +62,28 @@ def once(
         def start(island: int, returns: bool) -> IslandWorkers:
             own = folder / f"start-{next(numbers)}"
             own.mkdir(mode=0o700)
-            with network.listen(address, 0) as meeting:
-                where = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
-                task = job.task(
-                    job.shares[0], command, console, address=address, **where, reads=True
-                )
+            with network.listen(address, 0) as listener:
                 workers = IslandWorkers(
-                    task,
+                    spec,
+                    Meeting(
+                        address=address,
+                        port=listener.getsockname()[1],
+                        master_port=spare.getsockname()[1],
+                    ),
+                    spec.streams(console, reads=True),
+                    begin,
                     own,
                     reaper,
                     supervisor.selector,
                     *sinks,
                     island=island,
-                    count=job.parts,
+                    count=spec.parts,
                     link=link,
                     returns=returns,
                 )
                 try:
-                    workers.start(meeting)
-                except BaseException:  # not all of its ranks run, which would wait for each other
+                    workers.start(listener)
+                except BaseException:  # ranks that run would wait for those that do not
                     workers.give_up()
                     raise
             return workers
@@ -92,9 +96,10 @@ def once(
 
 
 def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-    """How many islands, of which each may end and come back, a run has that has so many ranks on
-    each of its hosts, and its `settings` with that number. Raises LaunchError where that cannot
-    be."""
+    """Return the number of elastic islands of a run, and its `settings` with that number.
+
+    `counts` are the ranks of each host. Raises LaunchError if they do not fit.
+    """
     if not sys.platform.startswith("linux"):
         raise LaunchError("--elastic-islands needs Linux: leave it out.")
     islands, size = _count(counts, settings.get("islands", "1")), sum(counts)
@@ -117,7 +122,8 @@ def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, di
 
 
 def _count(counts: Sequence[int], text: str) -> int:
-    """The number of islands that `--islands TEXT` means. Raises LaunchError for what is none."""
+    """Return the number of islands that `--islands TEXT` means. Raises LaunchError for an invalid
+    one."""
     if text == "host" and len(counts) > 1:
         if len(set(counts)) > 1:
             raise LaunchError(
@@ -136,7 +142,7 @@ def _count(counts: Sequence[int], text: str) -> int:
 
 
 class _Runner:
-    """Runs jobs of elastic islands for the launcher, see `launch.job.PartRunner`."""
+    """Runs jobs of elastic islands for the launcher, see `launch.part_runner.PartRunner`."""
 
     checked = staticmethod(checked)
     on_one_host = staticmethod(once)

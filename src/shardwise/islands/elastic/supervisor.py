@@ -1,10 +1,10 @@
-"""Watches islands that may end and come back by themselves, while the others go on.
+"""Watches elastic islands, which may end and come back while the others train.
 
     a rank of island k fails ─▶ nobody waits for k any more ─▶ its other ranks are ended ─▶ a line
                              ─▶ k is started again ─▶ the others admit it ─▶ a line
 
-What is not one island's alone ends the run as it ends without: a failure before all have begun to
-train, of the last island, or of a run that somebody asks to end.
+Other failures end the run as without elastic islands: before all have started to train, of the last
+island, and in a run that somebody asks to end.
 """
 
 from __future__ import annotations
@@ -34,39 +34,41 @@ class IslandSite(Site, Protocol):
     """The ranks of an island: IslandWorkers here, RemoteIsland on other hosts."""
 
     def end(self) -> None:
-        """End all that is left of its ranks, at once."""
+        """Kill the remaining processes of its ranks."""
 
     def release(self) -> bool:
-        """Whether nothing is left of it."""
+        """Return whether no process of it is left."""
 
 
 Start = Callable[[int, bool], IslandSite]
-"""Starts an island; whether it comes back to others that have gone on."""
+"""Starts an island. The flag says whether it comes back to others that train."""
 
 
 @dataclass
 class IslandFailure:
-    """How the ranks of an island ended that failed, and why some of them are out of reach."""
+    """A failed island: how its ranks ended, and why some of them cannot be reached."""
 
     exits: dict[int, RankExit] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
 
     @property
     def reports(self) -> dict[int, ErrorReport]:
-        """What its ranks have reported."""
+        """The error reports of its ranks."""
         found = {rank: each.report for rank, each in self.exits.items()}
         return {rank: report for rank, report in found.items() if report is not None}
 
     @property
     def step(self) -> int:
-        """How many steps they have made."""
+        """The number of steps that its ranks have made."""
         found = [each.progress.step for each in self.exits.values() if each.progress is not None]
         return max(found, default=0)
 
 
 class IslandSupervisor(Supervisor):
-    """The ranks of `count` islands of `size` ranks each, of which one may end and the others go on;
-    `restarts` says how often one is started again, and counts it."""
+    """The ranks of `count` islands of `size` ranks each. An island may end while the others train.
+
+    `restarts` limits and counts how often an island is started again.
+    """
 
     def __init__(self, *given: Any, count: int, size: int, restarts: Restarts, **more: Any) -> None:
         super().__init__(*given, **more)
@@ -75,20 +77,20 @@ class IslandSupervisor(Supervisor):
         self._restarts = restarts
         self.islands: list[IslandSite] = []
         self._failing: dict[int, float] = {}
-        """By island that fails: when its other ranks are ended."""
+        """By failing island: when its other ranks are killed."""
         self._failures: dict[int, IslandFailure] = {}
         """The islands that have failed, and have not taken part since."""
         self._outlived: set[int] = set()
-        """Of these, those without which the others have gone on."""
+        """Those of them without which the others have completed an exchange since."""
         self._tries: Counter[int] = Counter()
         """How often an island was started again since it last took part."""
         self._finished: set[int] = set()
         """The islands all of whose ranks have ended well."""
         self._said: set[int] = set()
-        """Of these, those of which it was said that the others go on."""
+        """Those of them whose end was printed."""
         self._unneeded: set[int] = set()
         self.ended: list[IslandSite] = []
-        """Those whose ranks have ended, while some of what these had started may be left."""
+        """Islands whose ranks have ended, and of whose child processes some may be left."""
 
     def watch_islands(self, start: Start) -> Ending:
         """Start all islands, and return how the run ended when all ranks have."""
@@ -102,14 +104,14 @@ class IslandSupervisor(Supervisor):
 
     @property
     def _away(self) -> set[int]:
-        """The islands that have failed, and have not taken part since: one that was let in may
-        still load."""
+        """The islands that have failed, and have not taken part since. An admitted one may still
+        load."""
         return set(self._failures)
 
     def turn(self, limit: float | None = None) -> None:
-        """The same; islands that have failed are ended at their time."""
+        """Wait for events once, and kill failed islands whose time has come."""
         super().turn(limit)
-        # Others may get the numbers of their processes, which must not end with ours.
+        # At once: the system may reuse the process numbers, and the reaper would kill strangers.
         self.ended = [each for each in self.ended if not each.release()]
         for island, at in list(self._failing.items()):
             if at <= time.monotonic():
@@ -125,23 +127,29 @@ class IslandSupervisor(Supervisor):
     def left(self, rank_exit: RankExit) -> None:
         rank = rank_exit.end.rank
         island = rank // self._size
-        if rank not in self._running:  # it was out of reach, and its island has failed
+        if rank not in self._running:  # its host was lost, and its island has failed with it
             return
         ended_well = rank_exit.end.code == 0 or rank_exit.saved
-        is_alone = not self._blames_another(island, rank_exit.report) and self._are_alone([island])
+        at_fault = () if rank_exit.report is None else rank_exit.report.at_fault
+        # A rank that blames another island has waited too long for it: that one hangs, and nobody
+        # knows how many more do.
+        blames_another = not set(at_fault) <= set(self._membership.ranks(island))
+        is_alone = not blames_another and self._are_alone([island])
         if island in self._failing or (not ended_well and is_alone):
             self._fail(island, [rank], rank_exit)
             return
         if not ended_well:
             self._recall()
         super().left(rank_exit)
+        # An island that has finished takes part no longer, like one that failed. It does not count
+        # as failed, so the others may end well too.
         if ended_well and not self._living(island):
             self._finished.add(island)
             self.exchanges.lose(island)
         self._end_unneeded()
 
     def not_started(self, ranks: Sequence[int]) -> None:
-        """Note that these ranks of an island, which was to start, do not."""
+        """Note that these ranks of an island will not start."""
         self._running.difference_update(ranks)
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
@@ -150,22 +158,18 @@ class IslandSupervisor(Supervisor):
             self._recall()
             super().lost(ranks, why)
             return
+        # First all, then each: the line about one must not name another lost island as training on.
         for island in islands:
             self._begin_failing(island)
         for island in islands:
             self._fail(island, self._living(island) & set(ranks), why=why)
 
     def _living(self, island: int) -> set[int]:
-        """The ranks of an island that run."""
+        """Return the running ranks of an island."""
         return self._running & set(self._membership.ranks(island))
 
-    def _blames_another(self, island: int, report: ErrorReport | None) -> bool:
-        """Whether a rank of `island` has waited too long for another one, which hangs."""
-        at_fault = () if report is None else report.at_fault
-        return not set(at_fault) <= set(self._membership.ranks(island))
-
     def _are_alone(self, islands: Collection[int]) -> bool:
-        """Whether a failure of `islands` is their own: the others go on."""
+        """Return whether the others can continue after a failure of `islands`."""
         failed = set(islands)
         if failed <= self._unneeded:
             return True
@@ -182,11 +186,11 @@ class IslandSupervisor(Supervisor):
         rank_exit: RankExit | None = None,
         why: str | None = None,
     ) -> None:
-        """Ranks of `island`, which goes down with them, have ended, or are out of reach."""
+        """Note that ranks of `island` have ended or cannot be reached: the island fails."""
         self._running.difference_update(ranks)
         self._begin_failing(island)
         failure = self._failures[island]
-        if why is not None:  # nobody tells of the end of what they wrote
+        if why is not None:  # no agent will send the end of their output
             for rank, stream in product(ranks, (STDOUT, STDERR)):
                 self._outputs[rank].hear(stream, b"")
         if rank_exit is not None:
@@ -196,12 +200,13 @@ class IslandSupervisor(Supervisor):
             self._failed(island)
             return
         ends = [each.end for each in failure.exits.values()]
+        # The other ranks may still explain the failure, so they are not killed at once.
         explained = failure.losses or failure_report.is_explained(ends, failure.reports)
         wait = SETTLE if explained else UNEXPLAINED
         self._failing[island] = min(self._failing[island], time.monotonic() + wait)
 
     def _begin_failing(self, island: int) -> None:
-        """Nobody waits for `island` any more, as soon as something of it has failed."""
+        """Remove `island` from the exchanges, so that nobody waits for it any more."""
         if island not in self._failing:
             self._failures[island] = IslandFailure()
             self._outlived.discard(island)
@@ -209,28 +214,31 @@ class IslandSupervisor(Supervisor):
             self.exchanges.lose(island)
 
     def _failed(self, island: int) -> None:
-        """All ranks of `island` have ended: say so, and start it again where that is to be."""
+        """Report the end of all ranks of `island`, and start it again if that is possible."""
         del self._failing[island]
         workers = self.islands[island]
-        workers.end()  # what its ranks have started
+        workers.end()  # child processes of its ranks
         self.ended.append(workers)
         if island in self._unneeded or self._asked is not None or self._stopping:
             return
         others = [each for each in self._membership.members if each not in self._failing]
-        if not others:  # as `_conclude` has it
+        if not others:  # `_conclude` reports the end of the run
             self._end_unneeded()
             return
         comes, what_next = self._next(island)
         failure = self._failures[island]
+        at = f" at step {failure.step}" if failure.exits else ""
+        listed = ", ".join(map(str, others))
+        go_on = f"Islands {listed} go on" if others[1:] else f"Island {listed} goes on"
         self.say(
-            f"shardwise: island {island} has ended{_at(failure)} ({self._cause(failure)}). "
-            f"{_named(others)} without it, from the next boundary on. {what_next}\n"
+            f"shardwise: island {island} has ended{at} ({self._cause(failure)}). "
+            f"{go_on} without it, from the next boundary on. {what_next}\n"
         )
         if comes:
             self._start_again(island)
 
     def _cause(self, failure: IslandFailure) -> str:
-        """Who of an island failed, and why."""
+        """Say which rank of an island failed, and why."""
         reports, exits = failure.reports, failure.exits
         judged = failure_report.judge([each.end for each in exits.values()], reports)
         if judged is None or (failure.losses and failure_report.is_consequence(judged, reports)):
@@ -241,9 +249,10 @@ class IslandSupervisor(Supervisor):
         return f"{what}: {why.removesuffix('.')}"
 
     def _next(self, island: int) -> tuple[bool, str]:
-        """Whether `island` is started again, and what to say of it."""
+        """Return whether `island` is started again, and a sentence about it."""
         if island not in self.exchanges.resuming:
             return False, "It does not come back: the script calls no engine.resume(folder)."
+        # Counted since it last took part: an island that fails now and then is always restarted.
         if self._tries[island] == STUCK:
             return False, f"It does not come back: it has failed {STUCK} times on its way."
         if self._restarts.is_spent:
@@ -252,7 +261,7 @@ class IslandSupervisor(Supervisor):
         return True, f"Starting it again, {self._restarts.number} of {self._restarts.allowed}."
 
     def _start_again(self, island: int) -> None:
-        """Start `island`; that it cannot be started is a failure of it as any other."""
+        """Start `island`. A start that fails counts as a failure of the island, and is repeated."""
         comes = True
         while comes:
             self._restarts.part_started()
@@ -271,7 +280,7 @@ class IslandSupervisor(Supervisor):
     # -- the others -------------------------------------------------------------------------
 
     def _exchanged(self, islands: Sequence[int]) -> None:
-        """These have taken part in an exchange."""
+        """Note that these islands have taken part in an exchange."""
         for island in self._finished - self._said:
             self.say(f"shardwise: island {island} has ended well. The others go on without it.\n")
         self._said |= self._finished
@@ -286,7 +295,7 @@ class IslandSupervisor(Supervisor):
                 self.say(f"shardwise: island {island} is back, from step {step} on.\n")
 
     def _end_unneeded(self) -> None:
-        """End islands that are on their way back when nobody is there any more."""
+        """Kill islands that are coming back if no island takes part any more."""
         taking_part = [rank for each in self._membership.members for rank in self._living(each)]
         if taking_part or self._unneeded:
             return
@@ -295,7 +304,8 @@ class IslandSupervisor(Supervisor):
             self.islands[island].end()
 
     def _recall(self) -> None:
-        """The run fails: what has ended an island may be why, unless the others outlived it."""
+        """Add the failures of islands to the causes of the end of the run."""
+        # Not of islands that the others have outlived: they have failed for reasons of their own.
         for island, failure in self._failures.items():
             if island not in self._outlived:
                 self._exits |= failure.exits
@@ -305,16 +315,3 @@ class IslandSupervisor(Supervisor):
         if not self._finished:
             self._recall()
         return super()._conclude()
-
-
-def _at(failure: IslandFailure) -> str:
-    """At which step an island has ended, as far as that is known."""
-    return f" at step {failure.step}" if failure.exits else ""
-
-
-def _named(islands: Sequence[int]) -> str:
-    """The islands that go on, in words."""
-    listed = ", ".join(map(str, islands))
-    if len(islands) == 1:
-        return f"Island {listed} goes on"
-    return f"Islands {listed} go on"

@@ -1,4 +1,4 @@
-"""Moves what elastic islands bring from host to host, in threads beside an agent's event loop.
+"""Copies files of elastic islands from host to host, in threads next to an agent's event loop.
 
     who fetches ─▶ rank, number      once both have proved that they know the secret of the run
     who serves  ─▶ size, and so many bytes, and a MAC of them
@@ -20,10 +20,10 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 
 from shardwise.islands.elastic.broker import Key
-from shardwise.net import authentication
+from shardwise.net import authentication, rpc
 
 NOTHING = 0
-"""The number of what every host has, for whoever wants to know whether it can be reached."""
+"""The number of an empty file that every host has, to test whether it can be reached."""
 
 _REQUEST, _SIZE = struct.Struct("!qq"), struct.Struct("!q")
 _NOT_HERE = -1
@@ -32,81 +32,45 @@ CONNECT = 10.0
 """Seconds to reach another host."""
 
 STALL = 30.0
-"""Seconds without a byte after which a connection is given up."""
+"""Seconds without a byte after which a connection fails."""
 
 AGAIN = 0.5
-"""Seconds until what could not be fetched is asked for again."""
+"""Seconds between two attempts to fetch a file."""
 
 CHUNK = 1 << 20
 
 Address = tuple[str, int]
 
 
-class Server:
-    """Gives what `copy` finds to who asks at `listener` and knows `secret`.
+def serve(
+    listener: socket.socket, place: Address, secret: bytes, copy: Callable[[Key], int | None]
+) -> rpc.Server:
+    """Serve the files that `copy` returns to peers that know `secret`. Close the server at the end.
 
     `place` is the address that others are told for `listener`.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        place: Address,
-        secret: bytes,
-        copy: Callable[[Key], int | None],
-    ) -> None:
-        self._listener, self._secret, self._copy = listener, secret, copy
-        self._role = _role(place)
-        self._bell, self._rung = socket.socketpair()
-        self._peers: dict[socket.socket, Thread] = {}
-        self._lock = Lock()
-        self._thread = Thread(target=self._accept, name="islands-serve", daemon=True)
-        self._thread.start()
+    def give(peer: rpc.Connection) -> None:
+        """Send a peer the file that it asks for. A peer that has left asks again if it must."""
+        peer.socket.settimeout(STALL)
+        rank, number = _REQUEST.unpack(_message(peer))
+        fd = os.memfd_create("nothing") if number == NOTHING else copy((rank, number))
+        if fd is None:
+            peer.send(_SIZE.pack(_NOT_HERE))
+            return
+        try:
+            _send_file(peer, fd)
+        finally:
+            os.close(fd)
 
-    def close(self) -> None:
-        """Serve nobody any more."""
-        self._bell.close()
-        self._thread.join()
-        with self._lock:
-            serving = dict(self._peers)
-        for peer, thread in serving.items():
-            with suppress(OSError):  # it has ended meanwhile
-                peer.shutdown(socket.SHUT_RDWR)
-            thread.join()
-        self._rung.close()
-
-    def _accept(self) -> None:
-        acceptor = authentication.Acceptor(self._listener, self._secret, self._role, self._rung)
-        with acceptor:
-            while (peer := acceptor.accept()) is not None:
-                thread = Thread(target=self._serve, args=[peer], daemon=True)
-                with self._lock:
-                    self._peers[peer.socket] = thread
-                thread.start()
-
-    def _serve(self, peer: authentication.Connection) -> None:
-        """Give one peer what it asks for."""
-        # Who has left asks again, if it still wants it.
-        with peer, suppress(OSError):
-            peer.socket.settimeout(STALL)
-            rank, number = _REQUEST.unpack(_message(peer))
-            fd = os.memfd_create("nothing") if number == NOTHING else self._copy((rank, number))
-            if fd is None:
-                peer.send(_SIZE.pack(_NOT_HERE))
-            else:
-                try:
-                    _send_file(peer, fd)
-                finally:
-                    os.close(fd)
-        with self._lock:
-            del self._peers[peer.socket]
+    return rpc.Server(listener, secret, _role(place), give, name="islands-serve")
 
 
 class Fetches:
-    """What is being fetched from other hosts, which know `secret`.
+    """Fetches files from other hosts, which know `secret`, until they arrive or are cancelled.
 
-    In the event loop of `selector`, `done` is called with each key and the file that it has come
-    to, `failed` with each try that went wrong and why; it is tried until it is cancelled.
+    In the event loop of `selector`, `done` is called with each key and its file, and `failed` with
+    each attempt that failed and why.
     """
 
     def __init__(
@@ -126,20 +90,20 @@ class Fetches:
         selector.register(self._rung, selectors.EVENT_READ, self._hear)
 
     def begin(self, key: Key, source: Address) -> None:
-        """Fetch what is known by `key` from the host that serves at `source`."""
+        """Fetch the file `key` from the host that serves at `source`."""
         self.cancel(key)
         self._running[key] = _Fetch(key, source, self._secret, self._tell)
         self._running[key].start()
 
     def cancel(self, key: Key) -> None:
-        """Fetch it no longer, if it is under way."""
+        """Stop fetching `key`, if it is being fetched."""
         if (fetch := self._running.pop(key, None)) is not None:
             fetch.cancel()
             self._cancelled = [each for each in self._cancelled if each.is_alive()]
             self._cancelled.append(fetch)
 
     def close(self) -> None:
-        """Fetch nothing any more."""
+        """Cancel all fetches, and wait for their threads."""
         for key in list(self._running):
             self.cancel(key)
         for fetch in self._cancelled:
@@ -150,9 +114,9 @@ class Fetches:
         self._bell.close()
 
     def _tell(self, fetch: _Fetch, what: int | str) -> None:
-        """Say from a thread how a try ended."""
+        """Report the result of an attempt, from its thread."""
         self._news.put((fetch, what))
-        with suppress(OSError):  # nobody listens any more, or a ring is on its way already
+        with suppress(OSError):  # closed, or full: then the loop wakes up anyway
             self._bell.send(b"\0", socket.MSG_DONTWAIT)
 
     def _hear(self) -> None:
@@ -164,7 +128,7 @@ class Fetches:
         while not self._news.empty():
             fetch, what = self._news.get()
             if isinstance(what, int):
-                fetch.join()  # it has nothing more to say
+                fetch.join()  # it was its last result
             is_wanted = self._running.get(fetch.key) is fetch
             if isinstance(what, str):
                 if is_wanted:
@@ -194,7 +158,7 @@ class _Fetch(Thread):
         self._peer: socket.socket | None = None
 
     def cancel(self) -> None:
-        """Give up, soon."""
+        """Stop soon, also in the middle of a connection."""
         self._cancelled.set()
         with self._lock:
             if self._peer is not None:
@@ -213,7 +177,7 @@ class _Fetch(Thread):
                 return
 
     def _fetched(self) -> int:
-        """The descriptor of the file. Raises OSError."""
+        """Return the descriptor of the file. Raises OSError."""
         family, kind, protocol, _, place = socket.getaddrinfo(
             *self._source, type=socket.SOCK_STREAM
         )[0]
@@ -233,7 +197,7 @@ class _Fetch(Thread):
 
     def _read(self, peer: socket.socket) -> int:
         until = time.monotonic() + CONNECT
-        proven = authentication.prove(peer, self._secret, _role(self._source), until)
+        proven = rpc.prove(peer, self._secret, _role(self._source), until)
         peer.settimeout(STALL)
         proven.send(_REQUEST.pack(*self.key))
         (size,) = _SIZE.unpack(_message(proven))
@@ -253,7 +217,7 @@ def _role(place: Address) -> bytes:
     return f"islands {place[0]} {place[1]}".encode()
 
 
-def _message(peer: authentication.Connection) -> bytes:
+def _message(peer: rpc.Connection) -> bytes:
     """The next message of `peer`. Raises OSError where none comes that it has sealed."""
     try:
         message = peer.receive()
@@ -264,7 +228,7 @@ def _message(peer: authentication.Connection) -> bytes:
     return message
 
 
-def _send_file(peer: authentication.Connection, fd: int) -> None:
+def _send_file(peer: rpc.Connection, fd: int) -> None:
     """Send the size of a file, its bytes, and their MAC. Raises OSError."""
     size, place = os.fstat(fd).st_size, 0
     peer.send(_SIZE.pack(size))
@@ -281,7 +245,7 @@ def _send_file(peer: authentication.Connection, fd: int) -> None:
     peer.socket.sendall(sum_of_all.digest())
 
 
-def _copy(peer: authentication.Connection, fd: int, size: int) -> None:
+def _copy(peer: rpc.Connection, fd: int, size: int) -> None:
     """Write `size` bytes that come from `peer` into a file. Raises OSError, also for bytes that
     the other end has not sent."""
     buffer = memoryview(bytearray(min(size, CHUNK)))

@@ -1,4 +1,4 @@
-"""Starts the ranks of one island that may end and come back by itself."""
+"""Starts the ranks of one elastic island on one host."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from pathlib import Path
 
 from shardwise.errors import LaunchError
 from shardwise.islands.elastic.membership import IslandPlace, ranks_here
-from shardwise.launch.local_workers import Hear, HostTask, LocalWorkers, RankExit
+from shardwise.launch.local_workers import Hear, LocalWorkers, RankExit
 from shardwise.launch.orphan_reaper import OrphanReaper
-from shardwise.launch.worker import Worker, WorkerStreams
+from shardwise.launch.run_spec import Meeting, RunSpec
+from shardwise.launch.worker import Begin, Worker, WorkerStreams
 from shardwise.net import progress
 from shardwise.net.identity import Identity
 
 FILES_OF_A_RANK = 8
-"""That who starts ranks holds open of each: its link, what it brought, its output and log."""
+"""Files that the launcher or agent keeps open per rank: link, file of an exchange, output, log."""
 
 FILES = 64
-"""That it holds open besides."""
+"""Files that it keeps open besides."""
 
 OpenLink = Callable[[int], socket.socket]
-"""Makes the link of a rank to where islands exchange; returns the rank's end."""
+"""Opens the link of a rank to the broker; returns the rank's end."""
 
 
 class IslandWorkers(LocalWorkers):
-    """Those of the ranks of `task`, all of this host, that are of island `island` of `count`: they
+    """Those of the ranks of `spec`, all of this host, that are of island `island` of `count`: they
     meet at its first one.
 
     `link` makes the link of each to where islands exchange; `returns`: the others have gone on
@@ -40,7 +41,10 @@ class IslandWorkers(LocalWorkers):
 
     def __init__(
         self,
-        task: HostTask,
+        spec: RunSpec,
+        meeting: Meeting,
+        streams: WorkerStreams,
+        begin: Begin,
         folder: Path,
         reaper: OrphanReaper,
         selector: selectors.BaseSelector,
@@ -53,12 +57,14 @@ class IslandWorkers(LocalWorkers):
         link: OpenLink,
         returns: bool,
     ) -> None:
-        size = task.size // count
+        size = spec.size // count
         self._ranks = range(island * size, (island + 1) * size)
-        self._host = task
-        here = ranks_here(self._ranks, task.first, task.count)
-        of_island = replace(task, first=here.start, count=len(here))
-        super().__init__(of_island, folder, reaper, selector, hear, left, saves)
+        self._host = spec.share
+        here = ranks_here(self._ranks, self._host.first, self._host.count)
+        of_island = spec.for_share(replace(self._host, first=here.start, count=len(here)))
+        super().__init__(
+            of_island, meeting, streams, begin, folder, reaper, selector, hear, left, saves
+        )
         self._island, self._count, self._link, self._returns = island, count, link, returns
 
     @property
@@ -68,6 +74,8 @@ class IslandWorkers(LocalWorkers):
     def _start(
         self, worker: Worker, environ: dict[str, str], fds: list[int], outlet: WorkerStreams
     ) -> None:
+        # The rank inherits this end. Our copy is closed here, or the broker would never see the
+        # end of the rank.
         with self._link(worker.rank) as link:
             place = IslandPlace(
                 island=self._island,
@@ -79,21 +87,21 @@ class IslandWorkers(LocalWorkers):
             super()._start(worker, environ | place.variables(), [*fds, link.fileno()], outlet)
 
     def _identity(self, local_rank: int, listen_fd: int | None) -> Identity:
-        """Who a rank is in the run: on its host are those of other islands too."""
+        """Return the identity of a rank in the run; its host has ranks of other islands too."""
         found, host = super()._identity(local_rank, listen_fd), self._host
         return replace(found, local_rank=found.rank - host.first, local_size=host.count)
 
     def ended_well(self, rank: int) -> None:
-        """Ranks wait for those of their island alone, which they count from 0."""
+        """Pass on that `rank` has ended if it is of this island, whose ranks wait for no others."""
         if rank in self._ranks:
             progress.mark_ended_early(self._folder, rank - self._ranks.start)
 
     def end(self) -> None:
-        """End all that is left of the ranks, at once."""
+        """Kill the remaining processes of the ranks."""
         self.send_signal(signal.SIGKILL)
 
     def give_up(self) -> None:
-        """End the ranks of a start that failed, of which nobody is to hear."""
+        """Kill the ranks of a start that failed, without a report."""
         self.end()
         for worker in self._workers:
             while not worker.reap(stopped=True):
@@ -104,8 +112,15 @@ class IslandWorkers(LocalWorkers):
 
 
 def allow_files(ranks: int, islands: int, kept: int = 0) -> None:
-    """See to it that this process may pass on what is for `ranks` ranks, of `islands` islands, at
-    once, and keep the files of `kept` islands for each. Raises LaunchError."""
+    """Raise this process's limit of open files to what an exchange takes.
+
+    Args:
+        ranks: Ranks of this host.
+        islands: Islands of the run, of which each rank gets a file.
+        kept: Islands whose files are kept for each rank.
+
+    Raises LaunchError if the system does not allow it.
+    """
     needed = ranks * (islands - 1 + kept + FILES_OF_A_RANK) + FILES
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)

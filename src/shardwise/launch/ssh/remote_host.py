@@ -16,11 +16,11 @@ from shardwise import __version__
 from shardwise.errors import LaunchError
 from shardwise.launch import orphan_reaper
 from shardwise.launch.console import STDERR, STDOUT
-from shardwise.launch.local_workers import HostTask
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.screen import Lines, Tail
 from shardwise.launch.ssh import command, protocol
-from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.supervisor import Supervisor
+from shardwise.launch.worker import WorkerStreams
 from shardwise.launch.worker_output import LIVE
 from shardwise.net import network
 from shardwise.net.hosts import Share
@@ -50,7 +50,7 @@ class RemoteHost:
 
     def __init__(
         self,
-        options: SshOptions,
+        spec: RunSpec,
         share: Share,
         say: Callable[[bytes], None],
         *,
@@ -61,7 +61,7 @@ class RemoteHost:
         self.ready: protocol.Message | None = None
         self.fault: str | None = None
         self.is_here = network.is_here(share.host) if is_here is None else is_here
-        self._options = options
+        self._spec = spec
         self._supervisor: Supervisor | None = None
         self._left: set[int] = set()
         self._errors = Tail()
@@ -75,9 +75,9 @@ class RemoteHost:
             self.kinds, self._take, lambda noise: say(self._lines.feed(noise))
         )
         self._process = _start(
-            command.agent_words(options, sys.executable)
+            command.agent_words(spec, sys.executable)
             if self.is_here
-            else command.ssh_command(options, share.host)
+            else command.ssh_command(spec, share.host)
         )
 
     @property
@@ -110,13 +110,13 @@ class RemoteHost:
                 self._selector.unregister(stream)
 
     def check(self, **values: Any) -> None:
-        """Ask whether the run can start there."""
-        self.send("check", patience=self._options.patience, **values)
+        """Send the spec, and ask whether the run can start there."""
+        self.send("check", spec=asdict(self._spec.for_share(self.share)), **values)
 
-    def start(self, task: HostTask, supervisor: Supervisor) -> None:
+    def start(self, meeting: Meeting, streams: WorkerStreams, supervisor: Supervisor) -> None:
         """Start the ranks; from now on their messages go to `supervisor`."""
         self._supervisor = supervisor
-        self.send("start", task=asdict(task))
+        self.send("start", meeting=asdict(meeting), streams=asdict(streams))
 
     def reap(self) -> None:
         """Do nothing: the agent reports the ends of its ranks, and its own output ends with it."""
@@ -145,7 +145,7 @@ class RemoteHost:
         if self._supervisor is None or self.fault is not None:
             return None
         # ssh watches the connection itself, and so notices first where that is cut.
-        limit = self._options.patience + SLACK
+        limit = self._spec.patience + SLACK
         left = self._heard + limit - time.monotonic()
         if left > 0:
             return left
@@ -154,7 +154,7 @@ class RemoteHost:
             return 0.0
         self._is_silent = True
         pid = self.hello["pid"] if self.hello else 0
-        self.give_up(command.silent_host(self._options, self.share, pid))
+        self.give_up(command.silent_host(self._spec, self.share, pid))
         return None
 
     def close(self) -> None:
@@ -218,14 +218,16 @@ class RemoteHost:
             self._hear(data)
             return
         self._selector.unregister(self._process.stdout)
-        code = self._code()
+        code = None
+        with suppress(subprocess.TimeoutExpired):  # it closed its output, and goes on
+            code = self._process.wait(1.0)
         self._read_errors()
         said = self._errors.text()
         if self._supervisor is None:
-            self.give_up(command.start_failure(self._options, self.share.host, code, said))
+            self.give_up(command.start_failure(self._spec, self.share.host, code, said))
         else:
             silent = time.monotonic() - self._heard
-            self.give_up(command.lost_host(self._options, self.share, code, said, silent))
+            self.give_up(command.lost_host(self._spec, self.share, code, said, silent))
 
     def _hear(self, data: bytes) -> None:
         """Take bytes of the agent; one that breaks the protocol is heard no more."""
@@ -239,12 +241,6 @@ class RemoteHost:
                 f"does: {fault}. Install the same version on all hosts, and see what else writes "
                 "to the output there."
             )
-
-    def _code(self) -> int | None:
-        try:
-            return self._process.wait(1.0)
-        except subprocess.TimeoutExpired:  # it closed its output, and goes on
-            return None
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.config.outer_optimizer import AveragingRule
+from shardwise.config.outer_optimizer import AveragingRule, packed_bytes
 
 MEGABIT = 1e6 / 8
 """Bytes."""
@@ -28,12 +28,8 @@ class SlowLinks:
 
     def boundary_bytes(self, rule: AveragingRule) -> float:
         """Bytes that the link of one group carries at a boundary, in each direction."""
-        import torch  # it takes seconds, and nobody waits for it who has no slow link
-
-        from shardwise.groups.wire import Wire
-
-        packed = Wire(rule.wire).nbytes(round(self.parameters), torch.float32)
-        return (self.groups - 1) * packed
+        # Masters, whose differences are sent, are fp32.
+        return (self.groups - 1) * packed_bytes(rule.wire, round(self.parameters), 4)
 
     def boundary_seconds(self, rule: AveragingRule, step: float) -> float:
         """Seconds that the steps stand still for it, where a step takes `step`: what is sent beside
