@@ -17,6 +17,7 @@ from rich.console import Console
 
 import shardwise as sw
 from shardwise.cli.main import main
+from shardwise.config import Settings
 from shardwise.horovod.context import SampleCounter
 from shardwise.tools.scale import measure, plots, records, report, runs
 from shardwise.tools.scale.estimates import Rate, rate, student
@@ -211,7 +212,7 @@ class TestStepLog:
 
 def test_a_batch_of_each_worker(solo: World) -> None:
     solo.size = 3
-    solo.settings = sw.world.config.Settings(batch="worker")
+    solo.settings = Settings(batch="worker")
     data = torch.utils.data.TensorDataset(torch.ones(60, 2))
     assert sw.Loader(data, batch_size=5).batch_size == 15
     with pytest.raises(sw.errors.DataError, match="--batch worker cannot make larger"):
