@@ -77,7 +77,8 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
             )
             with closing(supervisor):
                 workers.start(listener)
-                # Rank 0 has its own copy: with ours open, its end would not refuse connections.
+                # Rank 0 has its own copy. With ours open, ranks that connect after its end would
+                # wait for an answer instead of being refused.
                 listener.close()
                 ending = supervisor.watch([workers])
             workers.release()

@@ -137,6 +137,7 @@ class Supervisor:
         """Note that a rank has ended."""
         self._running.discard(rank_exit.end.rank)
         self._exits[rank_exit.end.rank] = rank_exit
+        # `alone`: a process that it left behind may be the rank itself, in the background.
         if rank_exit.end.code == 0 and rank_exit.alone:
             for site in self._sites:
                 site.ended_well(rank_exit.end.rank)
@@ -183,6 +184,8 @@ class Supervisor:
         ends = self._ends()
         if all(end.code == 0 for end in ends):
             return
+        # Ranks that only lost another one fail at once, and the one that they lost may take seconds
+        # to write its traceback: wait longer until a cause is known.
         explained = failure_report.is_explained(ends, self._reports())
         if self._plan and explained == self._explained:
             return
@@ -232,6 +235,7 @@ class Supervisor:
         if self._asked is not None:
             unsaved = failure_report.unsaved_line(self._asked, self._progress())
             return Ending(code=128 + self._asked, words=lost + unsaved, asked=self._asked)
+        # Ranks that only lost their peers are a consequence of the host that went away.
         if lost and (judged is None or failure_report.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)

@@ -85,6 +85,7 @@ class Agent:
 
     def run(self) -> None:
         """Obey the launcher until it closes the connection, or falls silent."""
+        # A launcher that reads no further must not stop this loop, which has ranks to watch.
         for fd in (IN, OUT):
             os.set_blocking(fd, False)
         self._selector.register(IN, selectors.EVENT_READ, self._read)
@@ -134,6 +135,7 @@ class Agent:
 
         That is at the interface's address, else at `address`, else where it leads `towards`.
         """
+        # Kept until `start`, whose message is small then: the spec is sent once.
         self._spec = found = protocol.build(RunSpec, spec)
         if not found.words or len(found.shares) != 1:
             raise protocol.ProtocolError("nothing is to be run")

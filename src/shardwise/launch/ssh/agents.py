@@ -92,6 +92,7 @@ class Agents(Generic[H]):
             beats.close()
         for remote in self._remotes:
             remote.close()
+        # All were asked before the first is waited for: many slow hosts take as long as one.
         began = time.monotonic()
         for remote in self._remotes:
             self._wait(remote, began)

@@ -257,6 +257,7 @@ class RemoteHost:
 
     def _on_hello(self, message: protocol.Message) -> None:
         self.hello = message
+        # Errors of several hosts are put in order by time, and clocks of hosts differ.
         self._offset = time.time() - message["time"]
         if message["version"] != __version__:
             self.fault = (
