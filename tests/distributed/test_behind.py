@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import schema
-from shardwise.islands.bounded_staleness import Report
+from shardwise.islands.bounded_staleness import SumsReport
 from shardwise.messages.printable import in_bytes
 from tests.distributed.test_islands import (
     ROWS,
@@ -227,7 +227,7 @@ def test_a_resume_in_mid_flight_has_the_bits_of_a_run_that_went_on(
 
 
 def test_what_islands_report_is_known_to_the_schema():
-    assert Report._fields == schema.REPORTED
+    assert SumsReport._fields == schema.REPORTED
 
 
 def test_any_number_of_islands_goes_on_from_there(group, tmp_path):

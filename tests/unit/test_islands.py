@@ -7,7 +7,7 @@ import pytest
 from shardwise.config import Settings, check_contradictions
 from shardwise.config.outer_optimizer import AveragingRule, Outer, StalenessRule
 from shardwise.errors import ConfigError, ModelMismatch, UsageError
-from shardwise.islands.parameter_averaging import Report, check_reports
+from shardwise.islands.parameter_averaging import IslandReport, check_reports
 from shardwise.world.mesh import Mesh, mesh_of
 from shardwise.world.world import count_groups
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_had_beside_gradients_that_are_behind(given, flag):
 )
 def test_islands_that_have_come_apart_are_named_as_users_know_them(field, error, words):
     """Island 0 and 2 are away."""
-    fields = dict.fromkeys(Report._fields, 0.0) | {"step": 8.0, "anchor": 8.0}
-    first, other = Report(**fields), Report(**fields | {field: 9.0})
+    fields = dict.fromkeys(IslandReport._fields, 0.0) | {"step": 8.0, "anchor": 8.0}
+    first, other = IslandReport(**fields), IslandReport(**fields | {field: 9.0})
     with pytest.raises(error, match=words):
         check_reports([first, other], (1, 3))

@@ -1,6 +1,6 @@
 """Sums gradients over islands at every step, and updates with the sums of some steps before.
 
-    step n    this island's sums are ready    send them, with a Report
+    step n    this island's sums are ready    send them, with a SumsReport
               those of step n - S, of all     wait, and use them in this update
 
 The gradients of a step are so computed with weights that at most S updates have changed since:
@@ -38,7 +38,7 @@ CHECK_EVERY = 30
 """Steps from one comparison of the islands' weights to the next."""
 
 
-class Report(NamedTuple):
+class SumsReport(NamedTuple):
     """What an island sends to the others with the sums of a step, 8 bytes per field; flags of the
     parameters that had a gradient follow, packed."""
 
@@ -70,10 +70,12 @@ class Report(NamedTuple):
         return [*self, *pack(used)]
 
 
-def read_reports(rows: Sequence[list[float]], parameters: int) -> tuple[list[Report], list[bool]]:
+def read_reports(
+    rows: Sequence[list[float]], parameters: int
+) -> tuple[list[SumsReport], list[bool]]:
     """The reports of all islands, and which of so many parameters had a gradient on any."""
-    count = len(Report._fields)
-    reports = [Report(*row[:count]) for row in rows]
+    count = len(SumsReport._fields)
+    reports = [SumsReport(*row[:count]) for row in rows]
     return reports, any_of([row[count:] for row in rows], parameters)
 
 
@@ -115,7 +117,7 @@ class BoundedStaleness(StepHooks):
             self.peers,
             self.world_group,
             self._rule.behind,
-            len(Report._fields) + len(pack([False] * len(parameters.named))),
+            len(SumsReport._fields) + len(pack([False] * len(parameters.named))),
             scattered=self.scattered,
         )
 
@@ -187,7 +189,7 @@ class BoundedStaleness(StepHooks):
             intervals = self._optimizer.intervals
             several = [fingerprints.sums_of(interval.master.loaded()) for interval in intervals]
             weights = float(crc32(repr(several).encode()))
-        report = Report(
+        report = SumsReport(
             step,
             totals.weight,
             totals.shown,
@@ -241,7 +243,7 @@ class BoundedStaleness(StepHooks):
 
 
 def _joined(
-    totals: StepTotals, reports: Sequence[Report], used: list[bool], replicas: int
+    totals: StepTotals, reports: Sequence[SumsReport], used: list[bool], replicas: int
 ) -> StepTotals:
     """What all islands know of the step that was reported. If gradients of any are not finite, the
     squared norm is infinite."""
@@ -278,7 +280,7 @@ _ALIKE = {
 """What all islands have to report alike, and the message if one does not."""
 
 
-def _check(reports: Sequence[Report]) -> None:
+def _check(reports: Sequence[SumsReport]) -> None:
     """Raise if islands have diverged; the ranks of equal place all raise."""
     first = reports[0]
     for island, report in enumerate(reports):

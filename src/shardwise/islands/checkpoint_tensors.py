@@ -29,7 +29,7 @@ from shardwise.checkpoint.extra_sets import ExtraTensors, Places
 from shardwise.checkpoint.format import TensorSpec, dtype_name
 from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, OUTER, TensorSpan, state_name
 from shardwise.islands.anchor import RESIDUAL, SENT, VALUE, VELOCITY
-from shardwise.islands.bounded_staleness import Report, read_reports
+from shardwise.islands.bounded_staleness import SumsReport, read_reports
 from shardwise.islands.delayed_sums import DelayedSums, Flight
 from shardwise.islands.difference_exchange import DifferenceExchange
 from shardwise.layout.bucket_layout import Bucket, Span
@@ -247,7 +247,7 @@ class DelayedTensors(BesideTensors):
         for each in saved["waiting"]:
             used = [named.name in each["used"] for named in self._parameters.named]
             reports = [
-                Report(**{name: float(report[name]) for name in Report._fields})
+                SumsReport(**{name: float(report[name]) for name in SumsReport._fields})
                 for report in json_values.decode(each["reports"])
             ]
             self._delayed.expect(each["step"], [report.row(used) for report in reports])

@@ -1,7 +1,7 @@
 """Averages the parameters of islands after the steps at which that is due.
 
     after step n    every bucket whose turn it is: send, receive, move (difference_exchange.py)
-                    n a multiple of H: one small message more, a Report
+                    n a multiple of H: one small message more, an IslandReport
 
 Between these steps nothing leaves an island.
 """
@@ -38,7 +38,7 @@ WEIGHT = "weight"
 """The key, next to those of the anchor, of the weight of the steps since a parameter was sent."""
 
 
-class Report(NamedTuple):
+class IslandReport(NamedTuple):
     """What an island sends to the others next to its differences, 8 bytes per field."""
 
     loss: float
@@ -218,7 +218,7 @@ class ParameterAveraging(StepHooks):
             loss = sum(r.loss * w for r, w in zip(reports, shares, strict=True)) / sum(shares)
         return totals, replace(stats, loss=loss, weight=weight)
 
-    def _average(self, engine: Engine, stats: StepStats) -> list[Report] | None:
+    def _average(self, engine: Engine, stats: StepStats) -> list[IslandReport] | None:
         """Send and move the buckets whose turn it is; returns the reports of all islands if those
         are due too."""
         rule, exchange, step = self._rule, self.exchange, engine.steps
@@ -273,7 +273,7 @@ class ParameterAveraging(StepHooks):
         # Now, not when the reports arrive: with `--late` steps continue meanwhile, and the mean has
         # to be over the same step on all islands.
         self._sent = SentBuffers(_form(buffers), buffers.rows, buffers.values())
-        report = Report(
+        report = IslandReport(
             stats.loss if stats.weight else 0.0,
             stats.weight,
             self._asked,
@@ -284,7 +284,7 @@ class ParameterAveraging(StepHooks):
         )
         return torch.tensor(report, dtype=torch.float64).view(torch.uint8)
 
-    def _receive_reports(self, buffers: Buffers) -> list[Report] | None:
+    def _receive_reports(self, buffers: Buffers) -> list[IslandReport] | None:
         """Return the reports of all islands, None if they were sent before this run began; average
         the buffers. Collective over the peers. Raises if islands have diverged."""
         message, self.exchange.report = self.exchange.report, None
@@ -297,11 +297,11 @@ class ParameterAveraging(StepHooks):
             self._average_buffers(buffers, sent)
         return None
 
-    def _read_reports(self, rows: list[Tensor], buffers: Buffers) -> list[Report]:
+    def _read_reports(self, rows: list[Tensor], buffers: Buffers) -> list[IslandReport]:
         """Return the reports in `rows` of bytes, and average the buffers. Collective over the
         peers. Raises if islands have diverged."""
         # A clone, since fp64 numbers have to be aligned in memory.
-        reports = [Report(*row.clone().view(torch.float64).tolist()) for row in rows]
+        reports = [IslandReport(*row.clone().view(torch.float64).tolist()) for row in rows]
         check_reports(reports, self.peers.places)
         sent, self._sent = self._sent, None
         assert sent is not None, "this island has sent a report"
@@ -331,7 +331,7 @@ def _form(buffers: Buffers) -> int:
     return crc32(str(buffers.form()).encode())
 
 
-def check_reports(reports: list[Report], islands: Sequence[int]) -> None:
+def check_reports(reports: list[IslandReport], islands: Sequence[int]) -> None:
     """Raise if islands have made different numbers of steps or have different anchors; the ranks of
     equal place all raise."""
     first = islands[0]

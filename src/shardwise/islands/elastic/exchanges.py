@@ -29,7 +29,7 @@ class Broker(Protocol):
         """Close the links to `ranks`."""
 
 
-class Transfers(Protocol):
+class FileTransfers(Protocol):
     """Copies files between hosts."""
 
     def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
@@ -63,7 +63,7 @@ class Exchanges:
 
     def __init__(self, membership: Membership, answered: Callable[[Sequence[int]], None]) -> None:
         self.membership = membership
-        self.transfers: Transfers | None = None
+        self.transfers: FileTransfers | None = None
         self._answered = answered
         self._brokers: dict[int, Broker] = {}
         self._held: dict[int, _Held] = {}
