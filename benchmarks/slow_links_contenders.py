@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from contenders import Contender
-from shardwise.islands.wire import BLOCK, Wire
+from shardwise.config.outer_optimizer import BLOCK
+from shardwise.islands.wire import Wire
 from workloads import Gpt
 
 WIRES = {

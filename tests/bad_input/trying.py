@@ -167,7 +167,8 @@ def _command(given: Input) -> int:
 
 def _be_rank(job: Any, command: Any, console: Any, *rest: Any) -> Any:
     """Instead of starting the one rank that is asked for, become it."""
-    from shardwise.net import environment, network
+    from shardwise.launch.run_spec import Meeting, rank_environment
+    from shardwise.net import network
     from shardwise.net.identity import Identity
     from shardwise.net.restarts import Ending
 
@@ -178,9 +179,9 @@ def _be_rank(job: Any, command: Any, console: Any, *rest: Any) -> Any:
     if job.size > 1 or not job.is_python or job.module:
         return Ending(code=0)
     me = Identity(launcher="shardwise run", address="127.0.0.1", port=1)
-    base = os.environ | job.passed
+    meeting = Meeting(address="127.0.0.1", port=1, master_port=1)
     reports = Path("..", "reports").resolve()
-    told = environment.of_rank(base, me, flags=job.flags, reports=reports, cores=1)
+    told = rank_environment(job, me, meeting, os.environ, reports=reports, cores=1)
     os.environ.clear()
     os.environ.update(told)
     return Ending(code=_script(None))

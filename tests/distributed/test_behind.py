@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import schema
-from shardwise.engine.island_report import Report
+from shardwise.islands.bounded_staleness import SumsReport
 from shardwise.messages.printable import in_bytes
 from tests.distributed.test_islands import (
     ROWS,
@@ -227,7 +227,7 @@ def test_a_resume_in_mid_flight_has_the_bits_of_a_run_that_went_on(
 
 
 def test_what_islands_report_is_known_to_the_schema():
-    assert Report._fields == schema.REPORTED
+    assert SumsReport._fields == schema.REPORTED
 
 
 def test_any_number_of_islands_goes_on_from_there(group, tmp_path):
@@ -553,7 +553,7 @@ def bytes_case(world, settings):
     for batch in batches(4):
         engine.backward(loss_of(model, world.share(batch)))
         engine.step()
-    delayed = engine._states.delayed
+    delayed = engine._states.hooks.sums
     messages = [message for flight in delayed.flights for message in flight.sums]
     held = [*(message.rows for message in messages), *(r.loaded() for r in delayed.residuals)]
     nbytes = sum(tensor.nbytes for tensor in held)

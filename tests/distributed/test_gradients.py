@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.comm import shared_work
-from shardwise.states.gradients import bucket_reducer, gradients
+from shardwise.states.gradients import bucket
 from tests.distributed.sharded import batch
 
 WIDE = 160
@@ -138,16 +138,16 @@ class Mixed(nn.Module):
 
 def straight_case(world, row, precision, smallest):
     """Train with gradients from `smallest` elements on sent from where they are."""
-    usual = bucket_reducer.SENT_APART, gradients.SMALL
-    bucket_reducer.SENT_APART, gradients.SMALL = smallest, 10
+    usual = bucket.SENT_APART, bucket.SMALL
+    bucket.SENT_APART, bucket.SMALL = smallest, 10
     sent = []
-    launch = bucket_reducer.BucketReducer.launch
+    launch = bucket.GradientBucket.launch
 
-    def counting(self, bucket, buffer, elsewhere=bucket_reducer._NOWHERE, onto=None):
-        sent.extend(elsewhere)
-        launch(self, bucket, buffer, elsewhere, onto)
+    def counting(self):
+        sent.extend(self._elsewhere)
+        launch(self)
 
-    bucket_reducer.BucketReducer.launch = counting
+    bucket.GradientBucket.launch = counting
     try:
         torch.manual_seed(3)
         model = Mixed()
@@ -166,8 +166,8 @@ def straight_case(world, row, precision, smallest):
         engine.close()
         return losses, norms, values, len(sent)
     finally:
-        bucket_reducer.SENT_APART, gradients.SMALL = usual
-        bucket_reducer.BucketReducer.launch = launch
+        bucket.SENT_APART, bucket.SMALL = usual
+        bucket.GradientBucket.launch = launch
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def lost_case(world, what, words):
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=2)
     stepped(world, engine, model, batches(3))
     if world.rank == 1 and what == "anchor":
-        engine._states.islands.anchor.storages["value"][0].loaded()[0] += 1
+        engine._states.hooks.exchange.anchor.storages["value"][0].loaded()[0] += 1
     engine._state.steps += 2 * (world.rank == 1 and what == "steps")
     with pytest.raises(sw.errors.ShardwiseError, match=words):
         stepped(world, engine, model, batches(1))
@@ -284,7 +284,7 @@ def dropped_case(world):
     settings = {"equal_every": 3, "late": 1, "wire": "int4", "bucket_mb": 1000.0}
     engine = sw.Engine(model, optimizer_of("sgd", model), **settings)
     stepped(world, engine, model, batches(4))
-    islands = engine._states.islands
+    islands = engine._states.hooks.exchange
     lost = islands.anchor.storages["residual"][0].loaded().clone()
     weights = list(islands.weights)
     stepped(world, engine, model, batches(2))
@@ -295,7 +295,7 @@ def dropped_case(world):
     counted = list(islands.weights)
     model[0].bias.requires_grad_(True)
     stepped(world, engine, model, batches(1))
-    kept = list(engine._states.islands.weights)
+    kept = list(engine._states.hooks.exchange.weights)
     engine.close()
     assert not torch.equal(sent, lost)
     assert torch.allclose(back, lost, rtol=1e-9, atol=1e-12)

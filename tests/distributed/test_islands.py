@@ -105,7 +105,7 @@ def trained(world, optimizer, settings):
         anchor = flat(model)
     with engine.full_parameters():
         assert torch.equal(flat(model), mine)
-    assert len(engine._spec.island_group.gather_objects(0)) == world.size // world.island_count
+    assert len(engine._spec.step_group.gather_objects(0)) == world.size // world.island_count
     engine.close()
     return losses, mine, anchor
 
@@ -191,7 +191,7 @@ def test_each_host_is_an_island(group, zero):
 
 def names_case(world):
     assert (world.island_count, world.peers.name, world.peers.size) == (2, "gloo", 2)
-    assert world.island.name == "shared memory"
+    assert world.step_group.name == "shared memory"
 
 
 def test_every_step_and_plain_sgd_are_one_large_batch(group):
@@ -233,7 +233,7 @@ def counted(world, steps, settings):
     """By step, the bytes that this rank has sent to other islands."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("adamw", model), **settings)
-    engine._stepper._islands.begin()  # compares what islands begin at, once
+    engine._spec.hooks.before_step(engine._state)  # compares what islands begin at, once
     sent = []
     gather = type(world.peers).all_gather
 
@@ -458,9 +458,9 @@ def bad_case(world):
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=1)
     with torch.no_grad():
         model[0].weight[0, 0] = torch.inf
-    engine._states.islands.begun = True
+    engine._states.hooks.exchange.begun = True
     with pytest.raises(sw.errors.NonFiniteError, match=r"How far 0.weight has come .* a NaN or an"):
-        engine._states.islands.send(0, 1)
+        engine._states.hooks.exchange.send(0, 1)
     engine.close()
 
 

@@ -276,7 +276,7 @@ class TestRefusals:
 
 
 def test_package_of_the_launcher_stays_importable():
-    from shardwise.net import environment
+    from shardwise.launch import program
 
     assert sw.launch is sys.modules["shardwise.launch"]
-    assert sw.launch.environment is environment
+    assert sw.launch.program is program

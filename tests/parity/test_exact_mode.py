@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.states.gradients.exact_squared_sums import GRAIN
+from shardwise.states.gradients.gradient_norm import GRAIN
 from shardwise.states.storage import storage
 from tests.disk import on_a_disk
 from tests.parity import exact_problems

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.layout.bucket_layout import padding
-from shardwise.states.gradients.bucket_reducer import IN_FLIGHT
+from shardwise.states.gradients.reduction_queue import IN_FLIGHT
 
 FORMULAS = {
     ("fp32", 0): (16, 0),

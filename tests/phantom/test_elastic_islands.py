@@ -8,11 +8,12 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from shardwise.comm import ElasticRun, IslandLink, Solo
-from shardwise.launch.island_hub import IslandHub
-from shardwise.net.island_desk import IslandDesk
-from shardwise.net.island_membership import Membership
-from shardwise.net.island_place import IslandPlace
+from shardwise.comm import Solo
+from shardwise.islands.elastic.broker import HostBroker
+from shardwise.islands.elastic.collectives import ElasticRun
+from shardwise.islands.elastic.exchanges import Exchanges
+from shardwise.islands.elastic.link import IslandLink
+from shardwise.islands.elastic.membership import IslandPlace, Membership
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--elastic-islands needs Linux")
 
@@ -24,15 +25,15 @@ def carry(selector, over):
             key.data()
 
 
-def run_of(desk, island, group):
+def run_of(broker, island, group):
     """All ranks, as the one of `island` sees them."""
     place = IslandPlace(
-        island=island, count=2, size=1, fd=desk.open(island).detach(), returns=False
+        island=island, count=2, size=1, fd=broker.open(island).detach(), returns=False
     )
     return ElasticRun(group, IslandLink(place, island, timeout=20.0, warn_after=20.0))
 
 
-def exchanges(run, device, island, found):
+def exchange(run, device, island, found):
     """What an island has after a sum, a broadcast, rows, and the bytes of a boundary."""
     value = torch.full((3,), 1.5 + island, dtype=torch.bfloat16, device=device)
     summed, given = value.clone(), value.clone()
@@ -48,16 +49,16 @@ def exchanges(run, device, island, found):
 def both(world):
     """The same of an island on the device, and of one beside it on the CPU."""
     selector, over = selectors.DefaultSelector(), Event()
-    hub = IslandHub(Membership(count=2, size=1), lambda islands: None)
-    desk = IslandDesk(selector, hub)
-    hub.attach(desk, range(2))
-    hub.link(range(2))
+    exchanges = Exchanges(Membership(count=2, size=1), lambda islands: None)
+    broker = HostBroker(selector, exchanges)
+    exchanges.attach(broker, range(2))
+    exchanges.link(range(2))
     found = [], []
-    runs = [run_of(desk, 0, world.collectives), run_of(desk, 1, Solo())]
-    with closing(selector), closing(desk):
+    runs = [run_of(broker, 0, world.collectives), run_of(broker, 1, Solo())]
+    with closing(selector), closing(broker):
         threads = [
             Thread(target=carry, args=(selector, over)),
-            Thread(target=exchanges, args=(runs[1], torch.device("cpu"), 1, found[1])),
+            Thread(target=exchange, args=(runs[1], torch.device("cpu"), 1, found[1])),
         ]
         for thread in threads:
             thread.start()

@@ -5,7 +5,8 @@ import torch
 
 from shardwise.comm import Sum
 from shardwise.layout.bucket_layout import even_cuts
-from shardwise.states.gradients.bucket_reducer import IN_FLIGHT, BucketReducer
+from shardwise.states.gradients.bucket import GradientBucket
+from shardwise.states.gradients.reduction_queue import IN_FLIGHT
 from tests.phantom import cases
 
 LONG = 1 << 17
@@ -88,18 +89,18 @@ def waits_of_backward(world, zero):
     launched, and those that had been asked for when the launch was over."""
     from tests.phantom.streams import Device
 
-    order, real, found = Device.order, BucketReducer.launch, []
+    order, real, found = Device.order, GradientBucket.launch, []
 
-    def launch(self, *args, **kwargs):
+    def launch(self):
         waited = of_nccl(order.moment(Device.current()))
-        real(self, *args, **kwargs)
+        real(self)
         found.append((waited, of_nccl(order.everything())))
 
     torch.manual_seed(0)
     model = cases.Model().to(world.device)
     optimizer = torch.optim.AdamW(model.parameters())
     engine = cases.sw.Engine(model, optimizer, zero=zero, precision="bf16", bucket_mb=0.004)
-    BucketReducer.launch = launch
+    GradientBucket.launch = launch
     try:
         for step in range(2):
             found.clear()
@@ -107,7 +108,7 @@ def waits_of_backward(world, zero):
             engine.backward(cases.loss_of(model, x.bfloat16(), y))
             engine.step()
     finally:
-        BucketReducer.launch = real
+        GradientBucket.launch = real
     engine.close()
     return found
 

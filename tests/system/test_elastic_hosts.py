@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.atomic_folders import complete
-from shardwise.launch.ssh.command import AGENT
+from shardwise.islands.elastic.hosts import AGENT
 from shardwise.net.restarts import SAVED
 from tests.system.lab import Lab
 from tests.system.launcher import Launcher, script

@@ -254,8 +254,8 @@ def test_one_count_of_starts(shardwise: Launcher) -> None:
 STARTS_BADLY = """
 import errno, sys
 from itertools import count
-from shardwise import cli
-from shardwise.launch.island_workers import IslandWorkers
+from shardwise.cli import main as cli
+from shardwise.islands.elastic.workers import IslandWorkers
 
 plain, numbers = IslandWorkers._start, count()
 

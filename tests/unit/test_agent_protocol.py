@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from shardwise.launch.failure_report import ExitStatus
-from shardwise.launch.local_workers import HostTask
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.ssh import protocol
 from shardwise.launch.worker import WorkerStreams
 from shardwise.net.error_file import ErrorReport
+from shardwise.net.hosts import Host, Share
 from shardwise.net.progress import Progress
 from tests.bad_input.drawing import _ANSWERS, _MESSAGES, _garbled
 
@@ -39,17 +40,9 @@ def test_a_line_without_end() -> None:
 
 
 OUTLET = WorkerStreams(drawn=(1, 2), window=(24, 80))
-TASK = HostTask(
-    command=("a",),
-    flags={},
-    size=2,
-    first=0,
-    count=1,
-    address="",
-    port=1,
-    master_port=2,
-    outlet=OUTLET,
-)
+SHARE = Share(Host("h1", 2, "me"), 0, 2)
+SPEC = RunSpec(words=("a", "b"), size=2, shares=(SHARE,), flags={"zero": "2"}, shown=(0, 1))
+MEETING = Meeting(address="", port=1, master_port=2)
 
 
 def as_json(value: Any) -> dict[str, Any]:
@@ -58,12 +51,10 @@ def as_json(value: Any) -> dict[str, Any]:
 
 
 def test_what_is_sent_is_built_again() -> None:
-    task = as_json(TASK)
-    task.pop("outlet")
-    assert as_json(protocol.build(HostTask, task, outlet=OUTLET)) == as_json(TASK)
     report = ErrorReport(rank=0, time=1.0, secondary=False, message="", text="", at_fault=(1,))
-    for value in (OUTLET, ExitStatus(rank=0, code=1, time=1), Progress(step=1, kept=0), report):
-        assert as_json(protocol.build(type(value), as_json(value))) == as_json(value)
+    end, progress = ExitStatus(rank=0, code=1, time=1), Progress(step=1, kept=0)
+    for value in (SPEC, MEETING, OUTLET, end, progress, report):
+        assert protocol.build(type(value), as_json(value)) == value
 
 
 @pytest.mark.parametrize(

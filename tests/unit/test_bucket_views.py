@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.layout.bucket_layout import Spec, lay_out
-from shardwise.states.gradients.bucket_reducer import BucketViews
+from shardwise.states.gradients.bucket_views import BucketViews
 from shardwise.states.parameters.named_parameters import NamedParameter
 
 

@@ -32,12 +32,13 @@ from shardwise.horovod.coordinator import (
     Response,
 )
 from shardwise.horovod.execution import AgreedOperation, adasum_pair, execute, row_counts
-from shardwise.horovod.links import Link, send_up_to
+from shardwise.horovod.links import send_up_to
 from shardwise.horovod.operation_handle import MARGIN, OperationHandle
 from shardwise.horovod.script_checks import ScriptComparison
 from shardwise.horovod.streams import StreamEvent
-from shardwise.net import authentication
+from shardwise.net import authentication, rpc
 from shardwise.net.authentication import Seals
+from shardwise.net.rpc import Link
 
 
 def reduction(name, process_set=0, **more):
@@ -438,7 +439,7 @@ def test_a_rank_that_leaves_first_does_what_was_agreed_on():
 def test_what_is_sent_need_not_be_all():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer, seals = socket.create_connection(listener.getsockname()), Seals(b"one", b"other")
-        link = Link(authentication.Connection(peer, seals))
+        link = Link(rpc.Connection(peer, seals))
         with listener.accept()[0]:  # which does not read
             link.send({"do": "this"})
             upto = {1: link.queued_bytes}

@@ -15,24 +15,37 @@ from typing import Any
 
 import pytest
 
+from shardwise.islands.elastic import hosts as island_hosts
+from shardwise.islands.elastic import transfers
+from shardwise.islands.elastic.agent import IslandAgent
+from shardwise.islands.elastic.broker import Contribution, HostBroker
+from shardwise.islands.elastic.exchanges import Exchanges
+from shardwise.islands.elastic.hosts import IslandHosts
+from shardwise.islands.elastic.membership import Membership
+from shardwise.islands.elastic.remote import (
+    IslandHost,
+    IslandRemoteHost,
+    RemoteBroker,
+    RemoteIsland,
+)
+from shardwise.islands.elastic.workers import IslandWorkers
+from shardwise.launch.console import Console
 from shardwise.launch.failure_report import ExitStatus
-from shardwise.launch.island_hub import IslandHub
-from shardwise.launch.island_workers import IslandWorkers
-from shardwise.launch.local_workers import HostTask, RankExit
-from shardwise.launch.ssh import agents, island_hosts, protocol, transfers
-from shardwise.launch.ssh.agent_islands import AgentIslands
-from shardwise.launch.ssh.command import SshOptions
-from shardwise.launch.ssh.island_hosts import IslandHosts
-from shardwise.launch.ssh.remote_desk import RemoteDesk
-from shardwise.launch.ssh.remote_host import RemoteHost
-from shardwise.launch.ssh.remote_island import IslandHost, RemoteIsland
-from shardwise.launch.worker import WorkerStreams
+from shardwise.launch.local_workers import RankExit
+from shardwise.launch.run_spec import Meeting, RunSpec
+from shardwise.launch.ssh import agents, protocol
+from shardwise.launch.worker import WorkerStreams, program
 from shardwise.net import network
 from shardwise.net.hosts import Host, Share
-from shardwise.net.island_desk import Contribution, IslandDesk
-from shardwise.net.island_membership import Membership
 
-SILENT = SshOptions(folder="/", python="python", ssh=("sh", "-c", "exec cat > /dev/null", "ssh"))
+SILENT = RunSpec(
+    words=(),
+    size=1,
+    shares=(),
+    folder="/",
+    python="python",
+    ssh=("sh", "-c", "exec cat > /dev/null", "ssh"),
+)
 """An ssh that says nothing, and ends with its input."""
 
 
@@ -41,7 +54,7 @@ class Ears:
 
     def __init__(self, count: int = 3) -> None:
         self.selector = selectors.DefaultSelector()
-        self.hub = IslandHub(Membership(count=count, size=1), lambda found: None)
+        self.exchanges = Exchanges(Membership(count=count, size=1), lambda found: None)
         self.gone: list[tuple[list[int], str]] = []
         self.ends: list[int] = []
         self.every_turn: list[Any] = []
@@ -50,7 +63,7 @@ class Ears:
     def lost(self, ranks: Sequence[int], why: str) -> None:
         self.gone.append((list(ranks), why))
         for rank in ranks:
-            self.hub.lose(rank)
+            self.exchanges.lose(rank)
 
     def left(self, rank_exit: RankExit) -> None:
         self.ends.append(rank_exit.end.rank)
@@ -71,15 +84,15 @@ class Remote:
         self.started: list[int] = []
         self.fault: str | None = None
         self.share = share(number)
-        self.ready = {"address": f"10.0.0.{number}", "port": 1, "command": ["a"]}
+        self.ready = {"address": f"10.0.0.{number}", "port": 1}
         self.ears = ears
         place = f"10.0.0.{number}", 1
-        self.desk = RemoteDesk(self.send, ears.hub, place, lambda *given: None)
+        self.broker = RemoteBroker(self.send, ears.exchanges, place, lambda *given: None)
 
     def send(self, kind: str, **values: Any) -> None:
         self.told.append(kind)
 
-    def start_island(self, task: Any, ranks: Sequence[int], **about: Any) -> None:
+    def start_island(self, meeting: Any, streams: Any, ranks: Sequence[int], **about: Any) -> None:
         self.started += ranks
 
     def ask_to_end(self, number: signal.Signals, part: int) -> None:
@@ -95,16 +108,16 @@ class Hosts:
 
     def __init__(self, count: int = 3) -> None:
         self.ears = Ears(count)
-        job: Any = SimpleNamespace(elastic_islands=count, task=lambda *given, **more: None)
+        job = replace(SILENT, parts=count)
         ears: Any = self.ears
         nothing: Any = None
-        self.islands = IslandHosts(job, SILENT, nothing, ears, nothing)
+        self.islands = IslandHosts(job, Console(1, {}), ears, nothing)
         self.remotes = [Remote(number, self.ears) for number in range(count)]
         found: list[Any] = [IslandHost(each.share, each) for each in self.remotes]  # type: ignore[arg-type]
         for host, remote in zip(found, self.remotes, strict=True):
             host.is_up = True
-            remote.desk._failed = self.islands._stalled
-            self.ears.hub.attach(remote.desk, [remote.share.first])
+            remote.broker._failed = self.islands._stalled
+            self.ears.exchanges.attach(remote.broker, [remote.share.first])
         self.islands._hosts = found
 
     def spread(self, number: int, *hosts: int) -> RemoteIsland:
@@ -126,8 +139,8 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def remote() -> Iterator[RemoteHost]:
-    made = RemoteHost(SILENT, share(0), lambda noise: None)
+def remote() -> Iterator[IslandRemoteHost]:
+    made = IslandRemoteHost(SILENT, share(0), lambda noise: None)
     with selectors.DefaultSelector() as selector:
         made.connect(selector)
         yield made
@@ -135,13 +148,13 @@ def remote() -> Iterator[RemoteHost]:
         made.wait(time.monotonic())
 
 
-def serve(remote: RemoteHost, ears: Ears) -> None:
+def serve(remote: IslandRemoteHost, ears: Ears) -> None:
     """Let a host serve, and start the rank of its island."""
     where: Any = ears
-    desk = RemoteDesk(remote.send, ears.hub, ("10.0.0.1", 1), lambda *given: None)
-    remote.serve(desk, where, secret="s", ranks=1, islands=3)
-    ears.hub.attach(desk, [0])
-    ears.hub.link([0])
+    broker = RemoteBroker(remote.send, ears.exchanges, ("10.0.0.1", 1), lambda *given: None)
+    remote.serve(broker, where, secret="s", ranks=1, islands=3)
+    ears.exchanges.attach(broker, [0])
+    ears.exchanges.link([0])
     remote._left.clear()
 
 
@@ -150,14 +163,14 @@ def end_of(rank: int) -> RankExit:
     return RankExit(end=end, how="SIGKILL", report=None, progress=None, alone=True)
 
 
-def test_what_a_host_that_was_given_up_still_says(remote: RemoteHost) -> None:
+def test_what_a_host_that_was_given_up_still_says(remote: IslandRemoteHost) -> None:
     """Its island may be about to start again: the end of the former life is not one of the next,
     and nobody takes what it brings."""
     ears = Ears()
     serve(remote, ears)
     remote.give_up("it is lost")
-    assert remote.desk is not None
-    ears.hub.detach(remote.desk)
+    assert remote.broker is not None
+    ears.exchanges.detach(remote.broker)
     rest = {"how": "", "report": None, "progress": None, "alone": True}
     end = {"rank": 0, "code": -9, "time": 1.0, "stopped": True}
     came = {"rank": 0, "number": 7, "size": 1, "label": "a", "alone": False, "resumes": True}
@@ -170,7 +183,7 @@ def test_what_a_host_that_was_given_up_still_says(remote: RemoteHost) -> None:
 def test_a_message_that_a_stopped_agent_does_not_read_is_sent_later(tmp_path: Path) -> None:
     file, message = tmp_path / "read", {"rank": 0, "number": 1, "data": "x" * 2**20}
     ssh = ("sh", "-c", f"exec cat > {file}", "ssh")
-    remote = RemoteHost(replace(SILENT, ssh=ssh), share(0), lambda noise: None)
+    remote = IslandRemoteHost(replace(SILENT, ssh=ssh), share(0), lambda noise: None)
     with selectors.DefaultSelector() as selector:
         remote.connect(selector)
         os.kill(remote.group, signal.SIGSTOP)
@@ -203,7 +216,7 @@ def test_a_host_that_is_asked_again_leaves_nothing() -> None:
     with closing(ears.selector), pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "is_here", look_up)
         patch.setattr("shardwise.launch.ssh.remote_host.FIRST_WAIT", 0.2)
-        with agents.Agents(SILENT, ears, lambda noise: None) as started:
+        with agents.Agents(SILENT, ears, lambda noise: None, IslandRemoteHost) as started:
             first = started.start([share(0), share(1)])
             before, files = children(), len(os.listdir("/proc/self/fd"))
             for _ in range(3):
@@ -225,14 +238,14 @@ def test_a_host_is_lost_while_another_listens(hosts: Hosts) -> None:
     hosts.islands.go_on()
     first, second = hosts.remotes[:2]
     assert first.told == ["listen"]
-    first.desk.meetings[0] = {"port": 1, "master_port": 2}
+    first.broker.meetings[0] = {"port": 1, "master_port": 2}
     hosts.islands._hosts[1].is_up = False
     hosts.islands.go_on()
     assert (first.started, second.started) == ([], [])
     hosts.islands._hosts[1].is_up = True
     hosts.islands.go_on()
     assert first.told == ["listen", "listen"]
-    first.desk.meetings[0] = {"port": 3, "master_port": 4}
+    first.broker.meetings[0] = {"port": 3, "master_port": 4}
     hosts.islands.go_on()
     assert (first.started, second.started) == ([0], [1])
     assert island.starts is None
@@ -250,10 +263,10 @@ def test_a_run_that_has_not_begun_is_asked_to_save(hosts: Hosts) -> None:
 
 def cannot_fetch(hosts: Hosts, target: int, source: int, key: int = 1) -> None:
     """A host tells that it cannot fetch what a rank of another one brings."""
-    desk = hosts.remotes[target].desk
-    if (source, key) not in desk.stalls:
-        desk.fetch((source, key), hosts.remotes[source].desk)
-    desk._on_unfetched(source, key, "timed out")
+    broker = hosts.remotes[target].broker
+    if (source, key) not in broker.stalls:
+        broker.fetch((source, key), hosts.remotes[source].broker)
+    broker._on_unfetched(source, key, "timed out")
 
 
 @pytest.fixture
@@ -261,7 +274,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     found = SimpleNamespace(now=100.0)
     found.monotonic = lambda: found.now
     monkeypatch.setattr(island_hosts, "time", found)
-    monkeypatch.setattr("shardwise.launch.ssh.remote_desk.time", found)
+    monkeypatch.setattr("shardwise.islands.elastic.remote.time", found)
     return found
 
 
@@ -286,11 +299,11 @@ def test_a_host_that_cannot_fetch(hosts: Hosts, clock: SimpleNamespace) -> None:
 def test_a_fetch_that_failed_long_ago(hosts: Hosts, clock: SimpleNamespace) -> None:
     """What is fetched no longer does not count against what is later."""
     cannot_fetch(hosts, 0, 1, key=1)
-    hosts.remotes[0].desk.settle((), [(1, 1)])
-    hosts.remotes[0].desk._on_unfetched(1, 1, "it was on its way")
+    hosts.remotes[0].broker.settle((), [(1, 1)])
+    hosts.remotes[0].broker._on_unfetched(1, 1, "it was on its way")
     clock.now += 1000
     cannot_fetch(hosts, 0, 1, key=2)
-    hosts.remotes[0].desk._on_fetched(1, 2)
+    hosts.remotes[0].broker._on_fetched(1, 2)
     clock.now += 1000
     cannot_fetch(hosts, 0, 1, key=3)
     assert hosts.ears.gone == []
@@ -301,24 +314,26 @@ def test_what_a_rank_says_does_not_come_after_its_end(tmp_path: Path) -> None:
     said: list[str] = []
     made: list[IslandWorkers] = []
     selector = selectors.DefaultSelector()
-    streams = WorkerStreams(piped=False)
-    task = HostTask(
-        command=("true",), flags={}, size=2, first=0, count=1, address="", port=1, master_port=1,
-        outlet=streams,
-    )  # fmt: skip
+    spec = RunSpec(words=(), size=2, shares=(share(0),))
+    where = Meeting(address="", port=1, master_port=1)
 
-    def run_part(part: int, given: Any, make: Any, listener: Any) -> None:
+    def run_part(part: int, meeting: Any, streams: Any, make: Any, listener: Any) -> None:
         nothing: Any = None
         sinks = nothing, lambda rank_exit: said.append("end"), nothing
-        made.append(make(task, tmp_path, nothing, selector, *sinks))
+        begin = program(["true"])
+        about = spec, where, WorkerStreams(piped=False), begin, tmp_path
+        made.append(make(*about, nothing, selector, *sinks))
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         stack.callback(selector.close)
-        islands = AgentIslands(lambda kind, **_: said.append(kind), selector, stack, run_part)
-        islands.listener = listener
+        nothing: Any = None
+        islands: Any = IslandAgent(nothing, stack)
+        islands._selector, islands._listener = selector, listener
+        islands._send = lambda kind, **_: said.append(kind)
+        islands._run_part = run_part
         islands.on_serve("secret", 1, 2)
-        islands.on_start_island({}, island=0, count=2, returns=False)
-        with closing(islands._desk.open(0)) as link:
+        islands.on_start_island({}, {}, island=0, count=2, returns=False)
+        with closing(islands._broker.open(0)) as link:
             link.send(json.dumps({"back": True}).encode())
             ready = selector.select(1.0)
             made[0]._left(end_of(0))
@@ -327,18 +342,18 @@ def test_what_a_rank_says_does_not_come_after_its_end(tmp_path: Path) -> None:
     assert said == ["serving", "end"]
 
 
-def test_numbers_of_two_desks_differ() -> None:
-    """What the former desk of a host was told of is not taken for what the next one has."""
+def test_numbers_of_two_brokers_differ() -> None:
+    """What the former broker of a host was told of is not taken for what the next one has."""
     found = []
     for _ in range(2):
         told: list[Contribution] = []
         ears: Any = SimpleNamespace(came=told.append)
         with (
             closing(selectors.DefaultSelector()) as selector,
-            closing(IslandDesk(selector, ears)) as desk,
+            closing(HostBroker(selector, ears)) as broker,
         ):
             fd = os.memfd_create("brought")
-            desk._take(0, {"come": "a", "alone": False, "resumes": False}, fd)
+            broker._take(0, {"come": "a", "alone": False, "resumes": False}, fd)
         found.append(told[0].key)
     assert found[0] != found[1]
     assert transfers.NOTHING not in {number for _, number in found}

@@ -12,10 +12,10 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from shardwise.launch.ssh import transfers
-from shardwise.launch.ssh.transfers import NOTHING, Fetches, Server
-from shardwise.net import authentication
-from shardwise.net.island_desk import Key
+from shardwise.islands.elastic import transfers
+from shardwise.islands.elastic.broker import Key
+from shardwise.islands.elastic.transfers import NOTHING, Fetches
+from shardwise.net import authentication, rpc
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -69,7 +69,7 @@ def serving(held: dict[Key, bytes]) -> Iterator[tuple[str, int]]:
             return os.dup(found[key]) if key in found else None
 
         place = listener.getsockname()
-        with closing(Server(listener, place, SECRET, copy)):
+        with closing(transfers.serve(listener, place, SECRET, copy)):
             yield place
         for fd in found.values():
             os.close(fd)
@@ -182,7 +182,7 @@ def test_who_fetches_stalls() -> None:
     """That does not hold up the end of who serves."""
     with serving({(0, 1): DATA}) as place, socket.create_connection(place) as peer:
         role = transfers._role(place)
-        proven = authentication.prove(peer, SECRET, role, time.monotonic() + 5)
+        proven = rpc.prove(peer, SECRET, role, time.monotonic() + 5)
         proven.send(transfers._REQUEST.pack(0, 1))
         assert peer.recv(1)
         began = time.monotonic()

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.config import Settings, check_islands
-from shardwise.config.outer_optimizer import IslandRule, Outer, StalenessRule
-from shardwise.engine.islands import Report, _check_reports
+from shardwise.config import Settings, check_contradictions
+from shardwise.config.outer_optimizer import AveragingRule, Outer, StalenessRule
 from shardwise.errors import ConfigError, ModelMismatch, UsageError
-from shardwise.world.initialize import _island_count, _mesh
-from shardwise.world.mesh import Mesh
+from shardwise.islands.parameter_averaging import IslandReport, check_reports
+from shardwise.world.mesh import Mesh, mesh_of
+from shardwise.world.world import count_groups
 
 
 def test_islands_are_the_outermost_axis():
@@ -41,7 +41,7 @@ def test_islands_that_cannot_be(size, tensor, islands, words):
         Mesh(size, tensor=tensor, islands=islands)
 
 
-def turns(rule: IslandRule, buckets: int, steps: int) -> list[tuple[str, str]]:
+def turns(rule: AveragingRule, buckets: int, steps: int) -> list[tuple[str, str]]:
     """By step, the buckets that are sent and those that are due."""
     return [
         (
@@ -53,14 +53,14 @@ def turns(rule: IslandRule, buckets: int, steps: int) -> list[tuple[str, str]]:
 
 
 def test_all_at_once_where_nothing_is_late():
-    assert turns(IslandRule(every=3), 2, 6) == [
+    assert turns(AveragingRule(every=3), 2, 6) == [
         ("", ""), ("", ""), ("01", "01"), ("", ""), ("", ""), ("01", "01")
     ]  # fmt: skip
-    assert turns(IslandRule(every=1), 2, 2) == [("01", "01")] * 2
+    assert turns(AveragingRule(every=1), 2, 2) == [("01", "01")] * 2
 
 
 def test_buckets_take_turns_where_differences_travel():
-    rule = IslandRule(every=4, late=2)
+    rule = AveragingRule(every=4, late=2)
     assert turns(rule, 2, 8) == [
         ("", ""), ("1", ""), ("", ""), ("0", "1"), ("", ""), ("1", "0"), ("", ""), ("0", "1")
     ]  # fmt: skip
@@ -69,14 +69,14 @@ def test_buckets_take_turns_where_differences_travel():
 
 def test_a_stage_that_trains_nothing_follows_the_others():
     """It has no bucket, and sends its report with theirs."""
-    rule = IslandRule(every=3, late=1)
+    rule = AveragingRule(every=3, late=1)
     assert [step for step in range(1, 8) if rule.sends(step, 0, 0)] == [3, 6]
     assert [step for step in range(1, 8) if rule.is_due(step, 0, 0)] == [4, 7]
 
 
 def test_a_difference_must_be_there_before_the_next():
     with pytest.raises(ConfigError, match=r"--late 3 .*--late 2 or less, or --equal-every 4"):
-        IslandRule(every=3, late=3)
+        AveragingRule(every=3, late=3)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_outer_that_is_none(text):
 
 
 def test_words():
-    assert IslandRule(every=50).in_words() == "parameters equal every 50 steps (mean)"
-    late = IslandRule(every=30, outer=Outer(0.7, 0.9), wire="int8", late=5)
+    assert AveragingRule(every=50).in_words() == "parameters equal every 50 steps (mean)"
+    late = AveragingRule(every=30, outer=Outer(0.7, 0.9), wire="int8", late=5)
     assert late.in_words() == (
         "parameters equal every 30 steps (nesterov:0.7,0.9), sent as int8, used 5 steps after"
     )
@@ -112,9 +112,9 @@ def hosts(*keys: str) -> SimpleNamespace:
 
 def test_one_island_per_host():
     by_host = Settings(islands="host")
-    assert _island_count(by_host, hosts("a", "a", "b", "b")) == 2
-    assert _island_count(by_host, hosts("a", "a")) == 1
-    assert _island_count(Settings(islands=3), hosts()) == 3
+    assert count_groups(by_host, hosts("a", "a", "b", "b")) == 2
+    assert count_groups(by_host, hosts("a", "a")) == 1
+    assert count_groups(Settings(islands=3), hosts()) == 3
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_one_island_per_host():
 )
 def test_hosts_that_are_no_islands(keys, words):
     with pytest.raises(ConfigError, match=f"--islands host needs as many workers .*{words}"):
-        _island_count(Settings(islands="host"), hosts(*keys))
+        count_groups(Settings(islands="host"), hosts(*keys))
 
 
 def test_the_exact_mode_has_one_island():
     with pytest.raises(ConfigError, match="--exact 4 and --islands 2 cannot be had together"):
-        _mesh(Settings(exact=4, islands=2), 4, 2)
-    assert _mesh(Settings(exact=4, islands=1), 4, 1).islands == 1
+        mesh_of(Settings(exact=4, islands=2), 4, 2)
+    assert mesh_of(Settings(exact=4, islands=1), 4, 1).islands == 1
 
 
 def test_words_of_gradients():
@@ -150,9 +150,9 @@ def test_words_of_gradients():
 )
 def test_what_cannot_be_had_beside_gradients_that_are_behind(given, flag):
     with pytest.raises(ConfigError, match=f"^--behind 3 and {flag} cannot be had together: "):
-        check_islands(Settings(islands=2, behind=3, **given))
-    check_islands(Settings(islands=2, behind=3, equal_every=1))
-    check_islands(Settings(islands=2, **given))
+        check_contradictions(Settings(islands=2, behind=3, **given))
+    check_contradictions(Settings(islands=2, behind=3, equal_every=1))
+    check_contradictions(Settings(islands=2, **given))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_cannot_be_had_beside_gradients_that_are_behind(given, flag):
 )
 def test_islands_that_have_come_apart_are_named_as_users_know_them(field, error, words):
     """Island 0 and 2 are away."""
-    fields = dict.fromkeys(Report._fields, 0.0) | {"step": 8.0, "anchor": 8.0}
-    first, other = Report(**fields), Report(**fields | {field: 9.0})
+    fields = dict.fromkeys(IslandReport._fields, 0.0) | {"step": 8.0, "anchor": 8.0}
+    first, other = IslandReport(**fields), IslandReport(**fields | {field: 9.0})
     with pytest.raises(error, match=words):
-        _check_reports([first, other], (1, 3))
+        check_reports([first, other], (1, 3))

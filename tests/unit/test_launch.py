@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,6 +12,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch import failure_report, program, resources
 from shardwise.launch.failure_report import ExitStatus, Verdict
 from shardwise.launch.resources import HostMemory
+from shardwise.launch.run_spec import Meeting, RunSpec, rank_environment
 from shardwise.launch.signals import SignalSchedule
 from shardwise.net import environment, error_file
 from shardwise.net.error_file import ErrorReport
@@ -24,10 +25,23 @@ class TestEnvironmentOfARank:
     IDENTITY = Identity(
         launcher="shardwise run", rank=1, size=2, local_rank=1, local_size=2, address="h", port=1
     )
+    MEETING = Meeting(address="h", port=1, master_port=7)
+    SPEC = RunSpec(
+        words=("train.py",), size=2, shares=(), flags={"zero": "2"}, run="name", secret="drawn"
+    )
+
+    AS_TORCHRUN: ClassVar = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "7",
+    }
 
     def of(self, **base: str) -> dict[str, str]:
-        return environment.of_rank(
-            base, self.IDENTITY, flags={"zero": "2"}, reports=Path("/r"), cores=8, columns=76
+        return rank_environment(
+            self.SPEC, self.IDENTITY, self.MEETING, base, reports=Path("/r"), cores=8, columns=76
         )
 
     def test_what_is_told(self) -> None:
@@ -47,34 +61,14 @@ class TestEnvironmentOfARank:
             "SHARDWISE_LAUNCH_ADDRESS": "h",
             "SHARDWISE_LAUNCH_PORT": "1",
             "SHARDWISE_LAUNCH_REPORTS": "/r",
+            "SHARDWISE_LAUNCH_RUN": "name",
+            "SHARDWISE_LAUNCH_SECRET": "drawn",
+            **self.AS_TORCHRUN,
         }
 
     def test_what_torchs_launcher_would_tell(self) -> None:
         """Of this rank, whatever an outer run has told."""
-        values = environment.of_rank(
-            TORCHRUN,
-            self.IDENTITY,
-            flags={},
-            reports=Path("/r"),
-            cores=8,
-            master_port=7,
-        )
-        known = {
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        }
-        assert {name: values[name] for name in known} == {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "h",
-            "MASTER_PORT": "7",
-        }
+        assert self.of(**TORCHRUN).items() >= self.AS_TORCHRUN.items()
 
     def test_what_the_user_set_stays(self) -> None:
         values = self.of(OMP_NUM_THREADS="3", GLOO_SOCKET_IFNAME="eth1", SHARDWISE_ZERO="1")
@@ -85,7 +79,8 @@ class TestEnvironmentOfARank:
     def test_outer_runs_are_forgotten(self) -> None:
         outer = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "SHARDWISE_LAUNCH_LISTEN_FD": "3"}
         values = self.of(**TORCHRUN, **outer)
-        assert not (TORCHRUN.keys() | outer.keys()) & values.keys()
+        assert not outer.keys() & values.keys()
+        assert values.items() >= self.AS_TORCHRUN.items()
 
 
 class TestProgram:

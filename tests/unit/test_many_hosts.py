@@ -13,19 +13,18 @@ from typing import Any
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import failure_report
+from shardwise.launch import failure_report, start
 from shardwise.launch.console import Console
 from shardwise.launch.failure_report import ExitStatus, Verdict
-from shardwise.launch.job import Job, dry_run_words
+from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.ssh import agents, command, protocol
-from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.worker_output import WorkerOutput, open_logs
 from shardwise.net import environment, hosts, network
 from shardwise.net.error_file import ErrorReport
 from shardwise.net.hosts import Host, Share
 
 TWO = [Host("h1", 4), Host("h2", 4)]
-WAY = SshOptions(folder="/home/me/my work", python="/opt/py")
+WAY = RunSpec(words=(), size=1, shares=(), folder="/home/me/my work", python="/opt/py")
 
 
 class TestHosts:
@@ -142,9 +141,9 @@ class TestHosts:
 
     @pytest.mark.parametrize(
         ("text", "found"),
-        [("0", {0}), ("0,2-3", {0, 2, 3}), (" 1 , 1", {1}), ("0-3", {0, 1, 2, 3})],
+        [("0", (0,)), ("0,2-3", (0, 2, 3)), (" 1 , 1", (1,)), ("0-3", (0, 1, 2, 3))],
     )
-    def test_ranks(self, text: str, found: set[int]) -> None:
+    def test_ranks(self, text: str, found: tuple[int, ...]) -> None:
         assert hosts.ranks(text, 4, "--show") == found
 
     @pytest.mark.parametrize(
@@ -245,11 +244,10 @@ class TestPassing:
 
 class TestSsh:
     def test_the_words(self) -> None:
-        way = SshOptions(
-            folder="/home/me/my work",
-            python="/opt/py",
+        way = replace(
+            WAY,
             ssh=("ssh", "-J", "gate"),
-            port=2222,
+            ssh_port=2222,
             passed={"TOKEN": "secret", "PYTHONPATH": "/a b"},
             patience=20,
         )
@@ -269,7 +267,7 @@ class TestSsh:
         assert words[:-1] == ["/usr/bin/qrsh", "-inherit", "h2"]
         assert words[-1].endswith("exec /opt/py -P -m shardwise.launch.ssh.agent")
         with pytest.raises(LaunchError, match="--ssh-port 22: qrsh has no flag for a port"):
-            command.ssh_command(replace(way, port=22), Host("h2"))
+            command.ssh_command(replace(way, ssh_port=22), Host("h2"))
 
     @pytest.mark.parametrize(
         ("reached", "leads_to"),
@@ -342,8 +340,8 @@ class TestWire:
             taken: list[protocol.Message] = []
             noise: list[bytes] = []
             receiver = protocol.MessageReader(protocol.FROM_AGENT, taken.append, noise.append)
-            for start in range(0, len(sent), size):
-                receiver.feed(sent[start : start + size] + protocol.HEARTBEAT)
+            for place in range(0, len(sent), size):
+                receiver.feed(sent[place : place + size] + protocol.HEARTBEAT)
             assert [protocol.bytes_of(one["data"]) for one in taken] == [data, data]
             assert b"".join(noise) == b"Welcome!\nLast login: \n\n"
 
@@ -366,15 +364,17 @@ class TestWire:
 class TestPreview:
     def test_many_hosts(self) -> None:
         shares = (Share(Host("h1", 2), 0, 2), Share(Host("h22", 1, "al"), 2, 1))
-        job = Job(
+        spec = replace(
+            WAY,
             words=("train.py", "--name", "a b"),
+            size=3,
             shares=shares,
             flags={"zero": "2"},
             passed={"TOKEN": "secret"},
             interface="ib0",
             log_dir="logs",
         )
-        lines = dry_run_words(job, WAY, shares[:1]).splitlines()
+        lines = start.dry_run_words(spec, shares[:1]).splitlines()
         assert lines[0] == (
             "3 ranks on 2 hosts; rank 0 listens on h1, on a port that is free of interface ib0"
         )
@@ -390,8 +390,8 @@ class TestPreview:
 
     def test_one_host(self) -> None:
         shares = (Share(Host("localhost", 1), 0, 1),)
-        job = Job(words=("pack.mod", "-v"), module=True, shares=shares, flags={}, port=7)
-        assert dry_run_words(job, WAY, shares).splitlines() == [
+        spec = replace(WAY, words=("pack.mod", "-v"), module=True, shares=shares, port=7)
+        assert start.dry_run_words(spec, shares).splitlines() == [
             "1 rank on 1 host; rank 0 listens on localhost, on port 7",
             "  localhost  rank 0  here",
             "each rank: /opt/py -m pack.mod -v",

@@ -5,8 +5,8 @@ import torch
 from torch import optim
 
 from shardwise.errors import ModelError
-from shardwise.states.optimizer.optimizer_attributes import FollowedAttributes, write_back
 from shardwise.states.optimizer.optimizer_kind import bare_copy
+from shardwise.states.optimizer.optimizer_options import FollowedAttributes, write_back_attributes
 
 
 class Counting(optim.SGD):
@@ -28,7 +28,7 @@ def test_attributes_that_the_first_copy_does_not_change_are_assigned_back(leadin
     user, copies = followed(leading, ["count"], ["count"])
     for each in copies[1:]:
         each._inner.count = 3
-    write_back(copies)
+    write_back_attributes(copies)
     assert user.count == 3
 
 
@@ -36,4 +36,4 @@ def test_copies_that_change_an_attribute_differently_are_refused():
     _, copies = followed([], ["count"], ["count"])
     copies[1]._inner.count, copies[2]._inner.count = 3, 4
     with pytest.raises(ModelError, match="keeps count in an attribute"):
-        write_back(copies)
+        write_back_attributes(copies)

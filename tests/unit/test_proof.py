@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.errors import LaunchError
-from shardwise.net import authentication, environment
+from shardwise.net import authentication, environment, rpc
 from shardwise.net.store import ClientStore, HostStore, KeyValueTable, role_of
 from tests.disk import wait_until
 
@@ -36,11 +36,11 @@ class TestProof:
     def test_both_know_the_secret(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
-            authentication.Acceptor(listener, KNOWN, ROLE) as acceptor,
+            rpc.Acceptor(listener, KNOWN, ROLE) as acceptor,
             socket.create_connection(listener.getsockname()) as mine,
         ):
             accepted = pool.submit(acceptor.accept, soon())
-            ours = authentication.prove(mine, KNOWN, ROLE, soon())
+            ours = rpc.prove(mine, KNOWN, ROLE, soon())
             ours.send(b"hello")
             ours.send(b"")
             found = accepted.result()
@@ -54,12 +54,12 @@ class TestProof:
     def test_who_knows_another_is_cut_off_unread(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
-            authentication.Acceptor(listener, KNOWN, ROLE) as acceptor,
+            rpc.Acceptor(listener, KNOWN, ROLE) as acceptor,
             socket.create_connection(listener.getsockname()) as stranger,
         ):
             accepted = pool.submit(acceptor.accept, soon(1.0))
-            with pytest.raises(authentication.Unproven):
-                authentication.prove(stranger, b"guessed", ROLE, soon())
+            with pytest.raises(rpc.Unproven):
+                rpc.prove(stranger, b"guessed", ROLE, soon())
             assert accepted.result() is None
 
     def test_who_listens_must_know_it_too(self, listener: socket.socket) -> None:
@@ -75,14 +75,14 @@ class TestProof:
             socket.create_connection(listener.getsockname()) as mine,
         ):
             pretended = pool.submit(pretend)
-            with pytest.raises(authentication.Unproven, match="does not know the secret"):
-                authentication.prove(mine, KNOWN, ROLE, soon())
+            with pytest.raises(rpc.Unproven, match="does not know the secret"):
+                rpc.prove(mine, KNOWN, ROLE, soon())
             pretended.result()
 
     def test_what_was_heard_once_proves_nothing_later(self, listener: socket.socket) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
-            authentication.Acceptor(listener, KNOWN, ROLE) as acceptor,
+            rpc.Acceptor(listener, KNOWN, ROLE) as acceptor,
         ):
             with socket.create_connection(listener.getsockname()) as mine:
                 accepted = pool.submit(acceptor.accept, soon())
@@ -100,23 +100,23 @@ class TestProof:
 
     def test_silent_strangers_keep_nobody_waiting(self, listener: socket.socket) -> None:
         with ExitStack() as stack:
-            acceptor = stack.enter_context(authentication.Acceptor(listener, KNOWN, ROLE))
+            acceptor = stack.enter_context(rpc.Acceptor(listener, KNOWN, ROLE))
             place = listener.getsockname()
-            for _ in range(2 * authentication.MOST):
+            for _ in range(2 * rpc.MOST):
                 stack.enter_context(socket.create_connection(place))
             pool = stack.enter_context(ThreadPoolExecutor(1))
             accepted = pool.submit(acceptor.accept, soon())
             began = time.monotonic()
             mine = stack.enter_context(socket.create_connection(place))
-            authentication.prove(mine, KNOWN, ROLE, soon())
+            rpc.prove(mine, KNOWN, ROLE, soon())
             found = accepted.result()
             assert found is not None
             found.close()
-            assert time.monotonic() - began < authentication.PATIENCE
+            assert time.monotonic() - began < rpc.PATIENCE
 
     def test_a_bell_ends_the_waiting(self, listener: socket.socket) -> None:
         ours, theirs = socket.socketpair()
-        with theirs, authentication.Acceptor(listener, KNOWN, ROLE, theirs) as acceptor:
+        with theirs, rpc.Acceptor(listener, KNOWN, ROLE, theirs) as acceptor:
             ours.close()
             assert acceptor.accept() is None
 
@@ -125,7 +125,7 @@ class TestProof:
             socket.create_connection(listener.getsockname()) as mine,
             pytest.raises(TimeoutError),
         ):
-            authentication.prove(mine, KNOWN, ROLE, soon(0.1))
+            rpc.prove(mine, KNOWN, ROLE, soon(0.1))
 
 
 class TestRelay:
@@ -136,12 +136,12 @@ class TestRelay:
     ) -> None:
         with (
             ThreadPoolExecutor(1) as pool,
-            authentication.Acceptor(listener, KNOWN, b"status 2") as acceptor,
+            rpc.Acceptor(listener, KNOWN, b"status 2") as acceptor,
             socket.create_connection(listener.getsockname()) as relayed,
         ):
             accepted = pool.submit(acceptor.accept, soon(1.0))
-            with pytest.raises(authentication.Unproven):
-                authentication.prove(relayed, KNOWN, b"status 1", soon())
+            with pytest.raises(rpc.Unproven):
+                rpc.prove(relayed, KNOWN, b"status 1", soon())
             assert accepted.result() is None
 
     def ends(self) -> tuple[authentication.Seals, authentication.Seals]:
@@ -225,7 +225,7 @@ class TestTable:
         place = listener.getsockname()
         hosted = HostStore(socket.socket(fileno=listener.detach()), KNOWN, 5.0)
         connection = socket.create_connection(place)
-        proven = authentication.prove(connection, KNOWN, role_of(place[1]), soon())
+        proven = rpc.prove(connection, KNOWN, role_of(place[1]), soon())
         reaching = ClientStore(proven, 5.0)
         yield hosted, reaching
         reaching.close()

@@ -3,9 +3,7 @@
 import pytest
 
 from shardwise.launch import screen
-from shardwise.launch.screen import InterruptFilter, Lines, LiveRows, Screen, Tail
-
-UP, ERASE, DOWN_CLEAR = b"\x1b[1A", b"\x1b[2K", b"\x1b[0m\x1b[J"
+from shardwise.launch.screen import InterruptFilter, Lines, LiveRow, Tail
 
 
 @pytest.mark.parametrize(
@@ -63,47 +61,32 @@ def test_a_line_without_end_is_cut_and_a_bar_without_end_is_forgotten() -> None:
             [b"a\nb", b"\r\x1b[2K\x1b[1A\x1b[2KA\nB"],
             b"[0] a\n[0] b\r\x1b[2K\x1b[1A\x1b[2K[0] A\n[0] B",
         ),
-        # a sequence that comes in two pieces is passed on whole
-        ([b"\x1b[3", b"1mred"], b"\x1b[31m[0] \x1b[31mred"),
-        ([b"x\x1b", b"[0m"], b"[0] x\x1b[0m"),
-        # colours go on after the prefix of the next row, until they are reset
-        ([b"\x1b[31ma\nb\x1b[0m\nc"], b"\x1b[31m[0] \x1b[31ma\n[0] \x1b[31mb\x1b[0m\n[0] c"),
-        # absolute columns count from the prefix
-        ([b"ab\x1b[7Gc"], b"[0] ab\x1b[11Gc"),
-        ([b"ab\x1b[Gc"], b"[0] ab\r[0] c"),
-        # a title, a bell, a tab
-        ([b"\x1b]0;title\x07x"], b"\x1b]0;title\x07[0] x"),
-        ([b"\ta\x07"], b"[0] \ta\x07"),
+        # the colour follows the prefix, which has one of its own
+        ([b"\x1b[31mred\x1b[0m\n"], b"[0] \x1b[31mred\x1b[0m\n"),
         ([b"\xc3", b"\xa9"], b"[0] \xc3\xa9"),
     ],
 )
 def test_what_a_live_source_shows(pieces: list[bytes], seen: bytes) -> None:
-    live = LiveRows(b"[0] ")
+    live = LiveRow(b"[0] ")
     assert b"".join(map(live.feed, pieces)) == seen
 
 
 @pytest.mark.parametrize(
-    ("drawn", "clear", "redraw"),
+    ("drawn", "redraw"),
     [
-        (b"", b"", b""),
-        (b"done\n", b"", b""),
-        (b" 50%", b"\r" + DOWN_CLEAR, b"[0]  50%"),
-        (b"\r 49%\r 50%", b"\r" + DOWN_CLEAR, b"[0]  50%"),
-        (b" 50%\r", b"\r" + DOWN_CLEAR, b"[0]  50%\r"),
-        (b" 50%\r\x1b[2K", b"", b""),
-        (b"\x1b[32m##", b"\r" + DOWN_CLEAR, b"[0] \x1b[32m##\x1b[32m"),
-        # two rows, redrawn once, so both make room
-        (b"a\nb\r\x1b[2K\x1b[1A\x1b[2KA\nB", b"\r" + UP + DOWN_CLEAR, b"[0] A\n[0] B"),
-        # two rows that were left for good
-        (b"a\nb\r\x1b[2K\x1b[1A\x1b[2KA\nB\nC", b"\r" + DOWN_CLEAR, b"[0] C"),
-        # tqdm's second bar: written below, the cursor back on the first
-        (b"\rone\n\rtwo\x1b[1A", b"\r" + DOWN_CLEAR, b"[0] one\n[0] two\x1b[1A\r[0] one"),
+        (b"", b""),
+        (b"done\n", b""),
+        (b" 50%", b"[0]  50%"),
+        (b"\r 49%\r 50%", b"[0]  50%"),
+        (b" 50%\r", b"[0]  50%\r"),
+        (b" 50%\r\x1b[2K", b""),
+        (b"\x1b[32m##", b"[0] \x1b[32m##"),
     ],
 )
-def test_room_for_a_line_from_elsewhere(drawn: bytes, clear: bytes, redraw: bytes) -> None:
-    live = LiveRows(b"[0] ")
+def test_room_for_a_line_from_elsewhere(drawn: bytes, redraw: bytes) -> None:
+    live = LiveRow(b"[0] ")
     live.feed(drawn)
-    assert live.clear() == clear
+    assert live.clear() == (screen.CLEAR if redraw else b"")
     assert live.redraw() == redraw
 
 
@@ -114,36 +97,12 @@ def test_room_for_a_line_from_elsewhere(drawn: bytes, clear: bytes, redraw: byte
         (b" 50%", b"\n"),
         (b"\x1b[?25l\x1b[31m 50%", b"\x1b[0m\x1b[?25h\n"),
         (b"\x1b[?25l 50%\n\x1b[?25h", b""),
-        (b"\rone\n\rtwo\x1b[1A", b"\n\n"),
     ],
 )
 def test_the_end_of_a_live_source_tidies_the_terminal(drawn: bytes, end: bytes) -> None:
-    live = LiveRows(b"[0] ")
+    live = LiveRow(b"[0] ")
     live.feed(drawn)
     assert live.close() == end
-
-
-def test_a_live_source_forgets_rows_far_above() -> None:
-    live = LiveRows(b"[0] ")
-    live.feed(b"row\n" * 1000 + b"bar")
-    assert live.redraw() == b"[0] bar"
-    assert len(live._rows) == screen.ROWS_KEPT
-
-
-def test_a_screen_puts_lines_above_the_bar() -> None:
-    written: list[bytes] = []
-    screen = Screen(written.append, LiveRows(b"[0] "))
-    screen.draw(b"\r 50%")
-    screen.lines(b"[1] hello\n")
-    screen.lines(b"")
-    screen.draw(b"\r 51%")
-    screen.close()
-    assert written == [
-        b"\r[0]  50%",
-        b"\r\x1b[0m\x1b[J[1] hello\n[0]  50%",
-        b"\r[0]  51%",
-        b"\n",
-    ]
 
 
 def test_the_tail_is_plain_text_of_the_last_lines() -> None:

@@ -71,7 +71,7 @@ def test_training_goes_on_without_the_file_that_joins(
 ) -> None:
     both = sw.Engines(one=engines[0], other=engines[1])
     with monkeypatch.context() as patch:
-        patch.setattr(several, "_write", full)
+        patch.setattr(several, "replace_file", full)
         with pytest.raises(CheckpointNotWritten, match=r"together-1.json was not written"):
             both.save(tmp_path)
         spec = engines[0]._spec

@@ -16,7 +16,7 @@ import pytest
 
 import shardwise
 from shardwise.errors import CollectiveError, PeerLost
-from shardwise.net import authentication
+from shardwise.net import authentication, rpc
 from shardwise.watch import hang_report, process_status, wait_graph
 from shardwise.watch.status_server import StatusServer
 from shardwise.watch.wait_graph import Abort, RankStatus, named
@@ -320,6 +320,6 @@ class TestStatusServer:
     def test_those_that_say_nothing_do_not_keep_the_others_waiting(self, pair):
         place = pair[0]._places[1]
         with ExitStack() as stack:
-            for _ in range(2 * authentication.MOST):
+            for _ in range(2 * rpc.MOST):
                 stack.enter_context(socket.create_connection((place.address, place.port)))
             assert pair[0].ask([1])[1].rank == 1

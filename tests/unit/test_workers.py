@@ -12,8 +12,10 @@ import pytest
 
 from shardwise.errors import LaunchError
 from shardwise.launch import orphan_reaper
-from shardwise.launch.local_workers import HostTask, LocalWorkers, RankExit
+from shardwise.launch.local_workers import LocalWorkers, RankExit
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.worker import Worker, WorkerStreams, program
+from shardwise.net.hosts import Host, Share
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
@@ -27,13 +29,6 @@ class Reaper(orphan_reaper.OrphanReaper):
 
     def _write(self, line: str) -> None:
         self.told.append(line)
-
-
-def task(*command: str) -> HostTask:
-    place = {"address": "127.0.0.1", "port": 1, "master_port": 1}
-    return HostTask(
-        command=command, flags={}, size=1, first=0, count=1, outlet=WorkerStreams(), **place
-    )
 
 
 def open_files() -> list[str]:
@@ -55,7 +50,10 @@ def test_nobody_is_sent_a_signal_that_was_for_one_who_is_gone(
     reaper, ended = Reaper(), list[RankExit]()
     with selectors.DefaultSelector() as selector:
         workers = LocalWorkers(
-            task("sh", "-c", "sleep 0.3 & exit 0"),
+            RunSpec(words=(), size=1, shares=(Share(Host("localhost"), 0, 1),)),
+            Meeting(address="127.0.0.1", port=1, master_port=1),
+            WorkerStreams(),
+            program(["sh", "-c", "sleep 0.3 & exit 0"]),
             tmp_path,
             reaper,
             selector,

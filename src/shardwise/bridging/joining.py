@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.config import FIELDS, OF_THE_ENGINE, Settings, resolve, sources
+from shardwise.config import APART, APART_FLAG, FIELDS, OF_THE_ENGINE, Settings, resolve, sources
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 from shardwise.net import error_file
@@ -25,8 +25,8 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
 
     Generators stay the script's own then, since these libraries seed and save them themselves. Of
     `settings`, those of a run go to `sw.init`. Raises UsageError for settings of a run that has
-    begun, for islands, and for a model in parts unless `library` knows of them: with `in_parts`
-    what its workers draw in common is seeded by the step.
+    begun, for groups that step apart, and for a model in parts unless `library` knows of them: with
+    `in_parts` what its workers draw in common is seeded by the step.
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
     world = joined()
@@ -76,10 +76,11 @@ def divide(world: sw.World, library: str, **axes: int) -> None:
 def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
     """Raise UsageError for a run whose workers do not step together, and for one whose replicas are
     of several workers, but `in_parts`."""
-    if settings.islands != 1:
+    if settings.is_divided:
+        groups = getattr(settings, APART)
         raise UsageError(
-            f"{library} with --islands {settings.islands}: it averages over all workers, and those "
-            "of other islands make steps of their own. Leave the flag out, or write the loop with "
+            f"{library} with {APART_FLAG} {groups}: it averages over all workers, and those "
+            "of other groups make steps of their own. Leave the flag out, or write the loop with "
             "sw.Engine."
         )
     for name in () if in_parts else ("tensor", "pipeline"):

@@ -24,7 +24,7 @@ from shardwise.checkpoint import file_system
 from shardwise.launch import failure_report
 
 DOCUMENT = "checkpoint.json"
-"""What a complete checkpoint has beside its tensors."""
+"""The file that a complete checkpoint has next to its tensors."""
 
 _REFUSED = frozenset(
     {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ESPIPE, errno.EPERM, errno.EIO}
@@ -37,7 +37,7 @@ _HIDDEN = re.compile(r"\.step-([0-9]+)\.(partial|replaced|gone)(\.[0-9]+)?")
 
 @dataclass(frozen=True, order=True)
 class Found:
-    """A complete checkpoint."""
+    """A checkpoint in a folder."""
 
     step: int
     path: Path
@@ -68,8 +68,8 @@ def _has_document(path: Path) -> bool:
 
 
 def lost(folder: Path) -> list[Found]:
-    """What in `folder` has the name of a checkpoint, holds something, and is none: without a
-    DOCUMENT that is a file. Oldest step first."""
+    """Return the folders that are named and filled like a checkpoint and have no DOCUMENT, oldest
+    first."""
     if not folder.is_dir():
         return []
     found = []
@@ -87,7 +87,7 @@ def lost(folder: Path) -> list[Found]:
 
 
 def lacks_document(path: Path) -> bool:
-    """Whether the folder `path` looks like a checkpoint of ours, but for its DOCUMENT."""
+    """Whether `path` is a checkpoint of ours, except that its DOCUMENT is missing."""
     if not path.is_dir() or os.path.lexists(path / DOCUMENT):
         return False
     named = _STEP.fullmatch(path.name) or _HIDDEN.fullmatch(path.name)
@@ -95,8 +95,7 @@ def lacks_document(path: Path) -> bool:
 
 
 def end_removals(folder: Path) -> None:
-    """Remove what a run was removing in `folder` when it was killed; what cannot be removed is left
-    to the next save, which says so.
+    """Finish removals in `folder` that a kill interrupted. The next save reports failures.
 
     For the main process of the job that saves there.
     """
@@ -108,23 +107,25 @@ def end_removals(folder: Path) -> None:
 
 
 def newest(path: Path) -> Path:
-    """`path`, or the newest checkpoint in it where it is a folder of several."""
+    """Return `path`, or the newest checkpoint in it if it is a folder of several."""
     steps = [] if os.path.lexists(path / DOCUMENT) else complete(path)
     return steps[-1].path if steps else path
 
 
 def place_of(folder: Path, step: int) -> Path:
-    """Where in `folder` the checkpoint of `step` is, once complete."""
+    """Return the path of the complete checkpoint of `step`."""
     return folder / f"step-{step}"
 
 
 class Draft:
-    """A checkpoint of `step` on its way to `final`; `path` is where it is meanwhile. Its tensors
-    take `nbytes`.
+    """A checkpoint of `step` before it is published as `final`; until then it is in `path`.
 
-    For one process: the main rank. What the others need is `path`, as the main rank has it after
-    `begin`: where the folder's file system takes no writes at an offset, as those over object
-    stores do, the ranks of one host write to a temporary folder, and rank 0 copies from there.
+    For the main rank only. The other ranks need `path` as the main rank has it after `begin`: if
+    the file system takes no writes at an offset, as on object stores, the ranks of one host write
+    into a temporary folder, and rank 0 copies the files.
+
+    Args:
+        nbytes: Bytes of the tensors.
     """
 
     def __init__(self, folder: Path, step: int, nbytes: int) -> None:
@@ -135,12 +136,12 @@ class Draft:
         self.path = self._partial = folder / f".step-{step}.partial"
         self._replaced = folder / f".step-{step}.replaced"
         self.left: list[str] = []
-        """In words, what was to be removed and is still there."""
+        """Lines about files that could not be removed."""
 
     def begin(self) -> None:
-        """Make the folder; sweep what killed runs have left.
+        """Create the folder, and remove the remains of killed runs.
 
-        Raises OSError where it cannot be written, of ENOSPC where the disk has less free.
+        Raises OSError: ENOSPC if the disk has less space than the tensors need.
         """
         if not self.folder.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -154,9 +155,9 @@ class Draft:
             self.path = Path(tempfile.mkdtemp(prefix="shardwise-checkpoint-"))
 
     def finish(self, documents: Mapping[str, bytes]) -> None:
-        """Write the small files, give the checkpoint its name, and see that all is on the disk.
+        """Write the small files, wait until everything is on the disk, and publish by a rename.
 
-        An older one of the same step is there until then. Raises OSError.
+        An older checkpoint of the same step is complete until then. Raises OSError.
         """
         if self.path != self._partial:
             for path in sorted(self.path.iterdir()):
@@ -180,7 +181,7 @@ class Draft:
             self._remove(self.path)
 
     def refused(self, error: OSError) -> str:
-        """In words, that the disk did not take it."""
+        """Return a message about an error of the disk."""
         place = Path(error.filename or self.path)
         return (
             f"The checkpoint of step {self.step} was not written: {error.strerror or error} "
@@ -188,7 +189,7 @@ class Draft:
         )
 
     def _way_out(self, error: OSError, place: Path) -> str:
-        """What to do about an error at `place`."""
+        """Return what to do about an error at `place`."""
         if error.errno == errno.EEXIST and place.is_dir():
             return "Does another run save there? Give each a folder of its own."
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -207,24 +208,24 @@ class Draft:
         return room
 
     def _free(self) -> int:
-        """Bytes that are free where it is to be."""
+        """Return the free bytes of the disk."""
         folder = next(f for f in (self.folder, *self.folder.absolute().parents) if f.is_dir())
         status = os.statvfs(folder)
         return status.f_bavail * status.f_frsize
 
     def empty(self) -> None:
-        """Let go of the room that the tensors take; notes are left for who reads them."""
+        """Free the space of the tensors. Notes stay, for the ranks that read them."""
         for path in self.path.glob("*.safetensors"):
             with suppress(OSError):
                 path.unlink()
 
     def discard(self) -> None:
-        """Forget the draft; what is complete stays."""
+        """Remove the draft. Complete checkpoints stay."""
         for path in {self.path, self._partial}:
             shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep: int) -> None:
-        """Of the checkpoints up to this step, leave the newest `keep`, and what cannot be
+        """Keep the newest `keep` of the checkpoints up to this step, and those that cannot be
         removed."""
         older = [found for found in complete(self.folder) if found.step <= self.step]
         for found in older[:-keep]:
@@ -238,7 +239,7 @@ class Draft:
                 self._remove(gone)
 
     def _sweep(self) -> None:
-        """Make room for what is to come; what cannot be removed goes out of its way."""
+        """Remove the remains of killed saves, or rename those that cannot be removed."""
         for path in list(self.folder.iterdir()):
             hidden = _HIDDEN.fullmatch(path.name)
             if not hidden:
@@ -251,7 +252,7 @@ class Draft:
                 path.rename(file_system.gone_name(self.folder, hidden[1]))
 
     def _remove(self, path: Path) -> bool:
-        """Whether it is gone."""
+        """Remove `path`; return whether it is gone."""
         why = file_system.remove(path)
         if why is not None:
             self.left.append(why)
@@ -259,7 +260,7 @@ class Draft:
 
 
 def _takes_offsets(folder: Path) -> bool:
-    """Whether a file in `folder` can be written at any place."""
+    """Return whether files in `folder` can be written at any offset."""
     path = folder / ".probe"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -19,29 +19,29 @@ import numpy as np
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Draft
 from shardwise.checkpoint.checksum import ChecksumPart
-from shardwise.checkpoint.writer import Tensor, TensorSink, Writer
-from shardwise.layout.byte_ranges import ByteRange
+from shardwise.checkpoint.writer import TensorKey, TensorSink, Writer
+from shardwise.layout.byte_ranges import Extent
 from shardwise.timeline import Row, span
 
 RESERVED = 4096
-"""Bytes that a note of a failure may have: one block."""
+"""Bytes that the note of a failure may have: one block."""
 
 PAUSE = 0.02
-"""Seconds between looks at the folder."""
+"""Seconds between looks into the folder."""
 
 
 class Copies:
-    """Copies the tensors that it is given; its memory serves one save after the other."""
+    """Copies the tensors that it is given, into memory that the next save uses again."""
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
-        self._given: list[tuple[str, Sequence[ByteRange], memoryview]] = []
+        self._given: list[tuple[str, Sequence[Extent], memoryview]] = []
 
     def begin(self) -> None:
-        """Forget what was given for a save that did not come to be written."""
+        """Forget the copies of a save that failed before it was written."""
         self._given = []
 
-    def write(self, kind: str, ranges: Sequence[ByteRange], memory: memoryview) -> None:
+    def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
         """Copy `memory`."""
         number = len(self._given)
         if number == len(self._memory) or self._memory[number].nbytes != len(memory):
@@ -50,21 +50,23 @@ class Copies:
         self._given.append((kind, ranges, self._memory[number].data))
 
     def settle(self) -> None:
-        """It was copied."""
+        """No-op: the memory is copied."""
 
     def play(self, sink: TensorSink) -> None:
-        """Give all of it to `sink`."""
+        """Give all copies to `sink`."""
         for kind, ranges, memory in self._given:
             sink.write(kind, ranges, memory)
         sink.settle()
 
 
 class BackgroundSave(threading.Thread):
-    """A thread that writes one save; `failure` says what went wrong once the thread has ended.
+    """A thread that writes one save. Once it has ended, `failure` says what went wrong.
 
-    `finish` makes the checkpoint complete from the sums of all ranks; it is called on rank 0.
-    The interpreter waits for the thread before it ends. `limit` (seconds) bounds how long a rank
-    waits for the others after its own part.
+    The interpreter waits for the thread before it ends.
+
+    Args:
+        finish: Completes the checkpoint from the checksums of all ranks; called on rank 0.
+        limit: Seconds that a rank waits for the others after its own part.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class BackgroundSave(threading.Thread):
         copies: Copies,
         writer: Writer,
         draft: Draft,
-        finish: Callable[[Sequence[Mapping[Tensor, Sequence[ChecksumPart]]]], None],
+        finish: Callable[[Sequence[Mapping[TensorKey, Sequence[ChecksumPart]]]], None],
         *,
         rank: int,
         size: int,
@@ -85,7 +87,7 @@ class BackgroundSave(threading.Thread):
         self._rank, self._size, self._limit = rank, size, limit
 
     def run(self) -> None:
-        """Write, leave a note, and see how it ends for all."""
+        """Write, leave a note, and wait for the outcome on all ranks."""
         with span("write", Row.BACKGROUND):
             sums = self._own()
         try:
@@ -99,7 +101,7 @@ class BackgroundSave(threading.Thread):
             self.failure = self.failure or self._said(error)
 
     def _own(self) -> list[Any]:
-        """This rank's part, on the disk; its sums."""
+        """Write this rank's part, and return its checksums."""
         try:
             self._copies.play(self._writer)
             sums = self._writer.finish()
@@ -113,7 +115,7 @@ class BackgroundSave(threading.Thread):
         ]
 
     def _complete(self) -> None:
-        """On rank 0: when all have left their notes, the checkpoint gets its name."""
+        """Rank 0: wait for all notes, then publish the checkpoint."""
         # All of them, also after a failure: a rank that still writes must not lose its folder.
         notes = [self._note_of(rank) for rank in range(self._size)]
         failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
@@ -136,7 +138,7 @@ class BackgroundSave(threading.Thread):
             _leave(self.draft.path, "end", {"failure": failed[0]})
 
     def _await(self) -> None:
-        """On another rank: until the checkpoint has its name, or rank 0 says why it has not."""
+        """Other ranks: wait until rank 0 has published the checkpoint, or says why not."""
         deadline = time.monotonic() + self._limit
         end = _path(self.draft.path, "end")
         while time.monotonic() < deadline:
@@ -171,12 +173,12 @@ def _path(folder: Path, name: str) -> Path:
 
 
 def reserve(folder: Path, rank: int) -> None:
-    """Take the room that the note of `rank` needs at least. Raises OSError."""
+    """Reserve the disk space that the note of `rank` needs at least. Raises OSError."""
     _aside(folder, f"rank-{rank}").write_bytes(b" " * RESERVED)
 
 
 def _leave(folder: Path, name: str, note: Mapping[str, Any]) -> None:
-    """A note that is there whole or not at all; where it has no room, it only says so."""
+    """Write a note that is there whole or not at all. Without space for it, write only that."""
     aside = _aside(folder, name)
     try:
         _write(aside, note)
@@ -190,7 +192,7 @@ def _aside(folder: Path, name: str) -> Path:
 
 
 def _write(path: Path, note: Mapping[str, Any]) -> None:
-    """Over what is there, which needs no more room; JSON minds no spaces after it."""
+    """Overwrite the reserved space, which needs no more. JSON ignores the spaces that follow."""
     data = json.dumps(note).encode()
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(data)

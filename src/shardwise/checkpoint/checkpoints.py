@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
 from shardwise.checkpoint.engine_view import Engine
@@ -15,38 +15,25 @@ from shardwise.checkpoint.loader import CheckpointLoader
 from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.checkpoint.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
+from shardwise.states.step_hooks import Returns
 
 
 @dataclass(frozen=True)
 class _SaveOptions:
-    """How the user saves: how many checkpoints to keep, and the bytes of a file."""
+    """How many checkpoints the user keeps, and the largest file in bytes."""
 
     keep: int | None = None
     split: int = 5 * 10**9
 
 
-class Returns(Protocol):
-    """Groups of ranks that may end, and come back while the others train."""
-
-    @property
-    def is_due(self) -> bool:
-        """Whether this group is to come back."""
-
-    def come_back(self) -> None:
-        """Wait until the others admit this group, and continue from where they are."""
-
-    def are_expected(self) -> None:
-        """Tell the launcher that this group comes back if it ends."""
-
-
 class Checkpoints:
-    """The checkpoints of an engine, and the folder where it saves when the run is asked to end.
-
-    Attributes: `saver` and `loader`, which move the bytes.
+    """The checkpoints of an engine, and the folder for the save when the run is asked to end.
 
     Args:
         reseed: Seeds the random generators for the step that follows a load.
-        returns_of: Makes what brings groups of ranks back by these checkpoints, None without.
+        returns_of: Makes the object that brings groups of ranks back, None if none can end.
+
+    Attributes: `saver` and `loader`, which write and read the files.
     """
 
     def __init__(
@@ -90,7 +77,7 @@ class Checkpoints:
         background: bool = False,
         split_gb: float = 5.0,
     ) -> Path | None:
-        """The same, and go on even where this process is asked to end."""
+        """Save, but do not leave if this process is asked to end."""
         self._state.refuse_in_step("engine.save")
         home, split = Path(folder), int(split_gb * 1e9)
         if self._world.settings.trial:
@@ -130,36 +117,40 @@ class Checkpoints:
                 if found.step > self._state.steps:
                     self._pass_over(f"{found.path} has no {DOCUMENT}, so it is not complete.")
             line = f"resumed from {loaded}, at step {self._state.steps}"
-        self._resumes, self._saved = True, None if loaded is None else self._moment()
-        self._settle_in(home, _SaveOptions())
-        self._tell_that_it_resumes()
+        self._continue_in(home, _SaveOptions(), is_saved=loaded is not None)
         if not self._state.spec.settings.quiet:
             self._world.print(f"shardwise: {line}")
         return self._state.steps
 
     def resume_from(self, home: Path, path: Path | None) -> None:
-        """Go on from `path`, a checkpoint in `home`, or where it is None from here. Collective."""
+        """Continue from `path`, a checkpoint in `home`; with None, from the present state.
+        Collective."""
         self.saver.claim(home)
-        self._go_on(home, path, _SaveOptions())
-
-    def _go_on(self, home: Path, path: Path | None, options: _SaveOptions) -> None:
         if path is not None:
             self.load(path)
-        self._resumes, self._saved = True, None if path is None else self._moment()
-        self._settle_in(home, options)
-        self._tell_that_it_resumes()
+        self._continue_in(home, _SaveOptions(), is_saved=path is not None)
 
-    def _tell_that_it_resumes(self) -> None:
-        """Let the launcher know that what starts anew goes on from a checkpoint."""
+    def _continue_in(self, home: Path, options: _SaveOptions, *, is_saved: bool) -> None:
+        """Save to `home` from now on, where the state of now may be saved; tell the launcher that a
+        restart continues from there."""
+        self._resumes, self._saved = True, self._moment() if is_saved else None
+        self._settle_in(home, options)
         self._world.progress.resumes()
         if self._returns is not None:
             self._returns.are_expected()
 
-    # -- for an elastic island that comes back ----------------------------------------------
+    # -- for a group of ranks that comes back -----------------------------------------------
+
+    def leave_folder(self) -> None:
+        """Give up the claim to the folder, since another rank leads from now on."""
+        self.saver.leave()
 
     def save_for_return(self) -> dict[str, Any] | None:
-        """Save now, where the user does, for an island that comes back; what it is to know, as
-        JSON, None where that failed or nobody has said where. Collective."""
+        """Save for a group of ranks that comes back, in the folder that the user saves to.
+
+        Returns JSON for `come_back`; None if the save failed or the user has named no folder.
+        Collective.
+        """
         home, options = self._home, self._options
         if home is None:
             return None
@@ -174,17 +165,18 @@ class Checkpoints:
         return about | options_now | {"draws_are_one": self._world.draws.is_one}
 
     def come_back(self, about: Mapping[str, Any]) -> None:
-        """Go on from what `save_for_return` saved on the others, which have the folder. Collective
-        over this island."""
+        """Continue from the save of the other groups, on the same folder. Collective over this
+        group."""
+        self.load(Path(about["path"]))
         options = _SaveOptions(about["keep"], about["split"])
-        self._go_on(Path(about["home"]), Path(about["path"]), options)
+        self._continue_in(Path(about["home"]), options, is_saved=True)
         self._world.draws.is_one = about["draws_are_one"]  # the stream is theirs
 
     def _pass_over(self, why: object) -> None:
         self._world.print(f"shardwise: passed over: {why}", file=sys.stderr)
 
     def _load_newest(self, paths: Sequence[Path]) -> Path | None:
-        """Load the first of `paths` that is whole, and return it; None where there are none."""
+        """Load the first of `paths` that is whole and return it; None if `paths` is empty."""
         broken: list[BrokenCheckpoint] = []
         for path in paths:
             try:
@@ -216,12 +208,15 @@ class Checkpoints:
     # -- when the run is asked to end -------------------------------------------------------
 
     def _moment(self) -> tuple[int, int]:
-        """What a checkpoint is of: with a step of another engine of this process, what is tracked
-        and drawn has moved on too."""
+        """Return what identifies the state of now.
+
+        A step of another engine of this process counts: it changes tracked objects and random
+        numbers.
+        """
         return self._state.steps, self._world.steps_made
 
     def _settle_in(self, home: Path, options: _SaveOptions) -> None:
-        """Save to `home`, as the user does, when asked to end; the first time, begin to listen."""
+        """Use `home` for the save when the run is asked to end, and watch for that from now on."""
         if self._home is None:
             self._world.preemption.heed(self._is_between_steps, self._save_at_the_end)
         self._home, self._options = home, options
@@ -230,7 +225,7 @@ class Checkpoints:
         return self._state.is_between_steps
 
     def _save_at_the_end(self) -> Path:
-        """Save to where the user does, unless this moment is saved there."""
+        """Save into the folder of the user, unless the state of now is saved there."""
         assert self._home is not None
         if self._saved == self._moment():
             return place_of(self._home, self._state.steps)
@@ -244,7 +239,7 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Wait for a save in the background, and leave the folders to other jobs."""
+        """Wait for a save in the background, and release the folders."""
         try:
             self.saver.wait()
         finally:
@@ -253,7 +248,7 @@ class Checkpoints:
 
 
 def _refuse_beside(home: Path, lost: Sequence[Found]) -> None:
-    """Raise BrokenCheckpoint where a run would begin anew beside what looks like checkpoints."""
+    """Raise BrokenCheckpoint if a run would start from scratch next to incomplete checkpoints."""
     if lost:
         newest = lost[0].path
         more = f", as {len(lost) - 1} before it" if lost[1:] else ""

@@ -41,7 +41,7 @@ _LENGTH_OF_END = len(b' "crc32": "00000000"\n}\n')
 
 
 def dump(fields: Mapping[str, Any]) -> bytes:
-    """The file with `fields`, which are all that it holds beside format, version and sum."""
+    """Return the file with `fields`, which are all except format, version and checksum."""
     known = set(schema.FIELDS) | (set(fields) & set(schema.OPTIONAL))
     assert set(fields) == known, set(fields) ^ known
     whole = {"format": FORMAT, "version": VERSION} | dict(fields)
@@ -51,10 +51,10 @@ def dump(fields: Mapping[str, Any]) -> bytes:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """The fields of the checkpoint in `folder`.
+    """Return the fields of the checkpoint in `folder`.
 
-    Raises CheckpointError where there is none or it is of a later version, BrokenCheckpoint
-    where it is not what was written, or its fields are not what they must be.
+    Raises CheckpointError if there is none or its version is later, BrokenCheckpoint if the file
+    has changed or a field is not valid.
     """
     path = folder / DOCUMENT
     data = _read(folder)
@@ -74,11 +74,11 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def accept(folder: Path) -> dict[str, Any]:
-    """Take what stands in `folder` beside the tensors as it is now, edited on purpose, and write
-    new sums of it; returns the fields.
+    """Write new checksums of the small files in `folder`, which were edited on purpose; return the
+    fields.
 
-    Sums of tensors, and of the headers of their files, stay as they are. Raises as `load` does, but
-    for a sum that is wrong, and OSError where nothing can be written.
+    Checksums of tensors and of the headers of their files stay. Raises as `load` does, except for a
+    wrong checksum, and OSError if nothing can be written.
     """
     path = folder / DOCUMENT
     told = _checked(path, _parsed(path, _read(folder)))
@@ -92,7 +92,7 @@ def accept(folder: Path) -> dict[str, Any]:
 
 
 def crc_of(data: bytes) -> str:
-    """The CRC-32 of `data`, as it stands in the document."""
+    """Return the CRC-32 of `data` in the form of the document."""
     return f"{zlib.crc32(data):08x}"
 
 
@@ -119,7 +119,7 @@ def _read(folder: Path) -> bytes:
 
 
 def _parsed(path: Path, data: bytes) -> dict[str, Any]:
-    """The map of a file of ours, of a version that is known."""
+    """Return the JSON map of a file of ours, of a known version."""
     try:
         # Python would take NaN and Infinity, which are not JSON: a load would go on with them.
         told = json.loads(data, parse_constant=_refuse_constant)
@@ -143,7 +143,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _checked(path: Path, told: dict[str, Any]) -> dict[str, Any]:
-    """`told` where it is what it must be."""
+    """Return `told` if its fields are valid. Raises BrokenCheckpoint."""
     if told["version"] == UNSUMMED:
         told.setdefault("files", {})
     try:

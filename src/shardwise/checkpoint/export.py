@@ -6,7 +6,7 @@ import errno
 import fcntl
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -42,26 +42,45 @@ def write_tensors(
             with disk_errors(file) as writer:
                 torch.save({**tensors, **twins, **rest}, writer)
         else:
-            _write_safetensors(tensors, aliases, path, file)
+            specs = [
+                TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
+                for name, value in tensors.items()
+            ]
+            write_safetensors(
+                file,
+                path,
+                specs,
+                aliases,
+                lambda spec: [tensors[spec.name].detach().cpu().contiguous().reshape(-1)],
+            )
 
 
-def _write_safetensors(
-    tensors: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path, file: IO[bytes]
+def write_safetensors(
+    file: IO[bytes],
+    path: Path,
+    specs: Sequence[TensorSpec],
+    aliases: Mapping[str, str],
+    parts: Callable[[TensorSpec], Iterable[Tensor]],
 ) -> None:
-    specs = [
-        TensorSpec(n, dtype_name(value.dtype), tuple(value.shape)) for n, value in tensors.items()
-    ]
+    """Write safetensors into `file`, which becomes `path`.
+
+    Args:
+        aliases: Further names of tied weights, by the name of the tensor that is written.
+        parts: Returns the elements of a tensor as flat tensors, one after the other.
+
+    Raises CheckpointError if there are more tensors than a file may hold.
+    """
     laid, *more = lay_out(path.stem, specs, limit=math.inf, aliases=aliases)
     if more:
         raise CheckpointError(
             f"{len(specs)} tensors are too many for {path}: a file of safetensors holds "
-            f"{MOST_TENSORS} here. Export to .pt."
+            f"{MOST_TENSORS} here. Write to .pt."
         )
     file.write(laid.header)
-    for name in laid.tensors:  # in the order of their places
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        if flat.numel():
-            file.write(flat.view(torch.uint8).numpy().data)
+    for placed in laid.tensors.values():  # in the order of their places
+        for flat in parts(placed.spec):
+            if flat.numel():
+                file.write(flat.view(torch.uint8).numpy().data)
 
 
 class _Writer:

@@ -37,8 +37,7 @@ class _Parsed:
 
 
 class CheckpointLoader:
-    """Reads checkpoints into the engine's tensors, the numbers beside them, and what is
-    `tracked`."""
+    """Loads checkpoints into an engine and the objects that are `tracked`."""
 
     def __init__(self, state: Engine, tracked: Tracking) -> None:
         self._state = state
@@ -48,10 +47,10 @@ class CheckpointLoader:
         self._tracked = tracked
 
     def found(self, folder: Path) -> tuple[list[Found], list[Found]]:
-        """The complete checkpoints in `folder`, and what only looks like one: newest first, alike
-        on all ranks. Collective.
+        """Return the complete checkpoints in `folder`, and the incomplete ones; newest first.
 
-        Raises CheckpointError where `folder` cannot be read, or is itself a checkpoint.
+        The same on all ranks. Collective. Raises CheckpointError if `folder` cannot be read, or is
+        itself a checkpoint.
         """
         mine: tuple[list[Found], list[Found]] = [], []
         failure = None

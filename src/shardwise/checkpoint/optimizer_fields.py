@@ -18,9 +18,14 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismat
 
 @dataclass(frozen=True)
 class OptimizerFields:
-    """What stands in checkpoint.json of the optimizers: by optimizer and group the options, by
-    parameter what is one value, the parameters at which segments were cut, and by optimizer what
-    it kept in attributes (None where that is not said)."""
+    """The optimizers' part of checkpoint.json.
+
+    Args:
+        options: By optimizer and group, its options.
+        state: By parameter, its state of single values.
+        borders: The parameters at which segments were cut.
+        attributes: By optimizer, its attributes; None if the checkpoint has none.
+    """
 
     options: list[list[dict[str, Any]]]
     state: dict[str, dict[str, Any]]
@@ -28,7 +33,7 @@ class OptimizerFields:
     attributes: list[dict[str, Any] | None]
 
     def take_options(self, optimizers: Sequence[optim.Optimizer]) -> None:
-        """Let the groups have the options (rates, what schedulers keep there) that were saved."""
+        """Set the options of the groups (rates, entries of schedulers) to the saved ones."""
         for optimizer, several in zip(optimizers, self.options, strict=True):
             for group, saved in zip(optimizer.param_groups, several, strict=True):
                 for key, value in saved.items():
@@ -116,8 +121,10 @@ def read(fields: Mapping[str, Any]) -> OptimizerFields:
 
 
 def _check_steps(steps: Mapping[str, Any]) -> None:
-    """Raise BrokenCheckpoint for one that would only fail in an update: no number, or one in
-    another form (a tensor or not) than those of the optimizer's other parameters."""
+    """Raise BrokenCheckpoint for a step count that would only fail in an update.
+
+    That is one which is no number, or is a tensor where the counts of other parameters are not.
+    """
     forms = Counter(isinstance(step, Tensor) for step in steps.values())
     # Whether a step is a tensor depends on the optimizer, so most of them say what is right.
     usual = forms[True] >= forms[False]
@@ -132,8 +139,11 @@ def _check_steps(steps: Mapping[str, Any]) -> None:
 def check(
     engine_tensors: EngineTensors, fields: Mapping[str, Any], numbers: OptimizerFields
 ) -> None:
-    """Raise CheckpointMismatch for other optimizers, groups or parameters in them than those that
-    were saved, BrokenCheckpoint for options that cannot be theirs."""
+    """Raise CheckpointMismatch if optimizers, groups or their parameters differ from the saved
+    ones.
+
+    Raises BrokenCheckpoint for options that do not fit their optimizer.
+    """
     classes = [(type(o).__name__, len(o.param_groups)) for o in engine_tensors.spec.optimizers]
     there = [(described["class"], len(described["groups"])) for described in fields["optimizers"]]
     if len(there) == len(classes):  # a class that is not said may be any
@@ -160,7 +170,10 @@ def check(
 
 
 def _check_groups(engine_tensors: EngineTensors, fields: Mapping[str, Any]) -> None:
-    """Options go to groups by their place: raise CheckpointMismatch where that is another's."""
+    """Raise CheckpointMismatch if a parameter would get the options of another group.
+
+    Options are assigned to groups by position.
+    """
     there = {
         name: place
         for place, group in enumerate(
@@ -191,8 +204,10 @@ _ADAMW = "decoupled_weight_decay"
 def _check_kind(
     optimizers: Sequence[optim.Optimizer], fields: Mapping[str, Any], numbers: OptimizerFields
 ) -> None:
-    """Raise CheckpointMismatch where the options of an optimizer whose class is not said are those
-    of another class than here."""
+    """Raise CheckpointMismatch if the saved options are those of another class.
+
+    This is for saves that do not name the class of an optimizer.
+    """
     for described, optimizer, several in zip(
         fields["optimizers"], optimizers, numbers.options, strict=True
     ):
@@ -217,7 +232,7 @@ _SWITCHES = {"foreach", "fused"}
 
 
 def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFields) -> None:
-    """Options of another kind than the optimizer has would only fail in its update."""
+    """Raise BrokenCheckpoint for an option of another type, which would only fail in an update."""
     for optimizer, several in zip(optimizers, numbers.options, strict=True):
         for place, (group, saved) in enumerate(zip(optimizer.param_groups, several, strict=True)):
             for key, value in saved.items():
@@ -232,7 +247,7 @@ def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFiel
 
 
 def _fits(now: Any, saved: Any) -> bool:
-    """Whether `saved` may stand where `now` does: any number for another, None for a switch."""
+    """Return whether `saved` may replace `now`: any number a number, None a switch."""
     if now is None or (saved is None and not isinstance(now, int | float)):
         return True
     if saved is None:

@@ -21,7 +21,7 @@ from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_nam
 from shardwise.checkpoint.tensor_spans import (
     ATTRIBUTES,
     AVERAGE,
-    ISLAND,
+    GROUP,
     MODEL,
     OPTIMIZER,
     ReportedState,
@@ -33,27 +33,27 @@ from shardwise.checkpoint.tensors import (
     optimizer_specs,
     spec_of,
 )
-from shardwise.checkpoint.writer import CHUNK, TensorSink
+from shardwise.checkpoint.writer import CHUNK, TensorKey, TensorSink
 from shardwise.layout.byte_ranges import byte_ranges, clipped, share
 from shardwise.states.optimizer.existing_optimizer_state import Blank
 from shardwise.tiers.host_window import HostWindow
 
 T = TypeVar("T")
 
-Sums = Mapping[tuple[str, str], Sequence[ChecksumPart]]
+Sums = Mapping[TensorKey, Sequence[ChecksumPart]]
 """By set and tensor, the checksums of the parts that a rank has written."""
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """A checkpoint before it is written, alike on all ranks."""
+    """The contents of a checkpoint before it is written; the same on all ranks."""
 
     sets: dict[str, list[TensorFile]]
     reported: ReportedState
     state: dict[str, dict[str, Any]]
-    """By parameter what the optimizers keep of it as one value, as JSON, whatever rank has it."""
+    """By parameter its state of single values, as JSON."""
     borders: list[str]
-    """The parameters at which segments were cut."""
+    """The parameters at which segments of optimizer state were cut."""
     extra_fields: dict[str, Any]
     """The fields that an ExtraSets adds."""
     failure: str | None
@@ -118,7 +118,7 @@ def plan(
 def _specs_of_groups(
     engine_tensors: EngineTensors, reported: ReportedState
 ) -> dict[str, list[TensorSpec]]:
-    """By set, the tensors of which groups of ranks may have different ones. Collective."""
+    """Return by set the tensors of which each group of ranks has a version. Collective."""
     spec, extra = engine_tensors.spec, engine_tensors.extra
     mine = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
     if extra is not None:
@@ -128,7 +128,7 @@ def _specs_of_groups(
     if extra is not None:
         # Not over the layers: one replica's ranks write the buffers for all.
         buffers = [spec_of(name, value) for name, value in engine_tensors.extra_buffers.items()]
-        joined[ISLAND] += _joined(spec.step_group.gather_objects(buffers))
+        joined[GROUP] += _joined(spec.step_group.gather_objects(buffers))
     return {
         engine_tensors.set_of(kind, group): specs
         for group, theirs in enumerate(spec.peers.gather_objects(joined))
@@ -158,7 +158,7 @@ def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> Non
 def _lend_span(
     held: TensorSpan,
     kind: str,
-    wanted: Set[tuple[str, str]],
+    wanted: Set[TensorKey],
     sink: TensorSink,
     window: HostWindow,
 ) -> None:
@@ -202,7 +202,7 @@ def documents(
         fields: The fields of checkpoint.json besides those about files.
         more: Further small files.
     """
-    parts: dict[tuple[str, str], list[ChecksumPart]] = {}
+    parts: dict[TensorKey, list[ChecksumPart]] = {}
     for sums in several:
         for tensor, found in sums.items():
             parts.setdefault(tensor, []).extend(found)

@@ -46,7 +46,7 @@ from shardwise.world.world import leave
 
 
 class CheckpointSaver:
-    """Writes checkpoints: the engine's tensors, the numbers beside them, and what is `tracked`."""
+    """Saves an engine: tensors, fields, and the objects that are `tracked`."""
 
     def __init__(self, state: Engine, tracked: Tracking) -> None:
         self._state = state
@@ -64,10 +64,10 @@ class CheckpointSaver:
     # -- saving ---------------------------------------------------------------------------
 
     def save(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
-        """See Engine.save; raises CheckpointNotWritten whatever the settings say."""
+        """See Engine.save. Raises CheckpointNotWritten even if training may continue without."""
         group = self._spec.world_group
-        # Elastic islands write at once: one that ended meanwhile would leave a save without its
-        # part, which is begun anew then.
+        # Groups that come and go write at once: one that ended meanwhile would leave a save
+        # without its part, and the save would have to begin again.
         behind = background and not group.comes_and_goes
 
         def save() -> Path:
@@ -222,7 +222,7 @@ class CheckpointSaver:
         draft: Draft,
         finish: Callable[[Sequence[Sums]], None],
     ) -> None:
-        """Copy what is to be written, and let a thread write it. Collective."""
+        """Copy all of it, and start a thread that writes the copy. Collective."""
         group, failure = self._spec.world_group, None
         self._copies.begin()
         save_tensors.lend(tensors, made, self._copies)
@@ -274,48 +274,55 @@ class CheckpointSaver:
         agree(self._spec.world_group, failure, FolderInUse)
 
     def end_removals(self, folder: Path) -> None:
-        """Remove what a killed run left half removed in `folder`: a run that has nothing more to
-        train makes no save that would."""
+        """Finish removals in `folder` that a kill interrupted.
+
+        A run that has nothing more to train makes no save that would do so.
+        """
         if self._spec.world_group.rank == 0 and folder in self._claims:
             atomic_folders.end_removals(folder)
 
     def leave(self) -> None:
-        """Let other jobs save where this engine did."""
+        """Release the folders to other jobs."""
         _release(self._claims)
 
     def tolerate(self, error: CheckpointNotWritten) -> None:
-        """Say that a checkpoint is missing, where training goes on without; else raise."""
+        """Report that a checkpoint is missing if training may continue without it; else raise."""
         if self._spec.settings.save_failure == "stop":
             raise error
         self._world.print(f"shardwise: {error} Training goes on.", file=sys.stderr)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save in the background is known, on this rank, to have failed."""
+        """Whether this rank knows that the save in the background failed."""
         return self._job is not None and not self._job.is_alive() and bool(self._job.failure)
 
     # -- leaving at a step boundary ---------------------------------------------------------
 
     def mark_boundary(self) -> None:
-        """Take the model's buffers as they are now for those of a save to come."""
+        """Keep the model's buffers as they are now, for a save between this step and the next."""
         self._objects.buffers.keep()
 
     def go_back_to_boundary(self) -> None:
-        """Undo what a forward has done since, that no step will follow. Without a loop over a
-        Loader that is also what was drawn for it in common; in one, the body has been finished."""
+        """Undo the changes of forwards since the last step.
+
+        Outside of a loop over a Loader, restore the common random stream too. In such a loop the
+        body of the last batch is done, so its draws count.
+        """
         self._objects.buffers.restore()
         if not self._world.current_batch.in_loop():
             self._world.draws.go_back_to_boundary()
 
     def at_boundary(self) -> AbstractContextManager[None]:
-        """Around a save for others, who draw again what this process has drawn for the step that it
-        goes on to make."""
+        """Context manager for a save that other ranks load. Rewinds the common random stream to the
+        last boundary, because those ranks repeat what this process has drawn since."""
         in_loop = self._world.current_batch.in_loop()
         return nullcontext() if in_loop else self._world.draws.at_boundary()
 
     def wait(self) -> None:
-        """Return when no save is on its way. Raises CheckpointNotWritten, on all ranks alike, if it
-        has failed, unless training goes on without."""
+        """Wait for the save in the background.
+
+        Raises CheckpointNotWritten on all ranks if it failed, unless training continues without.
+        """
         if self._job is not None:
             job, self._job = self._job, None
             with span("wait for the save before", Row.CHECKPOINT):
@@ -350,8 +357,10 @@ def _release(claims: dict[Path, FolderClaim]) -> None:
 
 
 def _await_at_exit(wait: WeakMethod[Callable[[], None]]) -> None:
-    """Wait for a save in the background before the process ends, and end it with 1 if that fails:
-    by then nobody is there to be raised at."""
+    """Wait for the save in the background before the process ends.
+
+    If it failed, the process ends with exit code 1: at that point no caller can catch an error.
+    """
 
     def last() -> None:
         try:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 DEEPEST = 100
-"""Levels of lists and maps in a value of the user's."""
+"""Levels of lists and maps in a value of the user."""
 
 Check = Callable[[str, Any], None]
 
 
 class Fault(ValueError):
-    """A value that cannot be; says where it stands, and what it is."""
+    """A value that no save writes. Says its place and value."""
 
 
 def _must(good: bool, place: str, value: Any, wanted: str) -> None:
@@ -62,7 +62,8 @@ number = _check(
 
 
 def plain_name(name: Any) -> bool:
-    """Whether `name` is that of a file in the same folder: nothing leads out of a checkpoint."""
+    """Return whether `name` is a file in the same folder, so that no name leads out of a
+    checkpoint."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
@@ -70,7 +71,7 @@ file_name = _check("the name of a file in the same folder", plain_name)
 
 
 def plain_value(place: str, value: Any, depth: int = 0) -> None:
-    """Anything that JSON can hold, of which not too many lie in each other."""
+    """Check a value of any JSON type that is not nested too deeply."""
     if depth > DEEPEST:
         raise Fault(f"its {place[:60]} is nested deeper than {DEEPEST} levels")
     if isinstance(value, dict | list):
@@ -97,7 +98,10 @@ def map_of(check: Check) -> Check:
 
 
 def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """A map that has `fields`, and maybe `optional` ones; a later version may know more."""
+    """Return a check for a map with `fields`, and maybe `optional` ones.
+
+    Other keys are allowed: a later version may have more.
+    """
 
     def check_record(place: str, value: Any) -> None:
         _must(isinstance(value, dict), place, value, "a map")
@@ -132,7 +136,7 @@ FIELDS: dict[str, Check] = {
     "tracked": map_of(plain_value),
     "written_by": map_of(plain_value),
 }
-"""What a checkpoint.json holds beside its format, version and sum."""
+"""The fields of each checkpoint.json besides format, version and checksum."""
 
 _ISLAND = record(
     {
@@ -148,7 +152,7 @@ REPORTED = (
     *("step", "weight", "shown", "loss", "backwards", "divisor", "several", "asked", "unsaved"),
     *("finite", "options", "weights", "scale", "updates"),
 )
-"""What an island has reported beside its gradients, by name."""
+"""The numbers that an island reports with its gradients."""
 
 _REPORT = record(dict.fromkeys(REPORTED, number))
 _WAITING = record({"step": count, "reports": list_of(_REPORT), "used": list_of(text)})
@@ -159,9 +163,9 @@ OPTIONAL: dict[str, Check] = {
     "islands": list_of(_ISLAND),
     "behind": _BEHIND,
 }
-"""What it may hold more: fields of some runs, and those that older checkpoints lack."""
+"""Further fields: those of some runs, and those that older checkpoints lack."""
 
 
 def check(told: Any) -> None:
-    """Raise Fault for the first of FIELDS that `told` has not, or not as it must be."""
+    """Raise Fault for the first field of `told` that is missing or has a wrong value."""
     record(FIELDS, OPTIONAL)("", told)

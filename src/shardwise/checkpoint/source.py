@@ -28,7 +28,7 @@ from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Where a rank finds the values of a model's tensors."""
+    """Finds the values of a model's tensors in an opened checkpoint."""
 
     read: SetsToRead
     """The sets and fields that this rank reads."""
@@ -55,7 +55,7 @@ class CheckpointSource:
 
     @property
     def averaged(self) -> Set[str]:
-        """The names of what has a moving average."""
+        """The names of parameters that have a moving average."""
         return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
 
     def of_model(self, name: str) -> tuple[TensorReader, str]:

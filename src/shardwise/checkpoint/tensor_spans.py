@@ -21,31 +21,32 @@ from shardwise.states.optimizer.ema import Averages
 from shardwise.states.optimizer.existing_optimizer_state import Blank
 from shardwise.states.optimizer.interval_gather import gather_bucket, on_host
 from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.optimizer.update_interval import UpdateSegment
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
-from shardwise.states.parameters.update_intervals import UpdateSegment
 from shardwise.states.storage.storage import MemoryStorage, Storage
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
-"""The sets of tensors that there are."""
+"""Kinds of sets that every checkpoint may have."""
 
-OUTER, ISLAND = "outer", "island"
-"""Those that islands have more: alike on all, and of each."""
+OUTER, GROUP = "outer", "group"
+"""Kinds of extra sets: the same for all groups of ranks, and one for each group."""
 
 ATTRIBUTES = "attributes"
-"""The set of tensors that optimizers keep in attributes."""
+"""The kind of tensors that optimizers keep in attributes."""
 
 MASTER = "master"
-"""The key under which masters stand among the optimizer's tensors."""
+"""Key of fp32 masters among the optimizer's tensors."""
 
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """A flat interval of a set's tensors: its storage, what lies in it, and how many ranks have it.
+    """A flat interval of one set's tensors, which `copies` ranks hold and this one as number
+    `copy`.
 
-    Of `copies` ranks with the same, this is number `copy`. What lies in no extent is padding.
-    `as_counted`: elements lie in the order of the tensor's own, whatever its parameter's is.
+    Elements in no extent are padding. With `as_counted`, elements have the order of their own
+    tensor, even if their parameter is stored in another order.
     """
 
     kind: str
@@ -58,24 +59,26 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class ReportedState:
-    """The optimizer state that all ranks reported: by parameter its entries, tensors as Blanks, and
-    the parameters at which segments were cut."""
+    """Optimizer state of all ranks: by parameter its entries, with a Blank for each tensor, and the
+    parameters at which segments were cut."""
 
     states: dict[int, dict[str, Any]]
     borders: set[int]
 
 
 def state_name(name: str, key: str) -> str:
-    """What entry `key` of parameter `name` is called among the optimizer's tensors."""
+    """Return the name of entry `key` of parameter `name` among the optimizer's tensors."""
     return f"{name}.{key}"
 
 
 class TensorSpans:
-    """The spans of one rank in the trained parameters, their masters, state and averages.
+    """The spans of one rank in trained parameters, masters, optimizer state and averages.
 
-    `group` shards them where `scattered`. `among`: this rank's number, and of how many that have
-    the same, of what is whole here and (True) of what is a part; `among_own` that of optimizer
-    state, which each island has for itself.
+    Args:
+        group: The ranks that shard the states, if `scattered`.
+        among: Number of this rank among the ranks with the same elements, and their count; by
+            whether a rank has only a part of each tensor.
+        among_own: The same for optimizer state, which each group of ranks has for itself.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class TensorSpans:
         }
 
     def reported(self) -> ReportedState:
-        """Report which state there is, to all ranks. Collective."""
+        """Gather which state there is from all ranks. Collective."""
         mine = self._own_states(), self._own_borders()
         gathered = self._group.gather_objects(mine) if self._scattered else [mine]
         states: dict[int, dict[str, Any]] = {}
@@ -143,14 +146,14 @@ class TensorSpans:
         }
 
     def __iter__(self) -> Iterator[TensorSpan]:
-        """All of it, bucket by bucket, in intervals as they lie."""
+        """Yield all spans, bucket by bucket."""
         for index in range(len(self._optimizer.intervals)):
             for kind, key, storage in self._intervals(index):
                 yield self._holding(index, kind, storage, self._extents(index, key))
             yield from self._states(index)
 
     def _intervals(self, index: int) -> Iterator[tuple[str, str | None, Storage]]:
-        """What covers the whole interval of a bucket: set, key and memory."""
+        """Yield set, key and storage of the states that cover a whole interval."""
         interval = self._optimizer.intervals[index]
         yield MODEL, None, interval.target
         if interval.master is not interval.target:
@@ -209,7 +212,7 @@ class TensorSpans:
     # -- tensors whose memory is not in the order of their elements -------------------------
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
-        """Set and name of the tensors that lie in memory in another order than their elements'."""
+        """Return set and name of tensors whose memory is not in the order of their elements."""
         return {
             (kind, self._name(slot.parameter, key))
             for index in range(len(self._optimizer.intervals))
@@ -220,8 +223,10 @@ class TensorSpans:
         }
 
     def reordered(self, reported: ReportedState) -> Iterator[tuple[str, str, Tensor]]:
-        """The same tensors, flat in the order of their elements, whole on every rank. Collective,
-        bucket by bucket."""
+        """Yield these tensors flat in the order of their elements, whole on every rank.
+
+        Collective, bucket by bucket.
+        """
         for index in range(len(self._optimizer.intervals)):
             if not (slots := self._odd_slots(index)):
                 continue
@@ -245,7 +250,8 @@ class TensorSpans:
     def _wholes(
         self, index: int, slots: Sequence[Slot], reported: ReportedState
     ) -> Iterator[tuple[str, str | None, torch.dtype]]:
-        """Set, key and dtype of what is flat over a bucket, alike on all ranks."""
+        """Yield set, key and dtype of the states that are flat over a bucket. The same on all
+        ranks."""
         for kind, key, storage in self._intervals(index):
             yield kind, key, storage.dtype
         dtypes = {
@@ -258,7 +264,7 @@ class TensorSpans:
             yield OPTIMIZER, key, dtypes[key]
 
     def _whole(self, index: int, kind: str, key: str | None, dtype: torch.dtype) -> Tensor:
-        """A bucket of one state, put together."""
+        """Gather one state of a whole bucket."""
         interval = self._optimizer.intervals[index]
         own = {(k, name): storage for k, name, storage in self._intervals(index)}
         device = self._parameters.kind(index)[1]
@@ -272,7 +278,7 @@ class TensorSpans:
 
 
 def of_sharded_bucket(bucket: ShardedBucket, among: Mapping[bool, tuple[int, int]]) -> TensorSpan:
-    """A bucket of frozen parameters that is sharded; `among` is as in Holdings."""
+    """Return the span of a sharded bucket of frozen parameters; `among` is as in TensorSpans."""
     slots = list(zip(bucket.layout.slots, bucket.named, strict=True))
     names = {slot.parameter: named.name for slot, named in slots}
     shards = {slot.parameter: t.shard for slot, t in slots if t.shard is not None}
@@ -288,8 +294,8 @@ def of_tensor(
     kind: str = MODEL,
     shard: Shard | None = None,
 ) -> TensorSpan:
-    """A whole tensor that `copies` ranks hold, or the part of it that `shard` names, in the order
-    of its elements."""
+    """Return the span of a whole tensor that `copies` ranks hold, or of the part that `shard`
+    names."""
     whole = Extent(name, 0, value.numel(), 0)
     found = [whole] if shard is None else of_whole(whole, shard)
     return TensorSpan(kind, MemoryStorage(_flat(value)), found, copy, copies)
@@ -298,7 +304,8 @@ def of_tensor(
 def reordered_bucket(
     bucket: ShardedBucket, group: Collectives
 ) -> Iterator[tuple[NamedParameter, Tensor]]:
-    """The tensors of `bucket` that lie in memory in another order than that of their elements."""
+    """Yield the tensors of `bucket` whose memory is not in the order of their elements, in that
+    order."""
     if all(named.in_order for named in bucket.named):
         return
     value = bucket.storage.loaded(bucket.kind[2])

@@ -16,7 +16,7 @@ from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.checkpoint.format import TensorSpec, dtype_name
 from shardwise.checkpoint.spec_view import Spec, States
 from shardwise.checkpoint.tensor_spans import (
-    ISLAND,
+    GROUP,
     OUTER,
     ReportedState,
     TensorSpan,
@@ -33,10 +33,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Inventory:
-    """What there is, in the order of registration.
+    """The tensors of the models, in the order of registration.
 
-    `names`: all names of each tensor of the models by the first, under which it is written.
-    `specs`: dtype and shape of each by set, those of buffers as this rank has them.
+    Args:
+        names: All names of each tensor, by the first one, under which it is written.
+        buffers: The buffers by name, as this rank has them.
+        parameters: Dtype and whole shape of each parameter.
     """
 
     names: dict[str, list[str]]
@@ -110,7 +112,7 @@ def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
 
 
 def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> list[TensorSpec]:
-    """The tensors beside the model's that the optimizers keep, masters in another dtype first."""
+    """Return the tensors of the optimizers' state; masters are listed if their dtype differs."""
     states, specs = engine_tensors.states, []
     named = states.parameters.named
     masters = {
@@ -150,7 +152,7 @@ def average_specs(states: States) -> list[TensorSpec]:
 
 
 class _Group:
-    """A parameter group of an optimizer; what kind it is costs a trial, made once when asked."""
+    """A parameter group of an optimizer. Its kind takes a trial, which is made once, when asked."""
 
     def __init__(self, optimizer: optim.Optimizer, options: dict[str, Any]) -> None:
         self.optimizer = optimizer
@@ -158,7 +160,7 @@ class _Group:
 
     @cached_property
     def kind(self) -> OptimizerKind:
-        """As the group's first parameter is updated."""
+        """How the parameters of the group are updated."""
         # All parameters of a group are updated in one way, so one of them is enough.
         device = self.options["params"][0].device
         return examine(self.optimizer, self.options, device, is_copied=False)
@@ -166,7 +168,10 @@ class _Group:
 
 @dataclass(frozen=True)
 class FrozenState:
-    """A parameter that a group of an optimizer has, and that is not trained now."""
+    """State of a parameter that is in a group of an optimizer and is not trained now.
+
+    It stays with the user's optimizer, whole on every rank, until the parameter is trained again.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -174,7 +179,7 @@ class FrozenState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What is a tensor of its state, by key, as it is while the parameter is trained."""
+        """The tensors of its state by key, as they are laid out while the parameter is trained."""
         state = self._state
         if not state:
             return {}
@@ -183,7 +188,7 @@ class FrozenState:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What is one value each."""
+        """The single values of its state by key."""
         tensors = self.tensors
         return {k: v for k, v in self._state.items() if k not in tensors}
 
@@ -193,7 +198,7 @@ class FrozenState:
         return state
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Have `state` in place of what there is."""
+        """Replace the state by `state`."""
         held(self.group.optimizer).pop(self.parameter, None)
         if state:
             device = self.parameter.device
@@ -214,21 +219,21 @@ def _idle(spec: Spec, states: States) -> Iterator[FrozenState]:
 
 
 def _place(rank: int, alike: list[bool]) -> tuple[int, int]:
-    """The number of `rank` among those that are `alike`, and how many they are."""
+    """Return the number of `rank` among the ranks marked in `alike`, and how many there are."""
     return sum(alike[:rank]), sum(alike)
 
 
 def _each(*several: list[bool]) -> list[bool]:
-    """By place, whether all of `several` hold."""
+    """Return for each rank whether all of `several` hold."""
     return [all(flags) for flags in zip(*several, strict=True)]
 
 
 class EngineTensors:
-    """The tensors that a rank has, to be saved or loaded. Making it is collective.
+    """All tensors that a rank saves or loads. Making one is collective.
 
     Args:
-        extra_sets: What a feature adds.
-        attributes: What each optimizer keeps in attributes of its own, for a save.
+        extra_sets: The tensors and fields that a feature adds.
+        attributes: By optimizer, the values of its attributes, for a save.
     """
 
     def __init__(
@@ -258,8 +263,9 @@ class EngineTensors:
                 True: _place(run.rank, _each(near, parts, *alike)),
             }
 
-        # Ranks that hold the same elements share the writing. Parameters are the same in all groups
-        # of ranks, optimizer state only within a group (`home`).
+        # Ranks that hold the same elements share the writing: `among` those with the same shard, or
+        # `everywhere` if a state is not sharded. Parameters are the same in all groups of ranks,
+        # optimizer state only within a group (`home`).
         self._among, self._everywhere = places(shared), places()
         among_own, self._everywhere_own = places(shared, home), places(home)
         scattered = spec.placement.is_sharded("optimizer")
@@ -273,13 +279,16 @@ class EngineTensors:
             among_own=among_own if scattered else self._everywhere_own,
         )
         self._everywhere_peers = places(peer)
-        self.extra_places = {OUTER: self._among, ISLAND: places(shared, peer)}
+        self.extra_places = {OUTER: self._among, GROUP: places(shared, peer)}
         self._extra_sets = extra_sets
         self.extra = extra_sets.tensors(self.extra_places)
 
     def _share_attributes(self) -> tuple[list[TensorSpec], tuple[int, int] | None]:
-        """The tensors of `attributes` that rank 0 has, and this rank's number among those that
-        write them, of how many; None if it writes none. Collective."""
+        """Return the tensors of `attributes`, and this rank's number among the ranks that write
+        them.
+
+        The second is None if this rank writes none. Collective.
+        """
         run = self.spec.world_group
         if all(each is None for each in self.attributes):
             return [], None
@@ -299,7 +308,8 @@ class EngineTensors:
         }
 
     def set_of(self, kind: str, group: int | None = None) -> str:
-        """The name of the set in which tensors of a kind are: this rank's, or those of `group`."""
+        """Return the name of the set for tensors of a kind, of this rank's group or of number
+        `group`."""
         return self._extra_sets.set_name(kind, self.spec.peers.rank if group is None else group)
 
     @property
@@ -317,7 +327,7 @@ class EngineTensors:
 
     @property
     def extra_buffers(self) -> dict[str, Tensor]:
-        """The buffers that this rank writes into the set of its own group."""
+        """The buffers that this rank writes into its group's set."""
         return {} if self.extra is None else self.extra.buffers(self._buffers_of_group)
 
     @property
@@ -328,18 +338,21 @@ class EngineTensors:
         return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
 
     def of_all_layers(self, mine: T) -> list[T]:
-        """`mine` of each of the ranks that share out the layers, in their order. Collective."""
+        """Gather `mine` from the ranks that share out the layers, in their order. Collective."""
         line = self.spec.pipeline
         return [mine] if line is None else line.group.gather_objects(mine)
 
     def frozen(self) -> Iterator[TensorSpan]:
-        """The frozen parameters that are sharded."""
+        """Yield the frozen parameters that are sharded."""
         for slab in self.states.parameters.frozen:
             yield tensor_spans.of_sharded_bucket(slab, self._among)
 
     def beside(self) -> Iterator[TensorSpan]:
-        """What is not trained: frozen parameters and the state they have, what optimizers keep in
-        attributes, and on rank 0 buffers."""
+        """Yield the spans of all tensors that are not trained.
+
+        These are frozen parameters and their state, attributes of optimizers, buffers, and the
+        tensors of a feature.
+        """
         yield from self.frozen()
         if self.extra is not None:
             yield from self.extra
@@ -356,29 +369,30 @@ class EngineTensors:
         for name, value in self.own_buffers.items():
             yield tensor_spans.of_tensor(name, value, 0, 1)
         for name, value in self.extra_buffers.items():
-            yield tensor_spans.of_tensor(name, value, 0, 1, ISLAND)
+            yield tensor_spans.of_tensor(name, value, 0, 1, GROUP)
 
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
     ) -> TensorSpan:
-        """What every rank has of a tensor of `parameter`'s."""
+        """Return the span of a tensor that belongs to `parameter` and that every rank has."""
         shard = self.spec.shard_of(parameter)
         return tensor_spans.of_tensor(name, value, *self._copies(kind, shard), kind, shard)
 
     def _copies(self, kind: str, shard: Shard | None = None) -> tuple[int, int]:
-        """The number of this rank among those that have the whole of a tensor, and how many."""
-        own = {tensor_spans.OPTIMIZER: self._everywhere_own, ISLAND: self._everywhere_peers}
+        """Return the number of this rank among the ranks that have the whole tensor, and their
+        count."""
+        own = {tensor_spans.OPTIMIZER: self._everywhere_own, GROUP: self._everywhere_peers}
         return own.get(kind, self._everywhere)[shard is not None]
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
-        """Set and name of what lies in memory in another order than that of its elements."""
+        """Return set and name of tensors whose memory is not in the order of their elements."""
         frozen = [t for slab in self.states.parameters.frozen for t in slab.named]
         odd = {(tensor_spans.MODEL, named.name) for named in frozen if not named.in_order}
         apart = set() if self.extra is None else self.extra.out_of_order()
         return self.trained.out_of_order(reported) | odd | apart
 
     def reordered(self, reported: ReportedState) -> Iterator[TensorSpan]:
-        """The same, in the order of its elements. Collective."""
+        """Yield spans of these tensors in the order of their elements. Collective."""
         # A part of a tensor always lies in order.
         beside = () if self.extra is None else self.extra.reordered()
         for kind, name, value in chain(self.trained.reordered(reported), beside):

@@ -21,7 +21,7 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 @dataclass(frozen=True)
 class TensorLine:
-    """A tensor of a checkpoint: the set and the file that hold it, and its CRC-32 as written."""
+    """A tensor of a checkpoint: its set, its file, and its CRC-32 as written."""
 
     kind: str
     spec: TensorSpec
@@ -30,10 +30,10 @@ class TensorLine:
 
 
 class OpenedCheckpoint:
-    """A checkpoint's fields and its tensors; a context manager.
+    """Context manager for a checkpoint's fields and tensors.
 
-    `path` is the folder of a step, or one of several steps, of which the newest is taken. Raises
-    CheckpointError where there is none, BrokenCheckpoint where a file of it is not whole.
+    `path` is the folder of a step, or of several steps, of which the newest is taken. Raises
+    CheckpointError if there is none, BrokenCheckpoint if a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,23 +55,23 @@ class OpenedCheckpoint:
 
     @property
     def is_summed(self) -> bool:
-        """Whether what stands beside the tensors has sums; earlier versions had none."""
+        """Whether the fields have a checksum. Checkpoints of earlier versions have none."""
         return bool(self.fields["version"] > document.UNSUMMED)
 
     def lines(self) -> Iterator[TensorLine]:
-        """Every tensor, by name within its set."""
+        """Yield every tensor, by name within its set."""
         for kind, tensors in self.sets.items():
             for name in sorted(tensors.specs):
                 written = self.fields["checksums"].get(kind, {}).get(name, "")
                 yield TensorLine(kind, tensors.specs[name], tensors.file_of(name), written)
 
     def checked(self) -> Iterator[tuple[TensorLine, bool]]:
-        """Every tensor, and whether its bytes are those that were written."""
+        """Yield every tensor, and whether its bytes have the checksum that was written."""
         for line in self.lines():
             yield line, self.sets[line.kind].checksum(line.spec.name) == line.checksum
 
     def changed(self) -> list[str]:
-        """The small files beside the tensors that are not what was written, or are gone."""
+        """Return the names of small files that have changed or are missing."""
         tensors = {name for names in self.fields["sets"].values() for name in names}
         found = []
         for name, written in self.fields["files"].items():
@@ -84,7 +84,7 @@ class OpenedCheckpoint:
         return found
 
     def missing(self) -> list[str]:
-        """Tensors that have a checksum and are in no file."""
+        """Return the tensors that have a checksum and are in no file."""
         return [
             f"{kind}: {name}"
             for kind, sums in self.fields["checksums"].items()
@@ -94,10 +94,10 @@ class OpenedCheckpoint:
 
 
 def export(path: Path, to: Path, kind: str = "model") -> int:
-    """Write the tensors of set `kind` as one plain .safetensors or .pt file; returns how many.
+    """Write the tensors of set `kind` into one plain .safetensors or .pt file; return their number.
 
-    The folder is made where there is none. Raises CheckpointError for another ending, where the
-    checkpoint has no such set, or where nothing can be written.
+    The folder is created. Raises CheckpointError for another file ending, if the checkpoint has no
+    such set, or if the file cannot be written.
     """
     if to.suffix not in (".safetensors", *PICKLED):
         raise CheckpointError(
@@ -121,7 +121,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
 
 
 def _check_all(opened: OpenedCheckpoint, kind: str, values: dict[str, Tensor]) -> None:
-    """Raise BrokenCheckpoint rather than hand on what was not written."""
+    """Raise BrokenCheckpoint if a tensor has changed since it was written."""
     for line, good in opened.checked():
         if line.kind == kind and not good:
             raise BrokenCheckpoint(
@@ -132,7 +132,7 @@ def _check_all(opened: OpenedCheckpoint, kind: str, values: dict[str, Tensor]) -
 
 
 def summary(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """What a person asks first."""
+    """Return step, seed, optimizers, tracked objects and versions."""
     fields = opened.fields
     written = fields["written_by"]
     return {

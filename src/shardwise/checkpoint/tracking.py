@@ -23,13 +23,13 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismat
 from shardwise.world.current_batch import LoaderStream
 
 _all: WeakSet[Tracking] = WeakSet()
-"""What the engines of this process track."""
+"""The trackings of all engines of this process."""
 
 
 class Tracking:
-    """Objects that have a state, by name: see `trackable`.
+    """Objects that have a state, by name; see `trackable`.
 
-    A state that was loaded for an object that is not here yet waits for it.
+    If a state is loaded for a name that is not tracked yet, it is kept for the object to come.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Tracking:
         _all.add(self)
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """Track `objects` too; a state that was loaded before is theirs now."""
+        """Track `objects` too, and restore states that were loaded for them before."""
         for name, each in objects.items():
             if name in self._given and self._given[name] is not each:
                 raise UsageError(f"{name} is tracked already: give each object a name of its own.")
@@ -50,9 +50,9 @@ class Tracking:
     # -- saving ---------------------------------------------------------------------------
 
     def states(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Their states: as JSON, and as files of torch.save where they hold larger tensors.
+        """Return the states: as JSON, and as files of torch.save if they hold larger tensors.
 
-        Raises CheckpointError for a state that only running code could read.
+        Raises CheckpointError for a state that could only be read by running code.
         """
         fields: dict[str, Any] = {}
         files: dict[str, bytes] = {}
@@ -68,7 +68,7 @@ class Tracking:
     def lacks(
         self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
     ) -> Iterator[str]:
-        """In words, what a resume from a save of now would start anew."""
+        """Yield a line for each object whose state a resume would lose."""
         known = list(self._tracked.values())
         for optimizer in optimizers:
             scheduled = any("initial_lr" in group for group in optimizer.param_groups)
@@ -104,10 +104,10 @@ class Tracking:
     # -- loading --------------------------------------------------------------------------
 
     def read(self, path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The states in the checkpoint `path`, whose JSON has `fields`.
+        """Return the states in the checkpoint `path`, whose JSON has `fields`.
 
-        Raises BrokenCheckpoint for one that is not whole, CheckpointMismatch where an object that
-        is tracked here has none.
+        Raises BrokenCheckpoint if a file is damaged, CheckpointMismatch if a tracked object has no
+        state.
         """
         saved, sums = fields["tracked"], fields["files"]
         missing = sorted(set(self._tracked) - set(saved))
@@ -125,19 +125,22 @@ class Tracking:
         }
 
     def matched(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """`states` that another library saved, of schedulers, by the names that these have here: a
-        state goes to the only scheduler that is tracked, else to the name that it has."""
+        """Return `states` of schedulers that another library saved, by the names used here.
+
+        A single state belongs to the single scheduler that is tracked, else to the scheduler of its
+        name.
+        """
         schedulers = [n for n, each in self._tracked.items() if hasattr(each, "get_last_lr")]
         if len(schedulers) == len(states) == 1:
             return {schedulers[0]: next(iter(states.values()))}
         return dict(states)
 
     def left_out(self, states: Mapping[str, Any]) -> list[str]:
-        """The names of what is tracked and has none of `states`."""
+        """Return the tracked names that have none of `states`."""
         return sorted(set(self._tracked) - set(states))
 
     def give(self, states: Mapping[str, Any]) -> None:
-        """Let each object have its state. Raises BrokenCheckpoint where one does not take it."""
+        """Restore the state of each object. Raises BrokenCheckpoint if an object rejects it."""
         for name, state in states.items():
             if name in self._tracked:
                 _give(name, self._tracked[name], state)
@@ -146,7 +149,7 @@ class Tracking:
 
 
 def _give(name: str, each: Any, state: Any) -> None:
-    """Raises BrokenCheckpoint where `each` does not take its state."""
+    """Restore one state. Raises BrokenCheckpoint if `each` rejects it."""
     try:
         each.load_state_dict(state)
     except UsageError:
@@ -159,7 +162,7 @@ def _give(name: str, each: Any, state: Any) -> None:
 
 
 def _pickled(name: str, state: Any, odd: str) -> bytes:
-    """A state as torch.save writes it, if it can be read without running code."""
+    """Return a state as torch.save writes it. Raises CheckpointError if reading it runs code."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -175,7 +178,7 @@ def _pickled(name: str, state: Any, odd: str) -> bytes:
 
 
 def _unpickled(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
-    """What file `name` of the checkpoint `path` holds, whose CRC-32 is in `sums` where known."""
+    """Return the contents of file `name` in the checkpoint `path`, once its CRC-32 is checked."""
     if not plain_name(name):
         raise BrokenCheckpoint(f"{path} names the file {name!r}, which is not one in its folder.")
     try:
@@ -210,10 +213,12 @@ class _StateAdapter:
 
 
 def trackable(name: str, each: Any) -> Any:
-    """`each` with `state_dict` and `load_state_dict`: as it is, or for it, where it is a generator
-    (torch's, numpy's, random.Random), or a dict, list, deque or tensor, which is filled in place.
+    """Return `each`, or an adapter that gives it `state_dict` and `load_state_dict`.
 
-    Raises UsageError for anything else: a number, say, cannot be given its value back.
+    Adapters exist for random generators (torch, numpy, random.Random), and for dicts, lists, deques
+    and tensors, which are filled in place.
+
+    Raises UsageError for other objects: the value of a number, say, cannot be set.
     """
     if all(callable(getattr(each, m, None)) for m in ("state_dict", "load_state_dict")):
         return each

@@ -21,30 +21,30 @@ from typing import Protocol
 
 from shardwise.checkpoint.checksum import ChecksumPart
 from shardwise.checkpoint.format import Placed, TensorFile
-from shardwise.layout.byte_ranges import ByteRange
+from shardwise.layout.byte_ranges import Extent
 
 CHUNK = 8 * 2**20
-"""Bytes that are written in one call: while one is on its way the next is summed."""
+"""Bytes of one write: while one is written, the next one is summed."""
 
 WORTH_STARTING = 2**20
-"""Bytes from which on the disk is told of a range by itself."""
+"""Bytes from which a range is worth a hint to start its writeback."""
 
-Tensor = tuple[str, str]
-"""A set of tensors, and a name in it."""
+TensorKey = tuple[str, str]
+"""Names of a set and of a tensor in it."""
 
 
 class TensorSink(Protocol):
-    """Takes ranges of tensors; it may read `memory` until `settle` has returned."""
+    """Takes ranges of tensors. It may read `memory` until `settle` has returned."""
 
-    def write(self, kind: str, ranges: Sequence[ByteRange], memory: memoryview) -> None:
+    def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
         """Take `ranges` of `memory`, each of a tensor of the set `kind`."""
 
     def settle(self) -> None:
-        """Return when the memory of earlier writes may change."""
+        """Return once the memory of earlier writes may change."""
 
 
 def create(folder: Path, files: Iterable[TensorFile]) -> None:
-    """Make the files with their headers, each of its full length. Raises OSError."""
+    """Create the files with their headers, each of its full length. Raises OSError."""
     for file in files:
         with (folder / file.name).open("xb") as made:
             made.write(file.header)
@@ -55,12 +55,12 @@ def create(folder: Path, files: Iterable[TensorFile]) -> None:
 class Writer:
     """Writes into the files `sets` (by set) that were created in `folder`.
 
-    No call raises for the disk's sake but `finish`, so that a rank goes on to where all meet.
+    Only `finish` raises for an error of the disk, so that the rank reaches its next collective.
     """
 
     def __init__(self, folder: Path, sets: Mapping[str, Sequence[TensorFile]]) -> None:
         self._folder = folder
-        self._placed: dict[Tensor, Placed] = {
+        self._placed: dict[TensorKey, Placed] = {
             (kind, name): placed
             for kind, files in sets.items()
             for file in files
@@ -71,27 +71,27 @@ class Writer:
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._obey, name="shardwise-checkpoint-writer")
         self._thread.start()
-        self._parts: dict[Tensor, list[ChecksumPart]] = defaultdict(list)
+        self._parts: dict[TensorKey, list[ChecksumPart]] = defaultdict(list)
         self._failure: BaseException | None = None
 
-    def write(self, kind: str, ranges: Sequence[ByteRange], memory: memoryview) -> None:
+    def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
         """Start to write `ranges` of `memory`, and sum them."""
         for each in ranges:
             tensor = kind, each.tensor
             data = memory[each.start : each.end]
-            self._orders.put(partial(self._put, self._placed[tensor], each.at, data))
+            self._orders.put(partial(self._put, self._placed[tensor], each.offset, data))
             # Summed here while the thread writes the same bytes: neither waits for the other.
-            self._parts[tensor].append(ChecksumPart(each.at, len(data), zlib.crc32(data)))
+            self._parts[tensor].append(ChecksumPart(each.offset, len(data), zlib.crc32(data)))
 
     def settle(self) -> None:
-        """Return when all that was given is in the page cache."""
+        """Return once all earlier ranges are in the page cache."""
         done = Event()
         # Orders are done in turn, so this one comes after every write before it.
         self._orders.put(done.set)
         done.wait()
 
-    def finish(self) -> dict[Tensor, list[ChecksumPart]]:
-        """Return when all of it is on the disk, with the sums. Raises OSError."""
+    def finish(self) -> dict[TensorKey, list[ChecksumPart]]:
+        """Wait until all ranges are on the disk, and return their checksums. Raises OSError."""
         self.settle()
         if self._failure is None:
             # Each rank for itself: fsync of another host does not reach the pages of this one.
@@ -103,14 +103,14 @@ class Writer:
         return dict(self._parts)
 
     def close(self) -> None:
-        """Let go of thread and files; may be called again."""
+        """End the thread and close the files. May be called again."""
         self._orders.put(None)
         self._thread.join()
         while self._files:
             os.close(self._files.popitem()[1])
 
     def _obey(self) -> None:
-        """Do what is ordered; after a failure nothing is written any more."""
+        """Run the orders in turn. After a failure no more is written."""
         while (order := self._orders.get()) is not None:
             try:
                 order()
@@ -141,7 +141,7 @@ class Writer:
 
 @cache
 def _sync_file_range() -> Callable[..., int] | None:
-    """Linux's call for it, which Python has no name for."""
+    """Return Linux's call to start writeback, which Python does not wrap."""
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
     return found
 

@@ -140,7 +140,13 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
         given["module"] = True
     if "deepspeed" in settings:
         _show_json(settings["deepspeed"], given["size"], dry_run=given["dry_run"])
-    return start.run(start.RunRequest(words=words, settings=settings, **given))
+    given["part_runner"] = None
+    if given.pop("elastic_islands"):
+        # Only then, since most runs need none of it.
+        from shardwise.islands.elastic.run import RUNNER
+
+        given["part_runner"] = RUNNER
+    return start.run(start.Asked(words=words, settings=settings, **given))
 
 
 def _show_json(path: str, size: int | None, *, dry_run: bool) -> None:

@@ -10,7 +10,6 @@
     connect.py          chooses the transport of a process and joins it
     gather_order.py     runs collectives inside forwards and backwards in one order on all ranks
     agreed_order.py     the list that gives this order
-    elastic_islands.py  over islands that may end and come back, by island_link.py
 
     mismatched_calls.py ranks in different collectives at one call, and what they are told
     ordered_sums.py     sums in rank order, or in the tree of the exact mode
@@ -38,13 +37,11 @@ from shardwise.comm.connect import (
     for_thread,
     place,
 )
-from shardwise.comm.elastic_islands import ElasticPeers, ElasticRun
 from shardwise.comm.gather_order import GatherOrder
 from shardwise.comm.gloo import Gloo
 from shardwise.comm.hierarchical import Hierarchical
 from shardwise.comm.host_staged import HostStaged
 from shardwise.comm.hybrid_shard import shard_within_hosts
-from shardwise.comm.island_link import IslandLink
 from shardwise.comm.nccl import Nccl
 from shardwise.comm.ordered_sums import Sum
 from shardwise.comm.same_host import host_key, ranks_by_host
@@ -54,15 +51,12 @@ from shardwise.net.torchrun_store import exposed
 __all__ = [
     "Collectives",
     "Cuts",
-    "ElasticPeers",
-    "ElasticRun",
     "GatherOrder",
     "Gloo",
     "GroupRanks",
     "Handle",
     "Hierarchical",
     "HostStaged",
-    "IslandLink",
     "Nccl",
     "OnMeeting",
     "SharedMemory",

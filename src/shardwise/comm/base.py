@@ -96,7 +96,7 @@ class Collectives(ABC):
     """Whether a handle's `advance` only looks at what has come, without waiting for the rest."""
 
     comes_and_goes = False
-    """Whether ranks may leave the group, and come back: elastic islands."""
+    """Whether ranks may leave the group and come back."""
 
     _gathered = 0
     """How often the group has called `gather_objects`."""
@@ -125,6 +125,10 @@ class Collectives(ABC):
     def is_outside(self) -> bool:
         """Whether the others go on without this rank, for now."""
         return False
+
+    def watch_members(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever ranks have left the group or come back; never in a fixed one."""
+        return
 
     @property
     def leads(self) -> bool:
@@ -375,8 +379,8 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
 class GroupRanks:
     """Which ranks of the run a group has, by their place in it, for messages.
 
-    `size` is the number of ranks of the run. `first` is the rank that torch knows as 0, where those
-    that torch knows are a part of the run: an elastic island.
+    `size` is the number of ranks of the run. `first` is the rank that torch knows as 0, if torch
+    knows a part of the run only.
     """
 
     ranks: tuple[int, ...]

@@ -8,13 +8,21 @@ keyword in the script.
 - settings.py: the settings
 - sources.py: where they come from
 - effect.py: those that would change nothing
-- contradictions.py: those that cannot be had together
 - deepspeed/: DeepSpeed's JSON as a source of them
 """
 
-from shardwise.config.contradictions import BESIDE_ELASTIC, check_islands
 from shardwise.config.effect import OF_A_RUN, OF_AN_ENGINE, idle
-from shardwise.config.settings import FIELDS, PRECISIONS, SCHEDULES, Settings, flag
+from shardwise.config.settings import (
+    APART,
+    APART_FLAG,
+    ELASTIC_FLAG,
+    FIELDS,
+    PRECISIONS,
+    SCHEDULES,
+    Settings,
+    check_contradictions,
+    flag,
+)
 from shardwise.config.sources import (
     FILE,
     FLAG,
@@ -36,7 +44,9 @@ from shardwise.config.sources import (
 )
 
 __all__ = [
-    "BESIDE_ELASTIC",
+    "APART",
+    "APART_FLAG",
+    "ELASTIC_FLAG",
     "FIELDS",
     "FILE",
     "FLAG",
@@ -52,7 +62,7 @@ __all__ = [
     "Settings",
     "SettingsSource",
     "as_given",
-    "check_islands",
+    "check_contradictions",
     "flag",
     "idle",
     "json_of_deepspeed",

@@ -1,8 +1,8 @@
-"""The outer optimizer of islands: how often parameters are made equal, by which update, how late.
+"""The outer optimizer: how often groups that step apart average parameters, how, and how late.
 
-An island is a group of ranks that makes its own steps, in any row of the table. Every H steps each
-sends how far its parameters have come since they were last equal, and all move that last common
-value, the anchor, by the mean of what came:
+Each group makes its own updates, under any placement. Every H steps each sends the difference
+between its parameters and their last common value, the anchor, and all move the anchor by the mean
+of the differences:
 
     every 1, mean                parameter averaging, as local SGD (Stich, 2019)
     every H, Nesterov            DiLoCo (Douillard et al., 2023, arXiv:2311.08105)
@@ -30,7 +30,26 @@ if TYPE_CHECKING:  # the command starts without torch
 LOSSLESS = "fp32"
 
 FORMATS = (LOSSLESS, "bf16", "int8", "int4")
-"""How differences may be sent; `wire.py` packs them. Lossless: fp64 values are sent in fp64."""
+"""How differences may be sent. Lossless: fp64 values are sent in fp64."""
+
+BLOCK = 256
+"""Values that share a scale, in the formats int8 and int4."""
+
+ALIGNMENT = 8
+"""Bytes to which a packed message is rounded up, so that any format can be viewed in place."""
+
+
+def packed_lengths(wire: str, numel: int, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of the scales and of the codes of `numel` values of `itemsize` bytes."""
+    if wire not in ("int8", "int4"):
+        return 0, numel * (2 if wire == "bf16" else itemsize)
+    scales = -(-numel // BLOCK) * 4
+    return scales, numel if wire == "int8" else -(-numel // 2)
+
+
+def packed_bytes(wire: str, numel: int, itemsize: int) -> int:
+    """Return the bytes of `numel` values of `itemsize` bytes, packed in the format `wire`."""
+    return -(-sum(packed_lengths(wire, numel, itemsize)) // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,7 @@ class Outer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IslandRule:
+class AveragingRule:
     """How parameters are made equal: `every` so many steps, by `outer`; differences are sent as
     `wire`, one of FORMATS, and used `late` steps after. Raises ConfigError where that cannot be."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import values
-from shardwise.config.outer_optimizer import FORMATS, IslandRule, Outer, StalenessRule
+from shardwise.config.outer_optimizer import FORMATS, AveragingRule, Outer, StalenessRule
 from shardwise.errors import ConfigError
 from shardwise.layout.placement import DEVICE, Placement, Tier
 
@@ -149,7 +149,7 @@ class Settings:
     islands: int | str = _setting(
         "islands",
         "workers in N groups that step by themselves; host: one per host",
-        values.islands,
+        values.or_word(values.whole(1, values.MOST_RANKS), "host"),
         "host|N",
         default=1,
         rare=True,
@@ -324,23 +324,39 @@ class Settings:
         )
 
     @property
-    def island_rule(self) -> IslandRule:
-        """How islands make their parameters equal. Raises ConfigError where that cannot be."""
-        every = IslandRule.every if self.equal_every is None else self.equal_every
-        return IslandRule(every=every, outer=self.outer, wire=self.wire, late=self.late)
+    def is_divided(self) -> bool:
+        """Whether the workers form groups that step apart."""
+        return self.islands != 1
+
+    @property
+    def averaging_rule(self) -> AveragingRule:
+        """How islands average parameters. Raises ConfigError for numbers that do not fit."""
+        every = AveragingRule.every if self.equal_every is None else self.equal_every
+        return AveragingRule(every=every, outer=self.outer, wire=self.wire, late=self.late)
 
     @property
     def staleness_rule(self) -> StalenessRule | None:
-        """How islands make their gradients equal; None where they do not."""
+        """How islands sum gradients; None if they average parameters."""
         if self.behind is None:
             return None
         return StalenessRule(behind=self.behind, wire=self.wire)
 
     @property
     def equal_in_words(self) -> str:
-        """What islands make equal when."""
-        return (self.staleness_rule or self.island_rule).in_words()
+        """What islands make equal, and when."""
+        return (self.staleness_rule or self.averaging_rule).in_words()
 
+
+APART = "islands"
+"""The setting that divides the workers into groups that step apart."""
+
+APART_FLAG = "--islands"
+
+NEED_APART = ("equal_every", "outer", "wire", "late", "behind")
+"""Settings of such groups, which have no effect without them."""
+
+ELASTIC_FLAG = "--elastic-islands"
+"""The flag of the launcher that lets such a group end and come back."""
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
@@ -348,3 +364,31 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 def flag(name: str) -> str:
     """The spelling of a setting on the command line: micro_batch_size is --micro-batch-size."""
     return "--" + name.replace("_", "-")
+
+
+_OF_PARAMETERS = "that is of parameters that are made equal, and --behind makes gradients so"
+
+_BESIDE_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
+    "equal_every": (
+        lambda settings: settings.equal_every not in (None, 1),
+        f"{_OF_PARAMETERS}, at every step",
+    ),
+    "outer": (lambda settings: settings.outer != Outer(), _OF_PARAMETERS),
+    "late": (lambda settings: settings.late > 0, _OF_PARAMETERS),
+    "exact": (
+        lambda settings: settings.exact is not None,
+        "what islands compute depends on how many there are",
+    ),
+}
+
+
+def check_contradictions(settings: Settings) -> None:
+    """Raise ConfigError for a setting that does not work with --behind."""
+    if settings.behind is None:
+        return
+    for name, (is_on, why) in _BESIDE_BEHIND.items():
+        if is_on(settings):
+            raise ConfigError(
+                f"--behind {settings.behind} and {flag(name)} {getattr(settings, name)} cannot be "
+                f"had together: {why}. Leave one of them out."
+            )

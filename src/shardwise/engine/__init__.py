@@ -46,6 +46,6 @@ start_lines.py, describe.py
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.engines import Engines
-from shardwise.engine.step_statistics import StepStats
+from shardwise.states.step_totals import StepStats
 
 __all__ = ["Engine", "Engines", "StepStats"]

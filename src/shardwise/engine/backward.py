@@ -106,7 +106,11 @@ class BackwardRunner:
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
         summed = divisor > 0
         of = self._begin(weighted=given or summed, anew=given and not same_items)
-        micro = self._cut(batch) if cut else _as_cut(batch, counted=not summed)
+        if cut:  # collective with `--pipeline`: all stages must make as many micro-batches
+            count = runner.microbatch_count(self._spec.settings, batch, self._spec.data_group)
+            micro = runner.split_batch(batch, count)
+        else:  # made by the caller; sums count no rows, so their parts need not be nests of rows
+            micro = [(1 if summed else runner.row_count(part), part) for part in batch]
         empty = of is not None and of.samples == 0
         items = [
             0.0 if empty or not rows else float(weight(*part) if weight else rows)
@@ -140,11 +144,6 @@ class BackwardRunner:
         shares = sum(part[2] for part in parts)
         self._end(loss, term, divisor, shares, compares=given or not summed)
         return loss * weighed.factor if summed else loss
-
-    def _cut(self, batch: Sequence[Any]) -> list[tuple[int, Any]]:
-        """`batch` in micro-batches, with the rows of each. Collective with `--pipeline`."""
-        count = runner.microbatch_count(self._spec.settings, batch, self._spec.data_group)
-        return runner.split_batch(batch, count)
 
     def abandon(self) -> None:
         """Forget this step: a backward failed, or the user wants its gradients no more."""
@@ -212,10 +211,10 @@ class BackwardRunner:
 
     def _share(self, batch: Batch | None, *, summed: bool) -> float:
         replicas = self._spec.replicas
-        islands = self._world.data_size // replicas
+        groups = self._world.data_size // replicas
         if self._spec.micro_shards is not None:
             replicas = self._spec.micro_shards.count  # the same seeds on any number of workers
-        return share_of(batch, summed=summed, replicas=replicas, islands=islands)
+        return share_of(batch, summed=summed, replicas=replicas, groups=groups)
 
     def _announce(self, parts: int | None, *, averaged: bool, share: float = 1.0) -> None:
         """Print, at the first backward, into how many `parts` batches are cut, and whether losses
@@ -323,7 +322,7 @@ class BackwardRunner:
                 with self._units(keep_graph=keep_graph) if usual else nullcontext():
                     yield
                     if by_hand:
-                        gradients.bring()
+                        gradients.take_all()
                 if self._timing is not None:
                     self._timing.backward_ended()
                 gradients.finish()
@@ -408,12 +407,6 @@ class BackwardRunner:
             inputs=self._inputs(),
             collect=self._collecting,
         )
-
-
-def _as_cut(parts: Sequence[Any], *, counted: bool) -> list[tuple[int, Any]]:
-    """Micro-batches that the caller has made, with the rows of each; where nobody counts them, with
-    1, so that they need not be nests of rows."""
-    return [(runner.row_count(part) if counted else 1, part) for part in parts]
 
 
 def layer_times_of(state: EngineState) -> LayerTimes | None:

@@ -9,17 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.config import flag
-from shardwise.engine import initial_values, island_states, unit_assignment, usage_checks
+from shardwise.engine import initial_values, unit_assignment, usage_checks
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
-from shardwise.islands.anchor import Kept
-from shardwise.islands.delayed_sums import DelayedSums
-from shardwise.islands.island_exchange import IslandExchange
 from shardwise.layout import bucket_layout
 from shardwise.layout.placement import STATES
 from shardwise.model import sync_batch_norm
@@ -29,12 +25,13 @@ from shardwise.states.gradients.gradients import Gradients
 from shardwise.states.optimizer.ema import Averages
 from shardwise.states.optimizer.interval_gather import IntervalGather
 from shardwise.states.optimizer.optimizer_kind import OptimizerKind, is_known
-from shardwise.states.optimizer.optimizer_lr_and_options import ParameterGroup
+from shardwise.states.optimizer.optimizer_options import ParameterGroup
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters, ReplicatedParameters
 from shardwise.states.parameters.residency import Residency
 from shardwise.states.parameters.sharded_parameters import ShardedParameters
+from shardwise.states.step_hooks import Kept, StepHooks
 from shardwise.states.storage.storage_factory import StorageFactory
 
 
@@ -60,8 +57,8 @@ class BucketBytes:
 class States:
     """Parameters, gradients and optimizer state, laid out and connected.
 
-    `shown` gathers parameters where they are sharded; `averages` where `ema_decay` is given,
-    `islands` where those have weights of their own, `delayed` where several have the same.
+    `shown` gathers parameters where they are sharded; `averages` where `ema_decay` is given;
+    `hooks` are those of the spec.
     """
 
     parameters: Parameters
@@ -71,13 +68,12 @@ class States:
     shown: ShardedUnits | None
     storage_factories: dict[str, StorageFactory]
     averages: Averages | None
-    islands: IslandExchange | None
-    delayed: DelayedSums | None
+    hooks: StepHooks | None
 
     @property
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients, optimizer state, averages and anchor on this rank now."""
-        gradients = self.gradients.reducer.state_bytes
+        gradients = self.gradients.state_bytes
         states = self.parameters.state_bytes + gradients + self.optimizer.state_bytes
         return states + sum(self.bytes_beside().values())
 
@@ -85,8 +81,7 @@ class States:
         """Bytes of what is kept beside the three states, by its name, where there is some."""
         kept = {
             "averages": self.averages,
-            "what islands have in common": self.islands,
-            "gradients between islands": self.delayed,
+            "" if self.hooks is None else self.hooks.bytes_name: self.hooks,
         }
         return {name: x.state_bytes for name, x in kept.items() if x and x.state_bytes}
 
@@ -110,7 +105,7 @@ class States:
 
     def bytes_by_bucket(self) -> list[BucketBytes]:
         """The same by bucket, those of frozen parameters that are laid out last."""
-        parameters, buckets = self.parameters, self.gradients.reducer.buckets
+        parameters, buckets = self.parameters, self.gradients.buckets
         found = [
             BucketBytes(
                 [parameters.named[slot.parameter] for slot in bucket.slots],
@@ -142,8 +137,8 @@ def build(
     _check_trainable(everything, owners, main=spec.world_group.rank == 0)
     located = [t for t in everything if spec.is_here(t.parameter)]
     # What has an average stays laid out while it is frozen, since its average goes on; so does what
-    # has an anchor, since islands may have other values of it until they are equal next.
-    kept = {*(averages or {}), *island_states.anchored(anchor)}
+    # has an anchor, since groups of ranks differ in its value until they average it next.
+    kept = {*(averages or {}), *(p for values in (anchor or {}).values() for p in values)}
     named = [
         t
         for t in located
@@ -159,12 +154,19 @@ def build(
     optimizer = OptimizerState(
         parameters,
         groups,
-        [bucket.own for bucket in gradients.reducer.buckets],
+        gradients.buckets,
         storage_factories["optimizer"],
         by_spans=any(factory.on_disk for factory in storage_factories.values()),
         sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
     )
+    decay, moving = spec.settings.ema_decay, None
+    if decay is not None:
+        held = storage_factories["optimizer"]
+        moving = Averages(parameters, optimizer, decay, held, scattered=scattered, start=averages)
+    if spec.hooks is not None:
+        held = storage_factories["optimizer"]
+        spec.hooks.lay_out(parameters, gradients, optimizer, held, anchor)
     return States(
         parameters,
         gradients,
@@ -172,16 +174,15 @@ def build(
         IntervalGather(parameters, optimizer, spec.shard_group, scattered=scattered),
         shown,
         storage_factories,
-        _averages(spec, parameters, optimizer, storage_factories["optimizer"], averages),
-        island_states.build(spec, parameters, optimizer, storage_factories["optimizer"], anchor),
-        island_states.delay(spec, parameters, gradients, storage_factories["optimizer"]),
+        moving,
+        spec.hooks,
     )
 
 
 def _gradients(
     spec: EngineSpec, parameters: Parameters, shown: ShardedUnits | None, factory: StorageFactory
 ) -> Gradients:
-    """The gradients of `parameters`, whose buckets start where all ranks can follow."""
+    """Return the gradients of `parameters`, whose buckets start where all ranks can follow."""
     gradients = Gradients(
         parameters,
         spec.placement,
@@ -194,28 +195,19 @@ def _gradients(
         elsewhere=_counted_elsewhere(spec, parameters),
     )
     if shown is not None:
-        gradients.paced = _pace(parameters, gradients, shown)
+        # Sharded parameters: the buckets of a unit start when all ranks have passed the unit in
+        # backward. Any earlier, a rank could wait in a bucket for one that waits in a gather.
+        buckets: dict[int, list[int]] = defaultdict(list)
+        for number, bucket in enumerate(parameters.buckets):
+            first = parameters.named[bucket.slots[0].parameter].parameter
+            buckets[shown.sections.unit_of[first]].append(number)
+        gradients.paced = shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
     # Synchronised BatchNorm waits for other ranks inside backward. Where units take turns, its
     # statistics take theirs too. Elsewhere this rank must not wait for the sum of a bucket as
     # well: a rank that has not used the same parameters would wait in BatchNorm for this one.
     synchronised = bool(sync_batch_norm.converted(spec.models))
-    gradients.reducer.patient = gradients.paced or not synchronised
+    gradients.queue.patient = gradients.paced or not synchronised
     return gradients
-
-
-def _averages(
-    spec: EngineSpec,
-    parameters: Parameters,
-    optimizer: OptimizerState,
-    factory: StorageFactory,
-    start: Mapping[nn.Parameter, Tensor] | None,
-) -> Averages | None:
-    """The moving averages of `parameters`, from `start` on; None where none are kept."""
-    decay = spec.settings.ema_decay
-    if decay is None:
-        return None
-    scattered = spec.placement.is_sharded("optimizer")
-    return Averages(parameters, optimizer, decay, factory, scattered=scattered, start=start)
 
 
 def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
@@ -229,16 +221,6 @@ def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
     }
 
 
-def _pace(parameters: Parameters, gradients: Gradients, shown: ShardedUnits) -> bool:
-    """Start the buckets of a unit when all ranks have passed it in backward; returns whether
-    units are gathered in turns."""
-    buckets: dict[int, list[int]] = defaultdict(list)
-    for number, bucket in enumerate(parameters.buckets):
-        first = parameters.named[bucket.slots[0].parameter].parameter
-        buckets[shown.sections.unit_of[first]].append(number)
-    return shown.residency.pace(lambda unit: gradients.start(buckets[unit]))
-
-
 def take_apart(
     spec: EngineSpec, states: States
 ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
@@ -246,8 +228,9 @@ def take_apart(
     anchor, by parameter."""
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
-    island_states.drop(states.delayed)
-    anchor = island_states.take_apart(states.islands, states.parameters, states.gathering)
+    anchor = None
+    if states.hooks is not None:
+        anchor = states.hooks.take_apart(states.parameters, states.gathering)
     for parameter, state in states.gathering.optimizer_state().items():
         for optimizer in spec.optimizers:
             if any(parameter is p for group in optimizer.param_groups for p in group["params"]):
@@ -274,7 +257,8 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             if not options["params"]:
                 continue
             stays = spec.optimizers_stay and not is_known(optimizer)
-            device = _device_of(spec, options["params"][0])
+            leading = options["params"][0]
+            device = spec.device if leading.is_meta else leading.device
             # A sharded state is refused for what stays: the trial of a copy says why.
             is_copied = not stays or spec.placement.is_sharded("optimizer")
             kind = kinds.of(optimizer, options, device, is_copied=is_copied)
@@ -341,10 +325,6 @@ def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, gr
 
 
 _OFFLOADS = ("offload_params", "offload_gradients", "offload_optimizer")
-
-
-def _device_of(spec: EngineSpec, parameter: nn.Parameter) -> torch.device:
-    return spec.device if parameter.is_meta else parameter.device
 
 
 def _check_trainable(

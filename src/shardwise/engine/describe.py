@@ -85,9 +85,9 @@ def _title(spec: EngineSpec, transport: str) -> str:
         else f"{spec.world_group.size} ranks over {transport}"
     )
     layers = "" if spec.pipeline is None else f", of the layers of rank {spec.world_group.rank}"
-    islands = f", {spec.peers.size} islands" if spec.has_islands else ""
-    equal = f"; {spec.settings.equal_in_words}" if spec.has_islands else ""
-    return f"{spec.placement.name} on {ranks}{islands}; bytes per rank{layers}{equal}"
+    several = f", {spec.hooks.count_in_words()}" if spec.hooks is not None else ""
+    equal = f"; {spec.settings.equal_in_words}" if spec.hooks is not None else ""
+    return f"{spec.placement.name} on {ranks}{several}; bytes per rank{layers}{equal}"
 
 
 def _caption(states: States) -> str | None:

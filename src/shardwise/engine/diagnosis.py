@@ -57,7 +57,7 @@ def nonfinite_error(
     """The error that all ranks raise alike. Collective."""
     named = states.parameters.named
     mine = _RankReport(
-        parameters=[named[index].name for index in states.gradients.norm.nonfinite()],
+        parameters=[named[index].name for index in states.gradients.nonfinite()],
         loss_is_bad=not math.isfinite(float(sum(accumulation.losses))),
         gradient_is_bad=states.gradients.suspect(),
         samples=[index for indices in accumulation.indices for index in indices],

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,16 +29,15 @@ from shardwise.engine import describe, start_lines
 from shardwise.engine.backward import BackwardRunner, layer_times_of
 from shardwise.engine.build import States
 from shardwise.engine.engine_state import build_state, spec_of
-from shardwise.engine.island_returns import island_returns
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import recording_of
 from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepRunner
-from shardwise.engine.step_statistics import StepStats
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 from shardwise.messages.other_libraries import HintsAtAttributes
 from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.states.step_totals import StepStats
 from shardwise.world.world import current as current_world
 
 _engines: WeakSet[Engine] = WeakSet()
@@ -86,7 +84,7 @@ class Engine(HintsAtAttributes):
         self._timing = layer_times_of(state)
         self._randoms = RandomState(state)
         self._access = StateAccess(state)
-        self._checkpoints = Checkpoints(state, self._randoms.reseed, partial(island_returns, state))
+        self._checkpoints = Checkpoints(state, self._randoms.reseed, state.returns_of)
         self._backward = BackwardRunner(state, self._randoms, self._timing)
         self._recording = recording_of(state)
         saver = self._checkpoints.saver
@@ -244,8 +242,8 @@ class Engine(HintsAtAttributes):
         """Inside the block the parameters of `module` (default: all) are whole, to read or write,
         and autograd is off, as under `torch.no_grad()`.
 
-        With `write=True` rank 0's values (of several islands that have made a step, those of the
-        first rank of each, on that island) are everyone's on leaving, masters included; between
+        With `write=True` rank 0's values (if groups of ranks step apart, from the first step on
+        those of the first rank of each group) are everyone's on leaving, masters included; between
         backward and step the gradients stay what they are (SAM). Collective: every rank enters and
         leaves. Replicated parameters can also be read at any time.
         """
@@ -275,9 +273,10 @@ class Engine(HintsAtAttributes):
 
     @contextmanager
     def anchor(self) -> Iterator[None]:
-        """Inside the block the parameters hold the anchor, what `--islands` last had in common, to
-        evaluate it. `export`, `model_state_dict` and checkpoints are of it anyway. Collective;
-        without islands it does nothing. Raises UsageError between backward and step."""
+        """Context manager: the parameters hold the anchor inside it, the last common weights of
+        groups that step apart, to evaluate them. `export`, `model_state_dict` and checkpoints use
+        the anchor anyway. Collective; it does nothing if all ranks step together. Raises UsageError
+        between backward and step."""
         with self._access.anchor():
             yield
 
@@ -398,10 +397,10 @@ class Engine(HintsAtAttributes):
             describe.show(describe.table_of(self._spec, self._states, name))
 
     def close(self) -> None:
-        """Give models and optimizers back as plain ones, optimizer state included; with `--islands`
-        the weights are what they last had in common. Weights that were cast to 16 bit stay so, and
-        what torch's optimizers keep for 16-bit weights is cast to those, as they have it by
-        themselves. The engine cannot be used afterwards. Collective.
+        """Give models and optimizers back as plain ones, optimizer state included. If groups of
+        ranks step apart, the weights are the last common ones. Weights that were cast to 16 bit
+        stay so, and what torch's optimizers keep for 16-bit weights is cast to those, as they have
+        it by themselves. The engine cannot be used afterwards. Collective.
         """
         self._randoms.stop_waiting()
         try:

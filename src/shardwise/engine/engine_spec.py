@@ -9,11 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn, optim
 
+from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.comm import Collectives, GatherOrder, Solo, shard_within_hosts
 from shardwise.config import Settings
 from shardwise.config.outer_optimizer import StalenessRule
 from shardwise.errors import ConfigError
-from shardwise.islands import island_refusals
+from shardwise.islands import hooks as island_hooks
+from shardwise.islands.checkpoint import IslandSets
 from shardwise.layout.placement import Placement
 from shardwise.layout.shards import Shard
 from shardwise.layout.sum_tree import MicroShards
@@ -23,10 +25,11 @@ from shardwise.model.unit_hooks import UnitHooks
 from shardwise.parallel.pipeline import PipelineGroup, partition
 from shardwise.parallel.tensor.parameter_uses import ParameterUses
 from shardwise.parallel.tensor.split_model import TensorParallelModels
-from shardwise.states.gradients.gradient_accumulator import Summation, in_tree
+from shardwise.states.gradients.gradient_sum import Summation, in_tree
 from shardwise.states.optimizer.optimizer_trial import OptimizerKinds
 from shardwise.states.parameters.named_parameters import Census, NamedParameter, locate
 from shardwise.states.parameters.parameters_at_rest import unguarded
+from shardwise.states.step_hooks import StepHooks
 
 
 @dataclass(frozen=True)
@@ -59,24 +62,41 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)
-        if self.has_islands:
-            island_refusals.check(self.settings, elastic=self.peers.comes_and_goes)
+        if self.has_peers:
+            island_hooks.check(self.settings, elastic=self.peers.comes_and_goes)
 
     @property
-    def has_islands(self) -> bool:
-        """Whether there are several islands, or may be."""
+    def has_peers(self) -> bool:
+        """Whether there are several islands, or an elastic one that is alone for now."""
         return self.peers.size > 1 or self.peers.comes_and_goes
+
+    @cached_property
+    def hooks(self) -> StepHooks | None:
+        """What is called around steps if there are several islands; None if there is one."""
+        return island_hooks.hooks_for(
+            self.settings, self.world_group, self.step_group, self.peers, self.shard_group
+        )
+
+    @cached_property
+    def extra_sets(self) -> ExtraSets:
+        """What checkpoints hold next to model, optimizers and progress."""
+        return IslandSets(self.hooks, self.peers)
 
     @property
     def staleness(self) -> StalenessRule | None:
-        """How several islands make gradients equal; None where they make parameters so, by steps
-        of their own, and where there is one."""
-        return self.settings.staleness_rule if self.has_islands else None
+        """How several islands sum gradients; None if they average parameters, and if there is
+        one."""
+        return self.settings.staleness_rule if self.has_peers else None
 
     @property
     def steps_apart(self) -> bool:
-        """Whether islands make steps of their own, also where this one is alone for now."""
-        return self.has_islands and self.staleness is None
+        """Whether each island makes updates of its own."""
+        return self.has_peers and self.staleness is None
+
+    @property
+    def gradient_group(self) -> Collectives:
+        """The ranks over which gradients are summed."""
+        return self.step_group if self.staleness is None else self.world_group
 
     @property
     def apart(self) -> Collectives:
@@ -208,19 +228,14 @@ class EngineSpec:
                         known.add(parameter)
                         name = f"optimizers[{number}].params[{index}]"
                         found.append(NamedParameter(name, parameter))
+        cast = PRESETS[self.settings.precision].cast
         for named in found:
-            self._foresee(named)
+            if named.parameter.is_meta:  # it has no memory yet: note where it will have some
+                named.device = self.device
+                if cast is not None and is_cast(named.places, cast):
+                    named.dtype = cast
             named.shard = self.shard_of(named.parameter)
         return found
-
-    def _foresee(self, named: NamedParameter) -> None:
-        """Set device and dtype that a parameter without memory will have."""
-        if not named.parameter.is_meta:
-            return
-        named.device = self.device
-        cast = PRESETS[self.settings.precision].cast
-        if cast is not None and is_cast(named.places, cast):
-            named.dtype = cast
 
     @cached_property
     def _census(self) -> Census:

@@ -16,15 +16,18 @@ from shardwise.config import Settings
 from shardwise.engine import exact_mode, pipeline_parallel, tensor_parallel, usage_checks
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
+from shardwise.engine.exchange import squared_norm
 from shardwise.engine.gradient_weighting import GradientWeighting
-from shardwise.engine.island_checkpoint import IslandSets
 from shardwise.engine.loss_accumulation import LossAccumulation
-from shardwise.engine.step_statistics import Aggregation, StepTotals
+from shardwise.engine.step_statistics import Aggregation
 from shardwise.engine.user_objects import UserObjects, living
 from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
+from shardwise.model.buffers import Buffers
 from shardwise.model.loss_scale import LossScale
 from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.states.step_hooks import Checkpoints, Returns
+from shardwise.states.step_totals import StepTotals
 from shardwise.world.world import World
 
 
@@ -57,12 +60,22 @@ class EngineState:
 
     @property
     def in_ema(self) -> bool:
-        """Whether the parameters are averages now, or the anchor of islands."""
+        """Whether the parameters are averages now, or the anchor."""
         return self.objects.in_ema
 
     @in_ema.setter
     def in_ema(self, value: bool) -> None:
         self.objects.in_ema = value
+
+    @property
+    def buffers(self) -> Buffers:
+        """The buffers of the models, which forwards may change."""
+        return self.objects.buffers
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the model make a step together."""
+        return self.spec.replicas
 
     @property
     def states(self) -> States:
@@ -97,14 +110,14 @@ class EngineState:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Inside the block the parameters hold the anchor, where there are islands that have begun.
-        Collective over each island."""
-        islands = self.states.islands
-        if islands is None or not islands.begun:
+        """Context manager: the parameters hold the anchor inside it, if groups of ranks have made
+        updates of their own. Collective over each group."""
+        hooks = self.states.hooks
+        if hooks is None or not hooks.have_own_weights:
             yield
             return
         with torch.no_grad():
-            context = islands.anchor.swapped_in()
+            context = hooks.common_weights()
             context.__enter__()
         self.in_ema = True
         self.parameters_changed()
@@ -114,6 +127,24 @@ class EngineState:
             self.in_ema = False
             context.__exit__(None, None, None)
             self.parameters_changed()
+
+    def squared_norm(self) -> float:
+        """Return the squared norm of the gradient sums as they are now, over all layers. Collective
+        over the ranks that make this step."""
+        spec = self.spec
+        squared = squared_norm(
+            self.aggregation, self.states.gradients, spec.stage_group, spec.shard_group.copies
+        )
+        if spec.pipeline is None:
+            return squared
+        group = spec.pipeline.group
+        row = torch.tensor([squared], dtype=torch.float64, device=group.small_device)
+        return float(group.read(group.gather_rows(row)).sum())
+
+    def returns_of(self, checkpoints: Checkpoints) -> Returns | None:
+        """Return what brings groups of ranks back by `checkpoints`, None if none can end alone."""
+        hooks = self.spec.hooks
+        return None if hooks is None else hooks.returns(self, checkpoints)
 
     def parameters_changed(self) -> None:
         """Parameters have other values now: with `--pipeline` other stages may have copies."""
@@ -148,7 +179,7 @@ def spec_of(
         tensor_parallel.begin(world, settings, tensor_plan),
         pipeline_parallel.begin(world, settings, several),
         world.stage,
-        world.island,
+        world.step_group,
         world.peers,
     )
 
@@ -170,7 +201,7 @@ def build_state(
         if spec.micro_shards is None
         else exact_mode.ExactAggregation(spec.micro_shards)
     )
-    # Where islands add their gradients up, seeds are alike on all of them.
+    # Seeds are the same on all ranks whose gradients are summed.
     estimated_by = spec.data_group if spec.staleness is None else spec.world_group
     crosses = spec.settings.sync_batch_norm and spec.data_group.size > 1
     alone = world.size == 1 and spec.micro_shards is None
@@ -185,7 +216,7 @@ def build_state(
         aggregation,
         weighting,
         accumulation,
-        IslandSets(spec, objects),
+        spec.extra_sets,
     )
 
 

@@ -9,9 +9,10 @@ import torch
 
 from shardwise.comm import Collectives
 from shardwise.engine.loss_accumulation import LossAccumulation
-from shardwise.engine.step_statistics import Aggregation, StepReport, StepTotals
+from shardwise.engine.step_statistics import Aggregation, StepReport
 from shardwise.model.buffers import Buffers
 from shardwise.states.gradients.gradients import Gradients
+from shardwise.states.step_totals import StepTotals
 from shardwise.world.common_calls import CommonCalls
 
 
@@ -47,7 +48,7 @@ def exchange(
     mine = StepReport(
         weights=aggregation.reported(accumulation.weights if counts else nothing),
         losses=aggregation.reported(accumulation.losses if counts else nothing),
-        squared_norm=gradients.norm.squared().double() / copies,
+        squared_norm=gradients.squared().double() / copies,
         backwards=accumulation.weighted_backwards if counts else 0,
         shares=accumulation.shares if counts else 0.0,
         options=options,
@@ -57,7 +58,7 @@ def exchange(
         mix=accumulation.mix_range() if counts else no_mix,
         copies=buffers.checksum(),
         used=gradients.used,
-        late=[number in gradients.late for number in range(len(gradients.sums))],
+        late=[number in gradients.late for number in range(len(gradients.buckets))],
         news=not buffers.alone and bool(buffers.news()),
         several=accumulation.backwards > 1,
         unsaved=unsaved,
@@ -95,7 +96,7 @@ def squared_norm(
 ) -> float:
     """The squared norm of the sums as they are now; `copies` is as for `exchange`. Collective."""
     # In fp64 on all: a rank without any part of the norm has a zero of its own.
-    row = (gradients.norm.squared().double() / copies).reshape(-1).to(group.small_device)
+    row = (gradients.squared().double() / copies).reshape(-1).to(group.small_device)
     squared = aggregation.total_of_squares(group.read(group.gather_rows(row)).tolist())
     if math.isfinite(squared):
         return squared
@@ -105,7 +106,7 @@ def squared_norm(
 def _squared_in_fp64(
     aggregation: Aggregation, gradients: Gradients, group: Collectives, copies: int
 ) -> float:
-    row = (gradients.norm.squared_in_fp64().double() / copies).reshape(-1)
+    row = (gradients.squared_in_fp64().double() / copies).reshape(-1)
     report = group.gather_rows(row.to(group.small_device))
     return aggregation.total_of_squares(report.tolist())
 

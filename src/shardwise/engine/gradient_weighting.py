@@ -31,10 +31,11 @@ from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.engine.loss_terms import UNKNOWN, LossTerms
-from shardwise.engine.step_statistics import Aggregation, StepTotals
+from shardwise.engine.step_statistics import Aggregation
 from shardwise.errors import UsageError
 from shardwise.model.loss_scale import LossScale
 from shardwise.model.precision import NARROW
+from shardwise.states.step_totals import StepTotals
 from shardwise.world.current_batch import Batch
 
 REDUCTIONS = ("mean", "sum", "ddp")
@@ -80,13 +81,13 @@ def weigh(
     return LossWeight(factor=items, items=items, shown=shown)
 
 
-def share_of(batch: Batch | None, *, summed: bool, replicas: int, islands: int = 1) -> float:
+def share_of(batch: Batch | None, *, summed: bool, replicas: int, groups: int = 1) -> float:
     """Return which part of the loss of one process a loss of `batch` is; its backward starts with
     that, as the gradient of the one process would.
 
     A mean over some of the rows of a total batch counts by its rows. Without a batch the
     `replicas` are taken to have equal parts. A sum counts whole. A total batch is that of all
-    `islands`, and each of them makes the mean over its own part.
+    `groups` that step apart, and each of them makes the mean over its own part.
     """
     if batch is not None and batch.samples == 0:
         return 0.0
@@ -94,7 +95,7 @@ def share_of(batch: Batch | None, *, summed: bool, replicas: int, islands: int =
         return 1.0
     if batch is None or not batch.total:
         return 1.0 / replicas
-    return batch.samples * islands / batch.total
+    return batch.samples * groups / batch.total
 
 
 def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:
@@ -205,7 +206,10 @@ class GradientWeighting:
             return narrow.view_as(loss), rest
         seed = float(whole) if self._crosses else share * self._scale.value
         if loss.dtype in NARROW:
-            seed = _rounded(seed, loss.dtype)
+            # The nearest number that 16 bits can hold; 0 stays 0.
+            limits = torch.finfo(loss.dtype)
+            within = min(max(seed, limits.tiny), limits.max) if seed else 0.0
+            seed = float(torch.tensor(within, dtype=loss.dtype))
         rest = whole / seed if seed else 1.0
         if not isinstance(rest, Tensor) and math.isclose(rest, 1.0, rel_tol=1e-12):
             rest = 1.0  # no multiplication for the rounding of the quotients
@@ -259,10 +263,3 @@ class GradientWeighting:
 
 
 _SHARE_GRAIN = 1 << 20
-
-
-def _rounded(seed: float, dtype: torch.dtype) -> float:
-    """Return the number nearest to `seed` that the 16-bit `dtype` can hold; 0 stays 0."""
-    limits = torch.finfo(dtype)
-    within = min(max(seed, limits.tiny), limits.max) if seed else 0.0
-    return float(torch.tensor(within, dtype=dtype))

@@ -22,14 +22,9 @@ def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
             value = tensor.detach().contiguous().clone().view(-1).view(torch.uint8)
             if value.numel():
                 # Some buffers are on the CPU where NCCL moves only what is on a GPU.
-                value = value.to(_reached(value, group))
+                value = value.to(group.small_device if value.device.type == "cpu" else value.device)
                 group.broadcast(value).wait()
                 write(tensor, value.to(tensor.device).view(tensor.dtype).view(tensor.shape))
-
-
-def _reached(value: Tensor, group: Collectives) -> torch.device:
-    """The device from which `group` moves `value`: its own, unless the group is of GPUs only."""
-    return group.small_device if value.device.type == "cpu" else value.device
 
 
 def fill_unrecorded(models: Sequence[nn.Module], say: Callable[[str], None]) -> None:
@@ -64,8 +59,8 @@ def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> No
 
 
 def value_of(named: NamedParameter, group: Collectives, peers: Collectives) -> Tensor:
-    """A parameter's starting value: rank 0's where it has no memory yet, of the first island's
-    `group`. Collective then."""
+    """A parameter's starting value: that of rank 0 of the first of the `peers` if it has
+    no memory yet. Collective then."""
     parameter = named.parameter
     if not parameter.is_meta:
         return parameter.detach()

@@ -19,8 +19,8 @@ from shardwise.checkpoint.tensor_spans import ReportedState, TensorSpan, state_n
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import EngineState
-from shardwise.engine.step_statistics import StepStats
 from shardwise.model.module_records import ForwardInputs, Named, tensors_beside
+from shardwise.states.step_totals import StepStats
 from shardwise.world.tensor_log import Fed, Part, TensorLog
 
 

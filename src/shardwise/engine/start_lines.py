@@ -12,8 +12,6 @@ from shardwise.engine import pipeline_parallel, tensor_parallel
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.loss_terms import LossTerms
-from shardwise.islands.delayed_sums import DelayedSums
-from shardwise.islands.island_exchange import IslandExchange
 from shardwise.layout.placement import DEVICE, Placement, Tier
 from shardwise.layout.sum_tree import MicroShards, node_sizes
 from shardwise.messages.printable import in_bytes, in_short, many
@@ -46,10 +44,8 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         world.print(_stages_line(spec))
     if spec.micro_shards is not None:
         world.print(_exact_line(spec.micro_shards))
-    if states.islands is not None:
-        world.print(_islands_line(spec, states.islands))
-    if states.delayed is not None:
-        world.print(_delayed_line(spec, states.delayed))
+    if states.hooks is not None:
+        world.print(f"  {states.hooks.describe()}")
     for name, others in sorted(_tried(states).items()):
         world.print(
             f"  {name}: its state is cut within tensors, since a trial found each element updated "
@@ -203,25 +199,6 @@ def _exact_line(shards: MicroShards) -> str:
     return f"  exact: {cut}, one thread per worker: the same bits on {sizes} workers"
 
 
-def _islands_line(spec: EngineSpec, islands: IslandExchange) -> str:
-    rule = spec.settings.island_rule
-    each = many(spec.step_group.size, "worker")
-    sent = in_bytes(islands.nbytes * (spec.peers.size - 1))
-    turns = f", {many(islands.buckets, 'fragment')} in turn" if rule.late else ""
-    return (
-        f"  {spec.peers.size} islands of {each}, which make steps of their own: "
-        f"{rule.in_words()}{turns}: {sent} sent per worker each time"
-    )
-
-
-def _delayed_line(spec: EngineSpec, delayed: DelayedSums) -> str:
-    sent = in_bytes(delayed.nbytes * (spec.peers.size - 1))
-    return (
-        f"  {spec.peers.size} islands of {many(spec.step_group.size, 'worker')}: "
-        f"{spec.settings.equal_in_words}: {sent} sent per worker and step"
-    )
-
-
 def sharded_states(placement: Placement) -> str:
     """What a placement shards, in words."""
     sharded = [name for state, name in _NAMES.items() if placement.is_sharded(state)]
@@ -273,7 +250,7 @@ def _elsewhere(spec: EngineSpec, states: States) -> str:
 def _replicated_bytes(spec: EngineSpec, states: States) -> int:
     """Bytes of the same states if every rank held them whole, without padding."""
     total = 0
-    anchor = 0 if states.islands is None else len(states.islands.anchor.keys)
+    anchor = 0 if states.hooks is None else states.hooks.copies
     for index, bucket in enumerate(states.parameters.buckets):
         dtype, _ = states.parameters.kind(index)
         is_narrow = dtype in NARROW
@@ -310,10 +287,7 @@ def _batch_line(world: World, *, averaged: bool) -> str:
         line += f" of each {streams[-1].name}; those before one engine.step() add up"
     if plan.steps_per_epoch is not None:
         line += f", {plan.steps_per_epoch:,} steps per epoch"
-    if (islands := world.island_count) > 1 and world.settings.behind is None:
-        up_to = "up to " if plan.batch_size % islands else ""
-        line += f"; a step of an island has {up_to}{math.ceil(plan.batch_size / islands)} of them"
-    return line
+    return line + world.share_in_words(plan.batch_size)
 
 
 def _unknown_batch(world: World) -> str:

@@ -35,7 +35,7 @@ class StateAccess:
         if write and state.in_ema:
             raise UsageError(
                 "full_parameters(write=True) inside engine.ema() or anchor(), where parameters are "
-                "averages, or what islands have in common, for the time of the block: write before "
+                "averages, or the last common weights, for the time of the block: write before "
                 "or after."
             )
         with whole_tensors.full_parameters(state.spec, state.states, module, write=write):
@@ -94,8 +94,8 @@ class StateAccess:
     def anchor(self) -> Iterator[None]:
         """See Engine.anchor."""
         state = self._state
-        islands = state.states.islands
-        if islands is None or not islands.begun or state.in_ema:
+        hooks = state.states.hooks
+        if hooks is None or not hooks.have_own_weights or state.in_ema:
             yield  # what all have in common is what the parameters hold
             return
         self._check_enters("anchor")
@@ -133,7 +133,7 @@ class StateAccess:
             return whole_tensors.model_state_dict(self._state.spec, self._state.states, model)
 
     def _common(self) -> AbstractContextManager[None]:
-        """Around what is of all islands: the anchor, unless parameters hold it already."""
+        """Context manager: parameters are the anchor, if there is one."""
         return nullcontext() if self._state.in_ema else self.anchor()
 
     def optimizer_state_dict(
@@ -143,7 +143,7 @@ class StateAccess:
         state = self._state
         state.objects.check_passes()
         optimizer = plain_state_dict.only(state.spec, optimizer)
-        # Islands go on from the weights that they have in common, and so from the masters of those.
+        # Training continues from the common weights, and so from the masters of those.
         has_masters = state.states.optimizer.has_masters
         with self._common() if has_masters else nullcontext():
             return state.objects.plain_state(optimizer, for_resume=for_resume)

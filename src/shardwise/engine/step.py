@@ -2,12 +2,12 @@
 
 reduce      wait for the sums that are still being made
 exchange    one small collective: weights, losses, norm, what was used
-(delay)     where islands are behind: another step's sums in their place (bounded_staleness.py)
+(delay)     with `--behind`: replace them by the sums of an earlier step
 (between)   whole gradients for the user: read, changed
 decide      skip the step, stop the run, or compute the factor that clips and averages
-update      each bucket (states/optimizer_state), then its all-gather where one is needed
+update      each bucket (states/optimizer), then its all-gather where one is needed
 clear       the gradients; seed what is drawn next
-equal       parameters between islands, where there are several (islands.py)
+(average)   with several groups that step apart: average their parameters if that is due
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.comm import Handle
 from shardwise.engine import closures, consistency, diagnosis, start_lines, usage_checks
 from shardwise.engine.backward import BackwardRunner
-from shardwise.engine.bounded_staleness import BoundedStaleness
 from shardwise.engine.engine_state import EngineState
-from shardwise.engine.exchange import exchange, over_stages, squared_norm
-from shardwise.engine.islands import Islands
+from shardwise.engine.exchange import exchange, over_stages
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import Recording
-from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel.pipeline import LayerTimes
 from shardwise.states.gradients.gradient_norm import clip_coefficient
+from shardwise.states.step_totals import StepStats, StepTotals
 from shardwise.states.whole_gradients import WholeGradients
 from shardwise.timeline import recorder, span
 
@@ -61,8 +59,7 @@ class StepRunner:
         self._saver = saver
         self._timing = timing
         self._recording = recording
-        self._islands = Islands(state)
-        self._staleness = BoundedStaleness(state)
+        self._hooks = state.spec.hooks
         self._options = consistency.OptionChecksum(state.spec.optimizers)
         self._skips = diagnosis.Skips(scaled=state.scale.active)
 
@@ -109,7 +106,7 @@ class StepRunner:
             states.parameters,
             states.gradients,
             spec.shard_group,
-            spec.step_group if spec.staleness is None else spec.world_group,
+            spec.gradient_group,
             totals.used,
             self._scale_of(totals) or 1.0,
             scattered=spec.placement.is_sharded("optimizer"),
@@ -119,9 +116,7 @@ class StepRunner:
             yield
             used = whole.take()
         states.gradients.guard()
-        squared = squared_norm(
-            self._state.aggregation, states.gradients, spec.step_group, spec.shard_group.copies
-        )
+        squared = self._state.squared_norm()
         self._state.totals = replace(totals, used=used, squared_norm=squared)
 
     def zero_grad(self) -> None:
@@ -183,7 +178,9 @@ class StepRunner:
         """Raise UsageError where no weight is right for all losses of the step; say it once where
         the user gave the weights. Collective."""
         accumulation = self._accumulation
-        told = self._world.island.gather_plain((accumulation.describe(), accumulation.are_given))
+        told = self._world.step_group.gather_plain(
+            (accumulation.describe(), accumulation.are_given)
+        )
         losses = [found for found, _ in told]
         if not all(given for _, given in told):
             raise usage_checks.mixed_losses(losses)
@@ -201,21 +198,22 @@ class StepRunner:
         self._objects.take_in_writes()
         self._backward.check_gradients()
         if state.totals is None:
-            with self._backward.abandoning():
-                self._islands.begin()
+            if self._hooks is not None:
+                with self._backward.abandoning():
+                    self._hooks.before_step(state)
             with span("reduce"):
                 states.gradients.reduce()
             with span("exchange"):
                 totals = self._exchange()
             self._check_consistent(totals)
-            state.totals = totals if self._spec.staleness is None else self._delayed(totals)
+            if self._hooks is not None:
+                if self._hooks.replaces_sums:
+                    # Now, since nobody knows later which samples the sums of this step were of.
+                    self._check_finite(totals)
+                with self._backward.abandoning():
+                    totals = self._hooks.after_exchange(state, totals)
+            state.totals = totals
         return state.totals
-
-    def _delayed(self, totals: StepTotals) -> StepTotals:
-        """The totals of the step whose sums are used, those of this one being on their way."""
-        self._check_finite(totals)  # while it is known which samples they are of
-        with self._backward.abandoning():
-            return self._staleness.delayed(totals)
 
     def _exchange(self) -> StepTotals:
         """Report this rank's part of the step, and return the totals, which all ranks have."""
@@ -294,17 +292,16 @@ class StepRunner:
         """Update bucket by bucket; each is gathered while the next is updated."""
         factor = self._factor(totals, stats, max_norm)
         states = self._objects.states
+        publishes = self._spec.placement.is_sharded("optimizer")
         gathers: list[Handle] = []
-        sums = states.gradients.sums
         # An optimizer of the user's may raise in its step.
         with self._backward.abandoning(), span("update"), torch.no_grad():
             states.parameters.begin_update()
             for inner in states.optimizer.inners:
-                states.optimizer.step(inner, sums, totals.used, factor)
-                if self._spec.placement.is_sharded("optimizer"):
-                    gathers += [
-                        states.parameters.publish(i) for i in states.optimizer.buckets_of(inner)
-                    ]
+                inner.step(totals.used, factor)
+                # The all-gather of this bucket runs while the next one is updated.
+                if publishes:
+                    gathers += [states.parameters.publish(number) for number in inner.buckets]
             states.optimizer.write_back_options()
             if states.averages is not None:
                 states.averages.update()
@@ -320,7 +317,7 @@ class StepRunner:
     def _step_often(self, closure: Callable[[], Any], max_norm: float | None) -> StepStats:
         """A step of an optimizer that calls the closure by itself."""
         objects = self._objects
-        (inner,), gradients = objects.states.optimizer.inners, objects.states.gradients
+        (inner,) = objects.states.optimizer.inners
         seen: list[tuple[StepTotals, StepStats]] = []
 
         def evaluate() -> float:
@@ -331,14 +328,14 @@ class StepRunner:
             totals = self._reduced("engine.step(closure=...)")
             stats = self._decide(totals)
             seen.append((totals, stats))
-            inner.offer_again(gradients.sums, totals.used, self._factor(totals, stats, max_norm))
+            inner.offer_again(totals.used, self._factor(totals, stats, max_norm))
             return stats.loss
 
         self._accumulation.stepping = True
         self._call_before_step()
         with self._backward.abandoning():
             with span("update"), torch.no_grad():
-                inner.step_often(evaluate, gradients.sums)
+                inner.step_often(evaluate)
             objects.states.optimizer.write_back_options()
             if objects.states.averages is not None:
                 objects.states.averages.update()
@@ -354,10 +351,14 @@ class StepRunner:
             start_lines.announce_weight(self._world, self._spec, terms, stats.weight)
         self._clear(totals)
         self._count()
-        stats = self._staleness.stepped(stats)
-        totals, stats = self._islands.stepped(totals, stats)
+        if self._hooks is not None:
+            totals, stats = self._hooks.after_update(self._state, totals, stats)
+            self._state.parameters_changed()
         if totals.asked:
-            self._agree_to_end(totals.asked)
+            # All ranks know by the exchange that a signal asks them to end.
+            self._world.preemption.agreed = totals.asked
+            self._state.asked_to_end = True
+            self._saver.mark_boundary()
         # Only now: the step is made on all ranks, and all know of the failure by the exchange.
         if totals.unsaved:
             self._saver.wait()  # raises on all ranks alike
@@ -397,9 +398,3 @@ class StepRunner:
         world.draws.mark_boundary()
         if (recording := recorder.active) is not None:
             recording.stepped(state.number, state.steps)
-
-    def _agree_to_end(self, asked: int) -> None:
-        """All ranks know by now that a signal asks them to end."""
-        self._world.preemption.agreed = asked
-        self._state.asked_to_end = True
-        self._saver.mark_boundary()

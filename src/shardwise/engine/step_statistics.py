@@ -11,37 +11,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Collectives
+from shardwise.layout.packed_flags import any_of, pack, words
+from shardwise.states.step_totals import StepTotals
 from shardwise.tiers.copy_stream import to_device
 from shardwise.world.common_calls import nearly_alike
 from shardwise.world.randomness import seed_from
 
 Number = float | Tensor
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What a step did, over all workers. Plain numbers, alike on all ranks.
-
-    `loss` is the mean over all items of all workers and micro-batches, or their sum where the
-    losses were sums (with reduction="ddp" the mean of the workers' sums); `weight` is the number of
-    items, `grad_norm` the global 2-norm of the gradient before clipping. `skipped` when nothing was
-    updated: the total weight was zero, or a gradient overflowed under a loss scale.
-
-    With `--islands` they are those of this island, alike on its ranks; after a step that makes all
-    parameters equal (`--late 0`), `loss` and `weight` are those of all islands.
-
-    With `--behind S` they are those of all workers, and of the gradients that were used: of S steps
-    before. `staleness` says how many updates had changed the weights since these were computed, at
-    most S; `waited` how many seconds this rank has waited for those of the other islands. The first
-    S steps have none to use: NaN, and `skipped`.
-    """
-
-    loss: float
-    grad_norm: float
-    weight: float
-    skipped: bool
-    staleness: int = 0
-    waited: float = 0.0
 
 
 class Aggregation:
@@ -80,10 +56,6 @@ class Aggregation:
     def refuse_late(self, names: Sequence[str], group: Collectives) -> None:
         """Gradients came after their bucket's sum had begun, on this rank because of those of
         `names`. All of `group` call it."""
-
-
-_BITS = 48
-"""Flags per fp64 number, which holds whole numbers up to 2**53."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +107,7 @@ class StepReport:
     def row(self, device: torch.device) -> Tensor:
         """The vector, on `device`. Numbers of an accelerator move together, or stay there."""
         flags = self.news, self.several, self.unsaved, self.asked, self.written
-        numbers = [*packed_flags(self.used), *packed_flags(self.late), *map(float, flags)]
+        numbers = [*pack(self.used), *pack(self.late), *map(float, flags)]
         numbers += [self.divisor, float(self.alone), *self.buffer_rows]
         known = [float(self.backwards), self.shares, self.options, self.calls, self.rows]
         known += [self.shown, *self.mix, self.copies, *numbers]
@@ -148,8 +120,8 @@ class StepReport:
             len(self.losses),
             self.squared_norm.numel(),
             9,
-            _words(self.used),
-            _words(self.late),
+            words(len(self.used)),
+            words(len(self.late)),
             7,
             len(self.buffer_rows),
         )
@@ -184,57 +156,6 @@ class StepReport:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTotals:
-    """What all ranks know of a step after its exchange, alike.
-
-    `weight` and `loss` (x weight) are sums over the ranks, `shown` is what users see of the weight;
-    `is_mixed` says that no weight is right for all losses. `squared_norm` is that of the summed
-    gradients. `backwards` is the number of those that had a weight, `shares` their seeds added up,
-    `options` the checksum of the optimizers' options, and `calls` that of the calls that all make
-    alike, NaN where ranks differ. `rows_differ`: ranks have shared different batches.
-    `copies_differ`: buffers or frozen parameters that are not averaged differ between ranks. `used`
-    says by parameter whether any rank
-    had a gradient for it, `late` by bucket whether any came after it had started; `news` whether a
-    buffer was seen to change for the first time, `several` whether any rank made more than one
-    backward, `unsaved` whether a save in the background has failed. `asked` is the signal that
-    asked any to end, or 0. `written` says whether user code has written into parameters of any
-    rank, `divisor` what the added losses are divided by, 0 for means: NaN where ranks differ.
-    `scale` is the loss scale that gradients of an earlier step had.
-    """
-
-    weight: float
-    shown: float
-    loss: float
-    squared_norm: float
-    backwards: int
-    shares: float
-    options: float
-    calls: float
-    rows_differ: bool
-    is_mixed: bool
-    copies_differ: bool
-    used: list[bool]
-    late: list[bool]
-    news: bool
-    several: bool
-    unsaved: bool
-    asked: int
-    written: bool
-    divisor: float
-    scale: float | None = None
-
-    @property
-    def denominator(self) -> float:
-        """What the added losses and gradients are divided by."""
-        return self.divisor or self.weight
-
-    @property
-    def alike(self) -> bool:
-        """Whether the optimizers' options are."""
-        return not math.isnan(self.options)
-
-
 def _common(numbers: list[float]) -> float:
     """The number that all ranks have; NaN where they differ."""
     return numbers[0] if len(set(numbers)) == 1 else math.nan
@@ -250,7 +171,12 @@ def _differ(ranges: list[list[float]]) -> bool:
 def _row(numbers: list[Number], device: torch.device) -> Tensor:
     """One fp64 vector on `device`, by one copy of what is elsewhere, for which the host does not
     wait where it goes to an accelerator."""
-    near = [x for number in numbers if not _is_far(number) for x in _values(number)]
+    near: list[float] = []
+    for number in numbers:
+        if not isinstance(number, Tensor):
+            near.append(number)
+        elif not _is_far(number):
+            near += number.double().reshape(-1).tolist()
     sent = to_device(torch.tensor(near, dtype=torch.float64), device)
     far = [n.double().reshape(-1) for n in numbers if isinstance(n, Tensor) and _is_far(n)]
     if not far:
@@ -266,28 +192,3 @@ def _row(numbers: list[Number], device: torch.device) -> Tensor:
 def _is_far(number: Number) -> bool:
     """Whether the host would have to wait for it."""
     return isinstance(number, Tensor) and number.device.type != "cpu"
-
-
-def _values(number: Number) -> list[float]:
-    return number.double().reshape(-1).tolist() if isinstance(number, Tensor) else [number]
-
-
-def _words(flags: list[bool]) -> int:
-    return -(-len(flags) // _BITS)
-
-
-def packed_flags(flags: list[bool]) -> list[float]:
-    """Flags as few numbers."""
-    return [
-        float(sum(1 << bit for bit, flag in enumerate(flags[start : start + _BITS]) if flag))
-        for start in range(0, len(flags), _BITS)
-    ]
-
-
-def any_of(rows: list[list[float]], count: int) -> list[bool]:
-    """The `count` flags that are set in any of `rows`, each made by `packed_flags`."""
-    words = [0] * -(-count // _BITS)
-    for row in rows:
-        for index, number in enumerate(row):
-            words[index] |= int(number)
-    return [bool(words[bit // _BITS] >> (bit % _BITS) & 1) for bit in range(count)]

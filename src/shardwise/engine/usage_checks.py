@@ -13,11 +13,12 @@ from weakref import WeakMethod
 from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.config import APART_FLAG
 from shardwise.errors import ModelError, UsageError
 from shardwise.layout.placement import Placement
 from shardwise.model.optimizer_access import StateOfEngine, own_methods
 from shardwise.states.optimizer.optimizer_kind import is_known
-from shardwise.states.optimizer.step_hooks import post_hooks, pre_hooks
+from shardwise.states.optimizer.optimizer_options import post_hooks, pre_hooks
 from shardwise.states.parameters.parameters_at_rest import is_sharded, sharded_copy
 from shardwise.world.common_calls import SHARE, apart_in_calls, apart_in_shares, nearly_alike
 from shardwise.world.world import World
@@ -83,9 +84,8 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
 
 
 def _known(world: World) -> str:
-    """What all workers know: the loss of a step is its island's."""
-    apart = world.island_count > 1 and world.settings.behind is None
-    ours = "" if apart else "engine.step().loss, "
+    """Return calls whose results all workers know; groups that step apart have losses apart."""
+    ours = "" if world.groups_apart > 1 else "engine.step().loss, "
     return f"{ours}sw.Metrics, world.any(flag)"
 
 
@@ -94,7 +94,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
     make alike; say it once where only what they have shared out differs. Collective then."""
     if not calls_differ and not rows_differ:
         return
-    told = world.island.gather_plain(world.calls.made())
+    told = world.step_group.gather_plain(world.calls.made())
     made = [calls for calls, _ in told]
     if (apart := apart_in_calls(made)) is not None:
         raise UsageError(
@@ -222,8 +222,8 @@ def check_reachable(loss: Tensor, *, several: bool) -> None:
 
 _DISTRIBUTED = {
     "ZeroRedundancyOptimizer": "optim.{inner}(params), and --zero 1 shards its state",
-    "PostLocalSGDOptimizer": "optim.{inner}(params), and --islands N --equal-every H averages "
-    "parameters every H steps",
+    "PostLocalSGDOptimizer": "optim.{inner}(params), and "
+    f"{APART_FLAG} N --equal-every H averages parameters every H steps",
     "DistributedOptimizer": "optim.Adam(params), and --pipeline P puts layers on other hosts",
 }
 """By wrapper of torch.distributed that communicates by itself, what to write instead."""

@@ -17,7 +17,6 @@ from shardwise.engine import (
     build,
     consistency,
     initial_values,
-    island_states,
     pipeline_parallel,
     plain_state_dict,
     tensor_parallel,
@@ -28,7 +27,6 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import CheckpointMismatch, ConfigError, ModelError, UsageError
-from shardwise.islands.anchor import Kept
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
@@ -39,6 +37,7 @@ from shardwise.model.optimizer_access import StateOfEngine
 from shardwise.parallel.pipeline import install
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.optimizer.optimizer_kind import is_torchs
+from shardwise.states.step_hooks import Kept
 from shardwise.world.world import World
 
 living: WeakSet[UserObjects] = WeakSet()
@@ -75,7 +74,7 @@ class UserObjects:
         """By optimizer whose state user code reads, how it was."""
         self._in_method: optim.Optimizer | None = None
         self.in_ema = False
-        """Whether the parameters are averages now, or the anchor of islands."""
+        """Whether the parameters are averages now, or the anchor."""
         usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
         # Before anything else is collective: ranks with different models would wait for each
         # other in different places.
@@ -334,10 +333,11 @@ class UserObjects:
         self._rebuild_states(*self._taken_apart())
 
     def _taken_apart(self) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
-        """What a new layout goes on with, see `build.take_apart`; what has left the optimizers is
-        alike on all islands. Collective."""
+        """What a new layout goes on with, see `build.take_apart`; what has left the optimizers
+        has its last common value. Collective."""
         masters, averages, anchor = build.take_apart(self.spec, self.states)
-        island_states.leave_equal(anchor, self._optimized())
+        if self.spec.hooks is not None:
+            self.spec.hooks.write_common_values(anchor, self._optimized())
         return masters, averages, anchor
 
     def _optimized(self) -> set[nn.Parameter]:
@@ -521,23 +521,25 @@ class UserObjects:
             self.spec.unit_hooks.remove()
 
     def end(self) -> None:
-        """Give everything back as it was, trained; of islands what they last had in common.
-        Collective.
+        """Give everything back as it was, trained, with the last common weights if groups of ranks
+        step apart. Collective.
 
-        Raises afterwards as `check_passes`, and where islands have not made as many steps, unless
-        this is on the way out of another error.
+        Raises afterwards as `check_passes`, and if such groups have made different numbers of
+        steps, unless this is on the way out of another error.
         """
         fails = sys.exc_info()[0] is not None
         try:
             if not fails:
                 self._take_back_states()
                 self.check_passes()
-                island_states.drop(self.states.delayed)
+                if self.spec.hooks is not None:
+                    self.spec.hooks.finish()
         finally:
             self._give_back()
 
     def _give_back(self) -> None:
-        island_states.rest_on_anchor(self.states.islands)
+        if self.spec.hooks is not None:
+            self.spec.hooks.restore_common_weights()
         self._give_states_back()
         build.take_apart(self.spec, self.states)
         self._reassemble_models()

@@ -66,9 +66,9 @@ def full_parameters(
 
 
 def _writers(spec: EngineSpec, states: States) -> Collectives:
-    """The ranks that what the first of them writes is for: all, but where islands make steps of
-    their own those of this island, from its first step on."""
-    has_own = states.islands is not None and states.islands.begun
+    """Return the ranks that get what the first of them writes: all, or from the first step on those
+    that make the same updates."""
+    has_own = states.hooks is not None and states.hooks.have_own_weights
     return spec.step_group if has_own else spec.world_group
 
 

@@ -25,6 +25,7 @@ from shardwise.horovod.context import Context, current
 from shardwise.horovod.coordinator import JOIN
 from shardwise.horovod.operations import submit, wait
 from shardwise.horovod.process_sets import ProcessSet, add_process_set, global_process_set
+from shardwise.net import rpc
 from shardwise.net.launchers import detection as launcher_detection
 from shardwise.world import exit_handlers
 from shardwise.world.initialize import init as init_world
@@ -78,14 +79,14 @@ def _hosts(world: World) -> list[list[int]]:
     return [[r for r, n in enumerate(names) if n == name] for name in dict.fromkeys(names)]
 
 
-def _connect(world: World, timeout: float) -> dict[int, links.Link]:
+def _connect(world: World, timeout: float) -> dict[int, rpc.Link]:
     """Connect every rank to rank 0; the links of this rank, by rank. Collective."""
     group, secret = world.collectives, world.collectives.status_server.secret
     if world.rank != 0:
         address, port = group.gather_plain(None)[0]
         return {0: links.connect(address, port, secret, world.rank, timeout)}
     address = collectives.address_of(launcher_detection.identify())
-    with links.listen(address) as listener:
+    with rpc.listen(address) as listener:
         group.gather_plain((address, listener.getsockname()[1]))
         return links.accept(listener, secret, world.size, timeout)
 

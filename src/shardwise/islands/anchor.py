@@ -1,15 +1,15 @@
-"""Keeps the anchor: what islands have in common of the parameters they train by themselves.
+"""Keeps the anchor: the last common values of the parameters that islands train by themselves.
 
-Each rank has it for a part of every bucket: its interval where optimizer state is sharded, else the
-part that would be its interval, so that no two ranks of an island send the same. Values are in the
-master dtype and rest where optimizer state does:
+Each rank has the anchor of its interval of every bucket, whether or not optimizer state is sharded,
+so that no two ranks of an island send the same. Its tensors are in the master dtype, on the tier of
+the optimizer state:
 
     value       the last common value
-    velocity    of the outer update, where that has momentum
-    residual    what the wire has lost so far, where it loses
-    sent        what the master was when its difference was sent, where differences are late
+    velocity    of the outer update, if that has momentum
+    residual    what the wire has lost so far, if it loses
+    sent        the master when its difference was sent, if differences are used late
 
-The first two are alike on all islands, bit for bit: all compute them from the same bytes in the
+All islands have the same bits of the first two, since they compute them from the same bytes in the
 same order.
 """
 
@@ -23,71 +23,73 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Collectives
-from shardwise.config.outer_optimizer import IslandRule
+from shardwise.config.outer_optimizer import AveragingRule
 from shardwise.errors import NonFiniteError
 from shardwise.islands.wire import Wire
 from shardwise.layout import fingerprints
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.parameters.update_intervals import UpdateInterval
-from shardwise.states.storage.storage import Span, Storage
+from shardwise.states.step_hooks import Kept
+from shardwise.states.storage.storage import Storage
 from shardwise.states.storage.storage_factory import StorageFactory
 
 VALUE, VELOCITY, RESIDUAL, SENT = "value", "velocity", "residual", "sent"
 
-COMMON = (VALUE, VELOCITY)
-"""What is alike on all islands; the rest is each island's own."""
-
-Kept = Mapping[str, Mapping[nn.Parameter, Tensor]]
-"""By key, whole tensors by parameter, to go on with."""
-
 
 class Anchor:
-    """The anchor of the parameters that this rank updates, and how differences change it.
+    """The anchor of the parameters that this rank updates, and the outer update.
 
-    `group` shards the states, where `scattered`. `keys` says which of its tensors there are.
+    Args:
+        rule: How islands average.
+        factory: Makes the storage of the tensors.
+        group: The ranks that shard the states.
+        scattered: Whether the optimizer state is sharded.
+        start: Tensors of an earlier layout. Without them the anchor is the weights.
+
+    Attributes:
+        keys: The keys of the tensors that there are.
     """
 
     def __init__(
         self,
         parameters: Parameters,
         optimizer: OptimizerState,
-        rule: IslandRule,
+        rule: AveragingRule,
         factory: StorageFactory,
         group: Collectives,
         *,
         scattered: bool,
         start: Kept | None = None,
     ) -> None:
-        """`start` gives the tensors of an earlier layout; without it the anchor is the weights."""
         self._parameters = parameters
         self._optimizer = optimizer
         self.rule = rule
         self._wire = Wire(rule.wire)
         self._group = group
         self._scattered = scattered
-        self.keys = _keys(rule)
-        self.parts = [self._part(interval) for interval in optimizer.intervals]
-        """By bucket, the elements [first, end) that this rank makes equal."""
-        self.storages = {key: self._room(key, factory) for key in self.keys}
+        self.keys = [VALUE]
+        self.keys += [VELOCITY] if rule.outer.momentum else []
+        self.keys += [RESIDUAL] if self._wire.loses else []
+        self.keys += [SENT] if rule.late else []
+        self.parts: list[Span] = [
+            interval.own if scattered else interval.bucket.interval(group.rank)
+            for interval in optimizer.intervals
+        ]
+        """By bucket, the elements [first, end) of which this rank sends the differences."""
+        lengths = [end - first for first, end in self.parts]
+        kinds = [
+            (interval.master.dtype, self.device(index))
+            for index, interval in enumerate(optimizer.intervals)
+        ]
+        self.storages = {key: factory.make(f"anchor: {key}", lengths, kinds) for key in self.keys}
         """By key and bucket."""
         self.restart()
         for key in self.keys:
             self._go_on(key, (start or {}).get(key, {}))
 
-    def _part(self, interval: UpdateInterval) -> Span:
-        return interval.own if self._scattered else interval.bucket.interval(self._group.rank)
-
-    def _room(self, key: str, factory: StorageFactory) -> list[Storage]:
-        kinds = [
-            (interval.master.dtype, self.device(index))
-            for index, interval in enumerate(self._optimizer.intervals)
-        ]
-        return factory.make(f"anchor: {key}", [end - first for first, end in self.parts], kinds)
-
     def restart(self) -> None:
-        """Take the present weights as the last common value, which was reached without momentum."""
+        """Set the anchor to the present weights, and velocity and residual to zero."""
         for index in range(len(self.parts)):
             master = self._master(index)
             for key in self.keys:
@@ -95,12 +97,12 @@ class Anchor:
                 held.store(torch.zeros_like(master) if key in (VELOCITY, RESIDUAL) else master)
 
     def forget_losses(self) -> None:
-        """Take what the wire has lost for nothing: it is that of other islands."""
+        """Clear what the wire has lost, after a load of the losses of another island."""
         for held in self.storages.get(RESIDUAL, ()):
             held.store(torch.zeros_like(held.loaded()))
 
     def _go_on(self, key: str, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Take what is known of `key` from `values`."""
+        """Set the tensors of `key` to `values`, as far as there are any."""
         for index, (first, end) in enumerate(self.parts):
             held = self.storages[key][index]
             value = held.loaded()
@@ -116,7 +118,7 @@ class Anchor:
         return self._optimizer.intervals[index].bucket
 
     def _master(self, index: int) -> Tensor:
-        """What this rank's part of the masters is now."""
+        """Return this rank's part of the present masters."""
         interval, (first, end) = self._optimizer.intervals[index], self.parts[index]
         return interval.master.loaded()[first - interval.own[0] : end - interval.own[0]]
 
@@ -131,12 +133,13 @@ class Anchor:
         return self._wire.nbytes(held.numel, held.dtype)
 
     def pack(self, index: int) -> Tensor:
-        """How far bucket `index` has come from the anchor, packed for the wire, (nbytes,) uint8.
+        """Return the difference between anchor and masters of bucket `index`, (nbytes,) uint8.
 
-        What the wire loses goes with the next one. Raises NonFiniteError.
+        What the wire loses is added to the next difference. Raises NonFiniteError.
         """
         master = self._master(index)
         difference = self._value(VALUE, index) - master
+        # Error feedback: rounding errors are sent later instead of adding up.
         if self._wire.loses:
             difference.add_(self._value(RESIDUAL, index))
         try:
@@ -151,9 +154,12 @@ class Anchor:
         return packed
 
     def take_back(self, index: int, packed: Tensor) -> None:
-        """Let what was `packed` of bucket `index` move nothing: the next difference has it in it,
-        and so is to have what the wire had lost before. Once anchor and weights have moved on, as
-        without `late`, there is nothing to take back."""
+        """Restore the residual of bucket `index` as it was before `packed` was made.
+
+        For differences that are dropped in transit: the anchor has not moved, so the next
+        difference contains them.
+        """
+        # Without `late` a difference has moved the anchor before anybody could drop it.
         if not (self._wire.loses and self.rule.late):
             return
         residual = self._value(RESIDUAL, index)
@@ -162,7 +168,7 @@ class Anchor:
         self.storages[RESIDUAL][index].store(residual + sent.sub_(difference))
 
     def _refusal(self, index: int, difference: Tensor, error: ValueError) -> str:
-        """Why a difference cannot be sent, with the first parameter at fault."""
+        """Say why a difference cannot be sent, with the first parameter at fault."""
         start = self.parts[index][0]
         names = [
             self._parameters.named[piece.parameter].name
@@ -176,14 +182,17 @@ class Anchor:
         )
 
     def mean(self, index: int, packed: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        """The islands' mean difference of bucket `index`, from what each has packed, by weight."""
+        """Return the weighted mean of the islands' differences of bucket `index`."""
         held = self.storages[VALUE][index]
         parts = (self._wire.unpack(each.to(held.device), held.numel, held.dtype) for each in packed)
         return weighted_mean(parts, weights)
 
     def apply(self, index: int, mean: Tensor) -> None:
-        """Move the anchor of bucket `index` by `mean`, and the weights to it; what was done since
-        the difference was sent stays. Collective over the island; `publish` comes after."""
+        """Move the anchor of bucket `index` by the `mean` difference, and the weights with it.
+
+        With `late`, the updates since the difference was sent stay. Collective over the island;
+        call `publish` afterwards.
+        """
         value = self._value(VALUE, index)
         velocity = self._value(VELOCITY, index) if VELOCITY in self.keys else None
         self.rule.outer.move(value, mean, velocity)
@@ -191,6 +200,7 @@ class Anchor:
         if velocity is not None:
             self._keep(VELOCITY, index, velocity)
         if self.rule.late:
+            # The updates since the difference was sent are not in it: they stay on top.
             value = self._master(index) - self._value(SENT, index) + value
         self.write(index, value)
 
@@ -198,7 +208,7 @@ class Anchor:
         _keep(self.storages[key][index], value)
 
     def write(self, index: int, value: Tensor) -> None:
-        """Let `value` be this rank's part of the weights of bucket `index`. Collective over the
+        """Set this rank's part of the weights of bucket `index` to `value`. Collective over the
         island."""
         interval = self._optimizer.intervals[index]
         own = value if self._scattered else self.whole(index, value)
@@ -207,7 +217,7 @@ class Anchor:
             interval.target.store(own)
 
     def whole(self, index: int, part: Tensor) -> Tensor:
-        """All of bucket `index`, from the parts of this island's ranks. Collective over it."""
+        """Return all of bucket `index` from this rank's `part`. Collective over the island."""
         if self._group.size == 1:
             return part
         bucket, (first, end) = self._bucket(index), self.parts[index]
@@ -217,15 +227,17 @@ class Anchor:
         return flat
 
     def device(self, index: int) -> torch.device:
-        """Where messages about bucket `index` are sent from."""
+        """The device of messages about bucket `index`."""
         return self._parameters.kind(index)[1]
 
     def meet(self) -> None:
-        """Before `apply` and `write`: return when no rank reads the old weights. Collective."""
+        """Wait until no rank reads the old weights, before `apply` and `write`. Collective."""
         self._parameters.meet()
 
     def publish(self, indices: Sequence[int]) -> None:
-        """Let all ranks of the island have what was written of these buckets. Collective."""
+        """Gather what was written of these buckets on all ranks of the island. Collective."""
+        # Replicated states were written on every rank by `write`. All gathers start before the
+        # first wait, so that they overlap.
         handles = [self._parameters.publish(i) for i in indices] if self._scattered else []
         for handle in handles:
             handle.wait()
@@ -235,9 +247,10 @@ class Anchor:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the weights be the anchor inside the block; all ranks of the island enter and leave.
+        """Context manager: the weights are the anchor inside it. All ranks of the island enter and
+        leave.
 
-        They change places, so that afterwards each has its bits again.
+        Weights and anchor are exchanged, so that both have their bits again afterwards.
         """
         self.swap()
         try:
@@ -247,7 +260,7 @@ class Anchor:
                 self.swap()
 
     def swap(self) -> None:
-        """Let anchor and weights change places. Collective over the island."""
+        """Exchange anchor and weights. Collective over the island."""
         self.meet()
         for index in range(len(self.parts)):
             mine, value = self._master(index).clone(), self._value(VALUE, index)
@@ -270,39 +283,33 @@ class Anchor:
         return crc32(repr(several).encode())
 
     def loaded_value(self, index: int) -> Tensor:
-        """This rank's part of the anchor of bucket `index`."""
+        """Return this rank's part of the anchor of bucket `index`."""
         return self._value(VALUE, index)
 
     # -- what there is ----------------------------------------------------------------------
 
     def loaded(self, key: str) -> Iterator[Tensor]:
-        """By bucket, tensor `key` over what this rank updates. Collective over the island where
-        states are replicated."""
+        """Yield by bucket the tensor `key` over what this rank updates. Collective over the island
+        if states are replicated."""
         for index, held in enumerate(self.storages[key]):
             yield held.loaded() if self._scattered else self.whole(index, held.loaded())
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the anchor that this rank keeps, wherever they rest."""
+        """Bytes of the anchor that this rank keeps, on any tier."""
         return sum(held.nbytes for storages in self.storages.values() for held in storages)
 
 
-def _keys(rule: IslandRule) -> tuple[str, ...]:
-    found = [VALUE]
-    found += [VELOCITY] if rule.outer.momentum else []
-    found += [RESIDUAL] if Wire(rule.wire).loses else []
-    found += [SENT] if rule.late else []
-    return tuple(found)
-
-
 def _keep(held: Storage, value: Tensor) -> None:
-    """Store `value`, which may be the storage's own memory, changed in place."""
+    """Store `value`."""
+    # In memory, `loaded` returned the storage itself, which was changed in place.
     if held.memory is None or held.memory.data_ptr() != value.data_ptr():
         held.store(value)
 
 
 def weighted_mean(parts: Iterator[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean of `parts` by `weights`, added in their order; by number where none weighs."""
+    """Return the mean of `parts` by `weights`, added in their order; if all weights are 0, the
+    plain mean."""
     total = sum(weights)
     shares = [w / total for w in weights] if total else [1.0 / len(weights)] * len(weights)
     mean: Tensor | None = None

@@ -1,15 +1,15 @@
-"""Sends the gradient sums of a step to the other islands; has the sum of all some steps later.
+"""Sends the gradient sums of a step to the other islands, and adds them up some steps later.
 
     send     pack the sums of this island    | packed sum |    all-gather over peers of equal place
     land     unpack, add in the order of the islands, so that all have the same bits
-    use      in the place of this island's own sums
-    stepped  forget those that were used, keep what the wire has lost
-    forget   tell the others that nothing follows, and wait for what is on its way
+    use      replace this island's own sums by the total
+    stepped  drop the sums that were used, keep what the wire has lost
+    forget   tell the others that nothing follows, and wait for messages in transit
 
-Until `stepped` a step may be abandoned and begun again: what it has sent is dropped then.
+Until `stepped`, a step may be abandoned and begun again. What it has sent is dropped then.
 
-Each rank has a part of every bucket: its interval, which in the rows that replicate optimizer state
-is gathered over the island when it is used. So an island of n ranks sends each element once.
+Each rank sends its interval of every bucket, so an island of n ranks sends each element once. If
+the optimizer state is replicated, intervals are gathered over the island when they are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.errors import NonFiniteError, UsageError
-from shardwise.islands.island_exchange import Message, send
+from shardwise.islands.difference_exchange import Message, send
 from shardwise.islands.wire import Wire
 from shardwise.model.precision import NARROW
 from shardwise.states.gradients.gradients import Gradients
@@ -40,32 +40,39 @@ Rows = list[list[float]]
 
 @dataclass(eq=False)
 class Flight:
-    """The sums of one step, from when they were sent until they are used.
+    """The sums of one step, from when they are sent until they are used.
 
-    By bucket the messages of all islands, or once they have landed their sum; so with the report
-    that goes beside.
+    `sums` has by bucket the message of all islands, and their total once it has landed. `report` is
+    the message that was sent with them, and the rows of all islands once it was read.
     """
 
     step: int
     report: Message | Rows
     sums: list[Message | Tensor]
     lost: list[Tensor] = field(default_factory=list)
-    """By bucket, what the wire has lost by then of this island's sums, until the step is made."""
+    """By bucket, what the wire has lost of this island's sums with this step. It replaces the
+    residual only when the step is made, since an abandoned step is sent again."""
 
     def wait(self) -> None:
-        """Return when what was sent has come to all."""
+        """Wait until all islands have the messages."""
         for sent in [*self.sums, self.report]:
             if isinstance(sent, Message):
                 sent.wait()
 
 
 class DelayedSums:
-    """What is on its way of the gradient sums of `gradients`.
+    """The gradient sums in transit between islands.
 
-    `group` shards the states, where `scattered`; `peers` are the ranks of equal place in all
-    islands, and `run` all ranks. Sums are used `behind` steps later, and a report of so many
-    numbers is `told` before them. What the wire loses rests where `factory` says, and is sent with
-    the next sums.
+    Args:
+        gradients: The sums of this island, which `use` replaces.
+        wire: The format of the messages.
+        factory: Makes the storage of what the wire loses, which is sent with the next sums.
+        group: The ranks that shard the states.
+        peers: The ranks of equal place in all islands.
+        run: All ranks.
+        behind: Number of steps after which sums are used.
+        report_length: Number of fp64 numbers in a report.
+        scattered: Whether the optimizer state is sharded.
     """
 
     def __init__(
@@ -78,66 +85,78 @@ class DelayedSums:
         peers: Collectives,
         run: Collectives,
         behind: int,
-        told: int,
+        report_length: int,
         *,
         scattered: bool,
     ) -> None:
         self._parameters = parameters
         self._gradients = gradients
-        self._buckets = gradients.reducer.buckets
+        self._buckets = gradients.buckets
         self._wire = wire
         self._group = group
         self._peers = peers
         self._run = run
         self._behind = behind
-        self._told = told
+        self._report_length = report_length
         self._scattered = scattered
         self.parts = [bucket.layout.interval(group.rank) for bucket in self._buckets]
         """By bucket, the elements [first, end) that this rank sends."""
-        self._kinds = [_wide(*bucket.kind) for bucket in self._buckets]
-        self.residuals = self._room(factory) if wire.loses else []
+        # Sums of 16-bit gradients are added over the islands in fp32: each sum would round again.
+        self._kinds = [
+            (torch.float32 if dtype in NARROW else dtype, device)
+            for dtype, device in (bucket.kind for bucket in self._buckets)
+        ]
+        self.residuals: list[Storage] = []
         """By bucket, what the wire has lost so far of this island's sums."""
+        if wire.loses:
+            lengths = [end - first for first, end in self.parts]
+            self.residuals = factory.make("residual", lengths, self._kinds)
+            self._clear_residuals()
         self.flights: deque[Flight] = deque()
-        """What was sent and is not used yet, the oldest first."""
+        """Steps whose sums were sent and are not used yet, the oldest first."""
         self.updates = 0
-        """How many updates have been made since there are these states."""
+        """Number of updates since these states exist."""
         self._sent = 0
-        """How many times sums have been sent; once they are forgotten, alike on all ranks."""
+        """How many times sums have been sent. `forget` makes it the same on all ranks."""
         _await_later(self)
 
-    def _room(self, factory: StorageFactory) -> list[Storage]:
-        lengths = [end - first for first, end in self.parts]
-        made = factory.make("residual", lengths, self._kinds)
-        for held in made:
+    def _clear_residuals(self) -> None:
+        for held in self.residuals:
             held.store(torch.zeros(held.numel, dtype=held.dtype, device=held.device))
-        return made
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank sends to each other island in a step, the report left out."""
+        """Bytes that this rank sends to each other island in a step, without the report."""
         kinds = zip(self.parts, self._kinds, strict=True)
         return sum(self._wire.nbytes(end - first, kind[0]) for (first, end), kind in kinds)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that this rank keeps from step to step: of what the wire has lost, and of the
-        messages of all islands that are on their way once there are so many."""
+        """Bytes that this rank keeps from step to step: what the wire has lost, and the messages
+        of all islands for as many steps as sums wait."""
         flying = self._behind * self._peers.size * self.nbytes
         return sum(held.nbytes for held in self.residuals) + flying
 
     # -- out ----------------------------------------------------------------------------------
 
     def send(self, step: int, report: Tensor, factor: float, *, counts: bool) -> None:
-        """Let the sums of `step`, times `factor`, go on their way, after a flat fp64 `report`;
-        zeros where they do not count, since they are not finite. Collective over the peers.
+        """Send the sums of `step`, times `factor`, after a flat fp64 `report`. Collective over the
+        peers.
 
-        Raises NonFiniteError for what the wire cannot tell, before anything is sent.
+        Args:
+            counts: Whether the sums are finite; zeros are sent if not.
+
+        Raises NonFiniteError for values that the wire cannot hold, before anything is sent.
         """
-        self._drop_unmade(step)
+        # An earlier attempt at this step was abandoned: nobody uses what it has sent.
+        while self.flights and self.flights[-1].step >= step:
+            self.flights.pop().wait()
         lost: list[Tensor] = []
         parts = range(len(self.parts))
         packed = [
-            self._packed(index, factor, lost) if counts else self._none(index) for index in parts
+            # Zeros, not nothing: the others wait for a message of every bucket in any case.
+            self._packed(index, factor, lost) if counts else self._zeros(index)
+            for index in parts
         ]
         told = self._tell(report)
         self.flights.append(Flight(step, told, [send(self._peers, part) for part in packed], lost))
@@ -146,18 +165,13 @@ class DelayedSums:
     def _tell(self, report: Tensor) -> Message:
         return send(self._peers, report.view(torch.uint8).to(self._peers.small_device))
 
-    def _drop_unmade(self, step: int) -> None:
-        """Forget what an earlier beginning of `step` has sent: it was abandoned."""
-        while self.flights and self.flights[-1].step >= step:
-            self.flights.pop().wait()
-
-    def _none(self, index: int) -> Tensor:
-        """Packed zeros in place of a bucket's sum."""
+    def _zeros(self, index: int) -> Tensor:
+        """Return packed zeros of the length of a bucket's sum."""
         (first, end), (dtype, device) = self.parts[index], self._kinds[index]
         return self._wire.pack(torch.zeros(end - first, dtype=dtype, device=device))
 
     def _packed(self, index: int, factor: float, lost: list[Tensor]) -> Tensor:
-        """This rank's part of a bucket's sum, packed; adds to `lost` what goes with the next."""
+        """Return this rank's part of a bucket's sum, packed; append the wire's loss to `lost`."""
         (first, end), (dtype, device) = self.parts[index], self._kinds[index]
         own = self._buckets[index].own[0]
         held = self._buckets[index].reduced.loaded(device)[first - own : end - own]
@@ -190,34 +204,34 @@ class DelayedSums:
     # -- and in -------------------------------------------------------------------------------
 
     def land(self, flight: Flight) -> None:
-        """Wait for the sums of all islands."""
+        """Wait for the sums of all islands, and add them up."""
         for index, sent in enumerate(flight.sums):
             if isinstance(sent, Message):
-                flight.sums[index] = self._sum(index, sent.wait())
+                rows = sent.wait()
+                # In the order of the islands on every rank: floating-point sums depend on it.
+                total = self._unpacked(index, rows[0])
+                for row in rows[1:]:
+                    total.add_(self._unpacked(index, row))
+                flight.sums[index] = total
 
     def reported(self, flight: Flight) -> Rows:
-        """What all islands reported, zeros of one that no sums follow from. Waits for it."""
+        """Wait for the reports of all islands, and return them. One of zeros says that its island
+        sends no sums."""
         if isinstance(flight.report, Message):
             rows = flight.report.wait().cpu().contiguous()
             flight.report = rows.view(torch.float64).tolist()
         assert not isinstance(flight.report, Message)
         return flight.report
 
-    def _sum(self, index: int, rows: Tensor) -> Tensor:
-        total = self._unpacked(index, rows[0])
-        for row in rows[1:]:
-            total.add_(self._unpacked(index, row))
-        return total
-
     def due(self, step: int) -> Flight | None:
-        """The sums of `step`; forgets those before it. None where there are none."""
+        """Return the sums of `step`, None if there are none; drop those before it."""
         while self.flights and self.flights[0].step < step:
             self.flights.popleft().wait()
         found = self.flights and self.flights[0].step == step
         return self.flights[0] if found else None
 
     def stepped(self, step: int) -> None:
-        """`step` is made: what it used is forgotten, and what the wire has lost of it is kept."""
+        """Commit `step`: drop the sums that it used, and keep what the wire lost of its own."""
         for residual, lost in zip(self.residuals, self.flights[-1].lost, strict=False):
             residual.store(lost)
         self.flights[-1].lost = []
@@ -225,7 +239,7 @@ class DelayedSums:
             self.flights.popleft().wait()
 
     def use(self, flight: Flight, factor: float) -> None:
-        """Let the gradients be the landed sums of `flight`, times `factor`. Collective over the
+        """Replace the gradients by the landed sums of `flight`, times `factor`. Collective over the
         island."""
         for index, total in enumerate(flight.sums):
             assert isinstance(total, Tensor)
@@ -233,21 +247,23 @@ class DelayedSums:
             self._buckets[index].reduced.store(
                 value if self._scattered else self.whole(index, value)
             )
-        self._gradients.norm.renew(range(len(self._buckets)))
+        self._gradients.forget_squares(range(len(self._buckets)))
 
     def spoil(self, used: Sequence[bool]) -> None:
-        """Let the gradients of `used` parameters be NaN, as those of a step are that is not finite,
-        and nothing else: who writes finite ones in their place has mended the step."""
+        """Set the gradients of `used` parameters to NaN, as in a step that is not finite.
+
+        Only those, so that a user who replaces them by finite ones has repaired the step.
+        """
         for bucket in self._buckets:
             value, first = torch.zeros_like(bucket.reduced.loaded()), bucket.own[0]
             for piece in bucket.layout.pieces(*bucket.own):
                 if used[piece.parameter]:
                     value[piece.start - first : piece.end - first] = torch.nan
             bucket.reduced.store(value)
-        self._gradients.norm.renew(range(len(self._buckets)))
+        self._gradients.forget_squares(range(len(self._buckets)))
 
     def whole(self, index: int, part: Tensor) -> Tensor:
-        """All of bucket `index`, from the parts of this island's ranks. Collective over it."""
+        """Return all of bucket `index`. Collective over the island."""
         if self._group.size == 1:
             return part
         layout, (first, end) = self._buckets[index].layout, self.parts[index]
@@ -257,16 +273,19 @@ class DelayedSums:
         return flat
 
     def forget(self) -> None:
-        """Let what is on its way be used by nobody, once it is there. Collective over all ranks.
+        """Wait for messages in transit, and drop them. Collective over all ranks.
 
-        Raises UsageError, on all of them, where islands have not sent as many steps. Those that go
-        on with steps meanwhile read in a report of zeros that no more of this island follow.
+        Raises UsageError on all ranks if islands have sent different numbers of steps. An island
+        that continues with a step meanwhile reads in a report of zeros that no sums follow.
         """
-        zeros = torch.zeros(self._told, dtype=torch.float64)
+        # First the report, then the exchange: an island in a step waits for a report of this one,
+        # and would never come to the exchange.
+        zeros = torch.zeros(self._report_length, dtype=torch.float64)
         rest = [self._tell(zeros)]
         sent = self._run.gather_plain(self._sent)
-        while self._sent < max(sent):  # those who have sent more wait for as much
-            rest += [send(self._peers, self._none(index)) for index in range(len(self.parts))]
+        # Islands that have sent more wait for as many messages of this one.
+        while self._sent < max(sent):
+            rest += [send(self._peers, self._zeros(index)) for index in range(len(self.parts))]
             rest.append(self._tell(zeros))
             self._sent += 1
         while self.flights:
@@ -282,15 +301,13 @@ class DelayedSums:
             )
 
     def restart(self) -> None:
-        """Begin anew: nothing was sent, nothing was lost. Called by all islands alike."""
+        """Forget all earlier steps, and what the wire has lost. All islands call it."""
         self.forget()
         self.updates = 0
-        for held in self.residuals:
-            held.store(torch.zeros(held.numel, dtype=held.dtype, device=held.device))
+        self._clear_residuals()
 
     def expect(self, step: int, report: Rows) -> None:
-        """Go on where the sums of `step` were sent before; they are to be filled with those of all
-        islands."""
+        """Add zeros as the landed sums of `step`; a load fills them in."""
         sums: list[Message | Tensor] = [
             torch.zeros(end - first, dtype=dtype, device=device)
             for (first, end), (dtype, device) in zip(self.parts, self._kinds, strict=True)
@@ -299,27 +316,24 @@ class DelayedSums:
 
 
 _PRESENT: weakref.WeakSet[DelayedSums] = weakref.WeakSet()
-"""Those of engines that are there."""
+"""The sums of engines that exist."""
 
 _ORPHANED: list[deque[Flight]] = []
-"""What engines had on its way that were dropped without a close."""
+"""Steps in transit of engines that were dropped without a close."""
 
 
 def _await_later(sums: DelayedSums) -> None:
-    """See to it that what `sums` sends comes to all, even if nobody uses it here any more: an
-    island that is early must not close its connections while others wait for its last."""
+    """Wait at the exit of the process until all islands have what `sums` sends.
+
+    An island that is early must not close its connections while others wait for its last message.
+    """
     if not _PRESENT:
         exit_handlers.unregister(_await_all)
         exit_handlers.register(_await_all)
     _await(_ORPHANED)  # all islands make this engine, so they have sent all of the earlier ones
     _PRESENT.add(sums)
-    weakref.finalize(sums, _adopt, sums.flights).atexit = False
-
-
-def _adopt(flights: deque[Flight]) -> None:
-    """See to what an engine that has gone had on its way."""
-    if flights:
-        _ORPHANED.append(flights)
+    # Not at exit: `_await_all` looks at those that are left.
+    weakref.finalize(sums, _ORPHANED.append, sums.flights).atexit = False
 
 
 def _await_all() -> None:
@@ -327,13 +341,9 @@ def _await_all() -> None:
 
 
 def _await(several: list[deque[Flight]]) -> None:
-    """Return when what was sent has come to all, unless this process ends by an error."""
+    """Wait until all islands have what was sent, unless this process ends by an error: the others
+    may have ended then, and never receive it."""
     while several and not hasattr(sys, "last_value"):
         flights = several.pop()
         while flights:
             flights.popleft().wait()
-
-
-def _wide(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, torch.device]:
-    """In which dtype the sums of a bucket are added over the islands."""
-    return (torch.float32 if dtype in NARROW else dtype), device

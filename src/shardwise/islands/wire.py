@@ -18,16 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwise.config.outer_optimizer import LOSSLESS
-
-BLOCK = 256
-"""Values that share a scale."""
+from shardwise.config.outer_optimizer import BLOCK, LOSSLESS, packed_bytes, packed_lengths
 
 CODES = {"int8": 127, "int4": 7}
 """The largest code of the formats by block; codes go from minus that to that."""
-
-_ALIGNMENT = 8
-"""Bytes to which a packed message is rounded up, so that any format can be viewed in place."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +37,7 @@ class Wire:
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes of `numel` values of `dtype`, packed."""
-        return -(-sum(self._lengths(numel, dtype)) // _ALIGNMENT) * _ALIGNMENT
-
-    def _lengths(self, numel: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Bytes of the scales and of the codes."""
-        if self.name not in CODES:
-            return 0, numel * (2 if self.name == "bf16" else dtype.itemsize)
-        scales = -(-numel // BLOCK) * 4
-        return scales, numel if self.name == "int8" else -(-numel // 2)
+        return packed_bytes(self.name, numel, dtype.itemsize)
 
     def holds(self, values: Tensor) -> bool:
         """Whether `values` are finite, and stay so when they are packed."""
@@ -69,10 +56,11 @@ class Wire:
             raise ValueError("a NaN or an infinity")
         if not self.holds(values):
             raise ValueError(f"a value above what {self.name} can tell")
+        # Zeros in the padding: all bytes are sent, and every run has to send the same.
         packed = torch.zeros(
             self.nbytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device
         )
-        first, second = self._lengths(values.numel(), values.dtype)
+        first, second = packed_lengths(self.name, values.numel(), values.dtype.itemsize)
         if self.name in CODES:
             scales, codes = _coded(values, CODES[self.name])
             packed[:first] = scales.view(torch.uint8)
@@ -84,7 +72,7 @@ class Wire:
 
     def unpack(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """The (numel,) values of `dtype` in `packed`, (nbytes,) uint8; in memory of their own."""
-        first, second = self._lengths(numel, dtype)
+        first, second = packed_lengths(self.name, numel, dtype.itemsize)
         body = packed[first : first + second]
         if self.name not in CODES:
             kept = torch.bfloat16 if self.name == "bf16" else dtype

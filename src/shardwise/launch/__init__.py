@@ -1,6 +1,7 @@
 """Starts the ranks of a run, and watches them until they end.
 
 start.py             reads the command line, chooses who starts the ranks
+run_spec.py          what runs where, and how: made once, sent to each host
 one_host.py, ssh/    start them: on this host, on several hosts over ssh
 elastic.py           leave it to torch's elastic agent
 allocations.py       the hosts of a batch job, for runs over ssh

@@ -15,7 +15,7 @@ Slurm's hosts are srun's to start ranks on (see slurm.py).
 """
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,13 +72,10 @@ class _Source:
     listed: Callable[[str], list[str]]
 
 
-def _counted(words: Sequence[str]) -> list[str]:
-    """Return each host once with its slots: a host is listed once per slot."""
-    return [f"{name}:{words.count(name)}" for name in dict.fromkeys(words)]
-
-
 def _per_slot(text: str) -> list[str]:
-    return _counted(text.split())
+    """Return each host once with its slots: a host is listed once per slot."""
+    words = text.split()
+    return [f"{name}:{words.count(name)}" for name in dict.fromkeys(words)]
 
 
 def _in_pairs(text: str) -> list[str]:

@@ -34,7 +34,7 @@ def check_settings(flags: dict[str, str]) -> None:
     environ = {**os.environ, config.FLAGS_VARIABLE: json.dumps(flags)}
     settings, _ = config.resolve(config.sources(environ, {}))
     settings.placement  # noqa: B018 an illegal row raises
-    config.check_islands(settings)
+    config.check_contradictions(settings)
 
 
 def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:

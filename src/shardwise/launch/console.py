@@ -1,4 +1,4 @@
-"""Gives the launcher's standard output and error to its ranks as screens.
+"""Writes the output of all ranks to the launcher's standard output and error.
 
 Also opens standard streams that were closed when the command was started.
 """
@@ -15,19 +15,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TextIO
 
-from shardwise.launch.screen import LiveRows, Screen, prefix, prefix_width
+from shardwise.launch.screen import LiveRow, prefix, prefix_width
 from shardwise.messages.printable import as_utf8
 
 STDOUT, STDERR = 1, 2
 
 
 class Console:
-    """Two screens, `out` and `err`; one and the same where both are the terminal.
+    """The screen of a run of `size` ranks.
 
-    `size` is the number of ranks; `piped` when what they write comes through us, as it must with
-    more than one. `terminal` is the descriptor of the terminal that rank 0 draws live on, None
-    without one. `broken` says why where an output cannot be written any more, "" until then.
-    `streams` are what Python writes to in place of descriptors, such as those of a notebook.
+    `piped`: the output of ranks passes through the launcher, as it must with more than one. Rank 0
+    draws live on the terminal, if there is one; all other output is written in whole lines.
+    `broken` says why an output cannot be written any more, "" until then. `streams` are what Python
+    writes to in place of descriptors, such as those of a notebook.
     """
 
     def __init__(
@@ -47,59 +47,62 @@ class Console:
         self._terminals = [
             fd for fd in (STDOUT, STDERR) if fd not in self._streams and os.isatty(fd)
         ]
-        self._color = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
-        live = bool(self._terminals) and self.piped and environ.get("TERM") != "dumb"
-        self.terminal = self._terminals[0] if live else None
-        self.out = self._screen(STDOUT)
-        self.err = self.out if len(self._terminals) == 2 else self._screen(STDERR)
-
-    def screen(self, fd: int) -> Screen:
-        """The screen for what ranks write to `fd`, 1 or 2."""
-        return self.out if fd == STDOUT else self.err
+        is_smart = environ.get("TERM") != "dumb"
+        self._color = is_smart and not environ.get("NO_COLOR")
+        self._live = None
+        if self._terminals and self.piped and is_smart:
+            self._live = LiveRow(self.prefix(0, self._terminals[0]))
 
     @property
     def drawn(self) -> tuple[int, ...]:
         """Which of its streams rank 0 draws live on the terminal."""
-        return () if self.terminal is None else tuple(self._terminals)
+        return () if self._live is None else tuple(self._terminals)
 
     def prefix(self, rank: int, fd: int) -> bytes:
-        """What stands before the lines of `rank` on `fd`; nothing where there is only one."""
+        """Return what stands before the lines of `rank` on `fd`; nothing if it is the only one."""
         if self.size == 1:
             return b""
         return prefix(rank, self.size, color=self._color and fd in self._terminals)
 
     def window(self) -> tuple[int, int] | None:
-        """Rows and columns of the terminal, less the prefix; None where nobody watches."""
+        """Return rows and columns of the terminal, less the prefix; None without a terminal."""
         if not self._terminals:
             return None
         columns, rows = os.get_terminal_size(self._terminals[0])
         taken = prefix_width(self.size) if self.size > 1 else 0
         return (rows, columns - taken) if columns > taken else None
 
+    def lines(self, text: bytes, fd: int = STDERR) -> None:
+        """Write whole lines, above a bar that rank 0 draws on the same terminal."""
+        if fd in self._terminals:
+            fd = self._terminals[0]  # output and error are one screen
+            if text and self._live is not None:
+                text = self._live.clear() + text + self._live.redraw()
+        self._write(fd, text)
+
+    def draw(self, data: bytes) -> None:
+        """Write output that rank 0 draws live."""
+        assert self._live is not None
+        self._write(self._terminals[0], self._live.feed(data))
+
     def say(self, words: str) -> None:
         """Show whole lines of our own."""
-        self.err.lines(as_utf8(words))
+        self.lines(as_utf8(words))
 
     def close(self) -> None:
-        """Leave the cursor where a new line may be written."""
-        self.out.close()
-        if self.err is not self.out:
-            self.err.close()
-
-    def _screen(self, fd: int) -> Screen:
-        live = LiveRows(self.prefix(0, fd)) if fd == self.terminal else None
-        return Screen(lambda data: self._write(fd, data), live)
+        """Put the cursor at the start of a new line."""
+        if self._live is not None:
+            self._write(self._terminals[0], self._live.close())
 
     def _write(self, fd: int, data: bytes) -> None:
-        """Write all of `data`, also where someone has set our output to non-blocking."""
-        if fd in self._streams:
+        if data and fd in self._streams:
             self._streams[fd].write(self._decoders[fd].decode(data))
             self._streams[fd].flush()
             return
         while data and fd not in self._lost:
             try:
                 data = data[os.write(fd, data) :]
-            except BlockingIOError:
+            except BlockingIOError:  # somebody has set our output to non-blocking
                 select.select([], [fd], [])
             except OSError as error:  # the reader, or the terminal, is gone
                 self._lost.add(fd)

@@ -82,7 +82,8 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
     but a rank ended by itself with code 0, that rank left too early; where none did but those that
     waited name one that said nothing, it is that one.
     """
-    failures = [end for end in ends if end.code != 0 and _failed_by_itself(end, reports)]
+    # A rank that the launcher ended has failed by itself only if it reported an error before.
+    failures = [end for end in ends if end.code != 0 and (not end.stopped or end.rank in reports)]
     if not failures:
         return None
     first = min(failures, key=lambda end: _moment(end, reports))
@@ -94,7 +95,8 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
         late = _silent_rank(ends, failures, reports)
         if late is not None:
             return late
-    return Verdict(rank=first.rank, exit_code=_exit_code(first))
+    by_shell = 128 - first.code if first.code < 0 else first.code
+    return Verdict(rank=first.rank, exit_code=1 if first.stopped else by_shell)
 
 
 def _silent_rank(
@@ -136,11 +138,6 @@ def common_refusal(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport
     return found.pop() if len(found) == 1 else ""
 
 
-def _failed_by_itself(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> bool:
-    """Whether a rank failed by itself, rather than because the launcher ended it."""
-    return not end.stopped or end.rank in reports
-
-
 def _is_secondary(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> bool:
     return end.rank in reports and reports[end.rank].secondary
 
@@ -149,12 +146,6 @@ def _moment(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> tuple[bool, 
     """The order of blame: causes before consequences, then by time."""
     time = reports[end.rank].time if end.rank in reports else end.time
     return _is_secondary(end, reports), time
-
-
-def _exit_code(end: ExitStatus) -> int:
-    if end.stopped:
-        return 1
-    return 128 - end.code if end.code < 0 else end.code
 
 
 def last_traceback(tail: str) -> str:
@@ -312,7 +303,9 @@ def described_exit(code: int, *, before: HostMemory, now: HostMemory, peak: int)
     resident set in bytes.
     """
     if code >= 0:
-        return f"exit code {code}{_shell_signal(code)}"
+        by_signal = signal_name(code - 128) if code > 128 else ""
+        shell = f" (a shell's word for {by_signal})" if by_signal.startswith("SIG") else ""
+        return f"exit code {code}{shell}"
     name = signal_name(-code)
     if -code == signal.SIGKILL:
         return f"{name}, {_killed(before, now, peak)}"
@@ -328,12 +321,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def _shell_signal(code: int) -> str:
-    if code <= 128 or not signal_name(code - 128).startswith("SIG"):
-        return ""
-    return f" (a shell's word for {signal_name(code - 128)})"
 
 
 def _killed(before: HostMemory, now: HostMemory, peak: int) -> str:

@@ -363,3 +363,11 @@ def refuse_without_effect(way: str, given: Mapping[str, Any]) -> None:
             raise LaunchError(
                 f"{flag_of(name)} {given[name]} has no effect in {way}: leave it out, or {instead}."
             )
+
+
+def started_by_others(where: str) -> LaunchError:
+    """Return the error for `--elastic-islands` if another launcher starts the ranks."""
+    return LaunchError(
+        f"--elastic-islands is for ranks that we start, and {where} others start them: leave "
+        "it out, or name the hosts with -H or --hostfile."
+    )

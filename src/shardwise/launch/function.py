@@ -29,7 +29,7 @@ from shardwise.errors import ConfigError, RankFailed, UsageError
 from shardwise.launch import command_line, function_fork, function_rank, one_host, resources
 from shardwise.launch.console import STDERR, STDOUT, Console
 from shardwise.launch.flags import ON_THIS_HOST, refuse_without_effect
-from shardwise.launch.job import Job
+from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.worker import Begin, program
 from shardwise.net import hosts
 from shardwise.net.environment import RANK_VARIABLE
@@ -117,15 +117,21 @@ def launch(
     _refuse_nested()
     _check_call(function, args)
     flags = _flags(settings)
-    size = _size(workers, flags)
-    job = Job(
+    if workers is not None:
+        size = int(_parsed("workers", workers, values.whole(1, values.MOST_ON_A_HOST)))
+    else:
+        size = 1 if flags.get("device") == "cpu" else max(1, resources.gpu_count())
+    if show is not None and not isinstance(show, str):
+        show = ",".join(map(str, show))
+    spec = RunSpec(
         words=(_name(function),),
         module=True,  # it is Python, and its ranks are expected to join
+        size=size,
         shares=tuple(hosts.spread([Host("localhost", size)], total=size)),
         flags=flags,
         restarts=_parsed("restarts", restarts, values.whole(0)),
         grace=_parsed("grace", grace, values.number(0, values.LONGEST)),
-        shown=_shown(show, size),
+        shown=None if show is None else hosts.ranks(show, size, "show"),
         log_dir=None if log_dir is None else os.fspath(log_dir),
     )
     method = _parsed("start_method", start_method, values.one_of(*METHODS))
@@ -133,8 +139,8 @@ def launch(
         results = [_unnamed_file(stack) for _ in range(size)]
         fds = [file.fileno() for file in results]
         begin = _begin(function, args, method, fds, stack)
-        console = job.console(os.environ, _streams())
-        ending = one_host.run_begun(job, console, begin)
+        console = spec.console(os.environ, _streams())
+        ending = one_host.run_begun(spec, console, begin)
         _raise_if_it_failed(ending, console)
         console.say(ending.words)
         return [function_rank.received(file) for file in results]
@@ -208,20 +214,6 @@ def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
     command_line.check_settings(flags)
     refuse_without_effect(ON_THIS_HOST, flags)
     return flags
-
-
-def _size(workers: int | None, flags: Mapping[str, str]) -> int:
-    if workers is not None:
-        size: int = _parsed("workers", workers, values.whole(1, values.MOST_ON_A_HOST))
-        return size
-    return 1 if flags.get("device") == "cpu" else max(1, resources.gpu_count())
-
-
-def _shown(show: str | Sequence[int] | None, size: int) -> frozenset[int] | None:
-    if show is None:
-        return None
-    text = show if isinstance(show, str) else ",".join(str(rank) for rank in show)
-    return hosts.ranks(text, size, "show")
 
 
 def _parsed(name: str, value: Any, parse: values.Parse[Any]) -> Any:

@@ -8,9 +8,12 @@ multiprocessing does the fork itself, so that the rank forgets the parent's own 
 
 import atexit
 import builtins
+import faulthandler
 import fcntl
+import io
 import multiprocessing.util
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -20,8 +23,9 @@ from multiprocessing import popen_fork
 from multiprocessing.context import ForkProcess
 
 from shardwise.errors import LaunchError
-from shardwise.launch import forked
 from shardwise.launch.worker import Begin, Process, Streams
+from shardwise.net import error_file
+from shardwise.net.environment import REPORTS_VARIABLE
 
 FORKED_IN_THREADS = r".*use of fork\(\) may lead to deadlocks"
 """The warning of Python 3.12 and later at each fork of a process with threads."""
@@ -84,15 +88,57 @@ class _ForkedRank(ForkProcess):
         for fd in self._closes:
             with suppress(OSError):  # the one that listed the others
                 os.close(fd)
-        forked.begin_anew(self._environ)
+        begin_anew(self._environ)
         _leave_notebook()
-        _set_threads()
+        if "torch" in sys.modules:  # which has read the parent's OMP_NUM_THREADS at its import
+            threads = int(os.environ["OMP_NUM_THREADS"].split(",")[0])
+            sys.modules["torch"].set_num_threads(threads)
         os.write(self._says, b"+")
         os.close(self._says)
         try:
             self._run()
         finally:
             atexit._run_exitfuncs()
+
+
+def begin_anew(environ: Mapping[str, str]) -> None:
+    """Make a forked process look as if it had been started: signals, variables and streams.
+
+    Call this in the main thread, after descriptors 0, 1 and 2 were replaced.
+    """
+    signal.set_wakeup_fd(-1)  # its pipe is the parent's too
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # signals that the parent ignores (nohup) stay so
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.excepthook = sys.__excepthook__
+    if REPORTS_VARIABLE in os.environ:  # as `import shardwise` does in a rank
+        error_file.watch_before_joining()
+    _open_streams(buffered=not os.environ.get("PYTHONUNBUFFERED"))
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+
+
+def _open_streams(*, buffered: bool) -> None:
+    """Open the standard output and error as the interpreter does at its start.
+
+    A terminal is written to line by line. Unbuffered, no output is lost when the process is
+    killed.
+    """
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        old = getattr(sys, f"__{name}__") or getattr(sys, name)  # a notebook replaces the second
+        file = os.fdopen(fd, "wb", -1 if buffered else 0, closefd=False)
+        stream = io.TextIOWrapper(
+            file,
+            encoding=getattr(old, "encoding", None) or "utf-8",
+            errors=getattr(old, "errors", None),
+            line_buffering=name == "stderr" or file.isatty(),
+            write_through=not buffered,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _in_new_thread(function: Callable[[], popen_fork.Popen]) -> popen_fork.Popen:
@@ -136,25 +182,18 @@ def _open_descriptors() -> set[int]:
     return {int(name) for name in os.listdir("/dev/fd")}
 
 
-def _set_threads() -> None:
-    """Apply OMP_NUM_THREADS of this rank to torch, which has read the parent's at its import."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
-
-
 def _leave_notebook() -> None:
     """Hide the notebook from libraries: its display and input belong to the kernel."""
     if "IPython" not in sys.modules:
         return
     for name in ("get_ipython", "display"):
         vars(builtins).pop(name, None)
-    builtins.input = _no_input
+
+    def no_input(prompt: object = "") -> str:
+        """Replace `input`, which would wait for the kernel of the notebook for ever."""
+        raise EOFError("A rank has no standard input.")
+
+    builtins.input = no_input
     shell = sys.modules["IPython"].get_ipython()
     if shell is not None:
         type(shell).clear_instance()
-
-
-def _no_input(prompt: object = "") -> str:
-    """Take the place of `input`, which would wait for the kernel for ever."""
-    raise EOFError("A rank has no standard input.")

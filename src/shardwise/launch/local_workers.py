@@ -1,54 +1,28 @@
-"""Starts the ranks of this host, passes on what they write, and reports how they end."""
+"""Starts the ranks of this host, passes their output on, and reports their ends."""
 
 import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from shardwise.launch import failure_report, resources
 from shardwise.launch.failure_report import ExitStatus
 from shardwise.launch.orphan_reaper import OrphanReaper
-from shardwise.launch.worker import Begin, OutputSource, Worker, WorkerStreams, program
-from shardwise.net import environment, error_file, progress
+from shardwise.launch.run_spec import Meeting, RunSpec, rank_environment
+from shardwise.launch.worker import Begin, OutputSource, Worker, WorkerStreams
+from shardwise.net import error_file, progress
 from shardwise.net.error_file import ErrorReport
 from shardwise.net.identity import Identity
 from shardwise.net.progress import Progress
 from shardwise.net.restarts import SAVED
 
 Hear = Callable[[int, int, bytes], None]
-"""Takes a rank, a stream, and what has come on it; b"" ends the stream."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostTask:
-    """What one host is to run, in plain values: it travels as JSON.
-
-    `count` of `size` ranks, from `first` on, run `command` with the settings in `flags`. Rank 0
-    listens on `port` of `address`; `master_port` there is free for torch's own rendezvous.
-    `interface` leads to the other hosts, None on one host.
-    `passed` are variables that the ranks get on top of this host's own, `run` is the name that all
-    starts of the run share, `secret` what only its processes know. `outlet` is rank 0's; the others
-    have pipes where it has.
-    """
-
-    command: tuple[str, ...]
-    flags: Mapping[str, str]
-    size: int
-    first: int
-    count: int
-    address: str
-    port: int
-    master_port: int
-    interface: str | None = None
-    passed: Mapping[str, str] = field(default_factory=dict)
-    run: str = ""
-    secret: str = field(default="", repr=False)
-    outlet: WorkerStreams
+"""Takes a rank, a stream, and new bytes of it; b"" ends the stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,25 +43,28 @@ class RankExit:
 
 
 class LocalWorkers:
-    """The ranks of `task`, as processes of this host; their error files lie in `folder`.
+    """The ranks of `spec.share`, as processes of this host that `begin` starts.
 
-    `left` is called with each that ended, `saves` with the signal to end before which one saves.
-    `begin` starts a process of another kind than the command of `task`.
+    Rank 0 has `streams`, and other ranks have pipes. Error files are written to `folder`. `hear`
+    takes the output of ranks, `left` each rank that has ended, and `saves` the signal at which a
+    rank saves before it ends.
     """
 
     def __init__(
         self,
-        task: HostTask,
+        spec: RunSpec,
+        meeting: Meeting,
+        streams: WorkerStreams,
+        begin: Begin,
         folder: Path,
         reaper: OrphanReaper,
         selector: selectors.BaseSelector,
         hear: Hear,
         left: Callable[[RankExit], None],
         saves: Callable[[signal.Signals], None],
-        begin: Begin | None = None,
     ) -> None:
-        self._task = task
-        self._begin = begin or program(task.command)
+        self._spec, self._meeting, self._streams = spec, meeting, streams
+        self._begin = begin
         self._folder = folder
         self._reaper = reaper
         self._selector = selector
@@ -96,21 +73,28 @@ class LocalWorkers:
         self._saves = saves
         self._workers: list[Worker] = []
         self._watched_over: list[Worker] = []
-        """Those of which the orphan reaper knows."""
+        """Workers that the orphan reaper would end."""
         self._stopping = False
         self._memory = resources.host_memory()
 
     def start(self, listener: socket.socket | None) -> None:
         """Start all ranks; rank 0 inherits the socket that listens. Raises LaunchError."""
-        for local_rank in range(self._task.count):
-            rank = self._task.first + local_rank
+        columns = self._streams.window[1] if self._streams.window else None
+        for local_rank, rank in enumerate(self._spec.share.numbers):
             fds = [listener.fileno()] if listener is not None and rank == self._meets_at else []
             worker = Worker(rank, partial(self._hear, rank))
-            outlet = (
-                self._task.outlet if rank == 0 else WorkerStreams(piped=self._task.outlet.piped)
+            environ = rank_environment(
+                self._spec,
+                self._identity(local_rank, fds[0] if fds else None),
+                self._meeting,
+                os.environ,
+                reports=self._folder,
+                cores=resources.usable_cores(),
+                columns=columns,
             )
-            environ = self._environment(local_rank, fds[0] if fds else None)
-            self._start(worker, environ, fds, outlet)
+            piped = WorkerStreams(piped=self._streams.piped)
+            self._start(worker, environ, fds, self._streams if rank == 0 else piped)
+            # At once, and not after all: the launcher may be killed while it starts the others.
             self._reaper.started(worker.group)
             self._workers.append(worker)
             self._watched_over.append(worker)
@@ -118,7 +102,7 @@ class LocalWorkers:
 
     @property
     def _meets_at(self) -> int:
-        """The rank to which the others come."""
+        """The rank that listens for the others."""
         return 0
 
     def _start(
@@ -127,7 +111,7 @@ class LocalWorkers:
         worker.start(self._begin, environ, fds, outlet)
 
     def listen(self) -> None:
-        """Pass on what the ranks write, as it comes."""
+        """Pass the output of ranks on as they write it."""
         for source in self._open():
             with suppress(KeyError):  # it is listened to already
                 self._selector.register(
@@ -135,43 +119,41 @@ class LocalWorkers:
                 )
 
     def pause(self) -> None:
-        """Leave what the ranks write where it is, for now."""
+        """Leave the output of ranks in their pipes, so that ranks wait when these are full."""
         for source in self._open():
             self._ignore(source)
 
     def reap(self) -> None:
-        """Report the ranks that have ended since, once what they wrote has been passed on."""
+        """Report the ranks that have ended."""
         for worker in self._workers:
             if worker.end is None and worker.reap(stopped=self._stopping):
+                # Output first: the end of a rank is judged by the last lines that it wrote.
                 for source in worker.sources:
                     self._ignore(source)
                     source.drain()
                 self._left(self._rank_exit(worker))
 
     def ended_well(self, rank: int) -> None:
-        """Let the ranks here know that `rank`, of any host, ended with code 0: they may wait for
-        it."""
+        """Tell the ranks here that `rank`, of any host, ended with code 0: they may wait for it."""
         progress.mark_ended_early(self._folder, rank)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to all that is left of the ranks; SIGTERM also ends who would save."""
+        """Send a signal to the process groups of all ranks."""
         self._stopping = True
         for worker in self._workers:
             worker.send_signal(number)
+            # A rank that saves when it is asked to end takes SIGTERM for that question. Here the
+            # run has failed, and a save would wait for ranks that are gone.
             if number == signal.SIGTERM and self._saves_first(worker):
                 worker.send_to_process(signal.SIGKILL)
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Pass on that someone wants the ranks to end.
-
-        To those that save first alone, so that their DataLoader workers go on; to the whole process
-        groups of the others.
-        """
+        """Ask the ranks to end, because somebody wants the run to end."""
         saving = [
             worker for worker in self._workers if worker.end is None and self._saves_first(worker)
         ]
         for worker in self._workers:
-            if worker in saving:
+            if worker in saving:  # not the group: the rank still needs its DataLoader workers
                 worker.send_to_process(number)
             else:
                 worker.send_signal(number)
@@ -184,38 +166,23 @@ class LocalWorkers:
             worker.resize(window)
 
     def release(self) -> bool:
-        """Let the orphan reaper forget those that left no process behind; whether that is all."""
+        """Make the orphan reaper forget workers of which no process is left. Return whether these
+        are all: the number of a process group may be given to others then."""
         for worker in [each for each in self._watched_over if each.is_gone()]:
             self._reaper.ended(worker.group)
             self._watched_over.remove(worker)
         return not self._watched_over
 
-    def _environment(self, local_rank: int, listen_fd: int | None) -> dict[str, str]:
-        task = self._task
-        window = task.outlet.window
-        return environment.of_rank(
-            {**os.environ, **task.passed},
-            self._identity(local_rank, listen_fd),
-            flags=task.flags,
-            reports=self._folder,
-            cores=resources.usable_cores(),
-            columns=window[1] if window else None,
-            interface=task.interface,
-            run=task.run,
-            secret=task.secret,
-            master_port=task.master_port,
-        )
-
     def _identity(self, local_rank: int, listen_fd: int | None) -> Identity:
-        task = self._task
+        share = self._spec.share
         return Identity(
             launcher="shardwise run",
-            rank=task.first + local_rank,
-            size=task.size,
+            rank=share.first + local_rank,
+            size=self._spec.size,
             local_rank=local_rank,
-            local_size=task.count,
-            address=task.address,
-            port=task.port,
+            local_size=share.count,
+            address=self._meeting.address,
+            port=self._meeting.port,
             listen_fd=listen_fd,
         )
 

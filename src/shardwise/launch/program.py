@@ -9,8 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.machinery import FileFinder, ModuleSpec
 from pathlib import Path
 
@@ -25,12 +24,26 @@ def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str
     if module:
         _check_module(name)
         return (*python_words(name), *arguments)
-    if Path(name).is_dir():
-        raise LaunchError(f"{name} is a directory; give the script in it{_example(Path(name))}.")
+    path = Path(name)
+    if path.is_dir():
+        scripts = sorted(path.glob("*.py"))
+        example = f", such as {scripts[0]}" if scripts else ""
+        raise LaunchError(f"{name} is a directory; give the script in it{example}.")
     if is_script(name):
-        _check_file(name)
+        if not path.is_file():
+            raise LaunchError(f"There is no script {name} {_place(path)}.{_near(path)}")
+        if not os.access(path, os.R_OK):
+            raise LaunchError(f"The script {name} may not be read: check its permissions.")
         return (sys.executable, name, *arguments)
-    return (_executable(name), *arguments)
+    if (found := shutil.which(name)) is not None:
+        return (found, *arguments)
+    if path.is_file():
+        raise LaunchError(
+            f"{name} is not executable. Write chmod +x {name}, or give it the ending .py "
+            "if it is Python."
+        )
+    where = _place(path) if os.sep in name else "on PATH"
+    raise LaunchError(f"There is no program {name} {where}.{_near(path)}")
 
 
 def is_script(name: str) -> bool:
@@ -88,28 +101,6 @@ def imports(text: str, *packages: str) -> bool:
     return re.search(line, text, re.MULTILINE) is not None
 
 
-def _check_file(name: str) -> None:
-    path = Path(name)
-    if not path.is_file():
-        raise LaunchError(f"There is no script {name} {_place(path)}.{_near(path)}")
-    if not os.access(path, os.R_OK):
-        raise LaunchError(f"The script {name} may not be read: check its permissions.")
-
-
-def _executable(name: str) -> str:
-    found = shutil.which(name)
-    if found is not None:
-        return found
-    path = Path(name)
-    if path.is_file():
-        raise LaunchError(
-            f"{name} is not executable. Write chmod +x {name}, or give it the ending .py "
-            "if it is Python."
-        )
-    where = _place(path) if os.sep in name else "on PATH"
-    raise LaunchError(f"There is no program {name} {where}.{_near(path)}")
-
-
 def _place(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
@@ -125,16 +116,16 @@ def _near(path: Path) -> str:
     return f" Did you mean {folder / near[0]}?" if near else ""
 
 
-def _example(folder: Path) -> str:
-    scripts = sorted(folder.glob("*.py"))
-    return f", such as {scripts[0]}" if scripts else ""
-
-
 def _check_module(name: str) -> None:
     """Find a module as `python -m` will, but execute none of it."""
     head, *rest = name.split(".")
-    with _current_folder_first():
+    # Python looks in the current folder first. Only the first package is found by find_spec, which
+    # executes the packages around a module.
+    sys.path.insert(0, str(Path.cwd()))
+    try:
         spec = importlib.util.find_spec(head) if head else None
+    finally:
+        sys.path.pop(0)
     path = head
     for part in rest:
         if spec is None:
@@ -166,15 +157,6 @@ def _no_module(name: str, missing: str) -> LaunchError:
         else ("Is it spelt so, and installed for this Python?")
     )
     return LaunchError(f"There is no module {missing!r} for {sys.executable}. {hint}")
-
-
-@contextmanager
-def _current_folder_first() -> Iterator[None]:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        yield
-    finally:
-        sys.path.pop(0)
 
 
 def wait_for(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:

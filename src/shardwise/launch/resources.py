@@ -10,7 +10,8 @@ from pathlib import Path
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
     """The GPUs that a process started from here would see."""
-    return visible_gpus(_gpus_present(), environ.get("CUDA_VISIBLE_DEVICES"))
+    nodes = [node for node in Path("/dev").glob("nvidia*") if node.name[6:].isdigit()]
+    return visible_gpus(len(nodes) or _gpus_by_driver(), environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible_gpus(present: int, listed: str | None) -> int:
@@ -26,11 +27,6 @@ def visible_gpus(present: int, listed: str | None) -> int:
             break
         seen += 1
     return seen
-
-
-def _gpus_present() -> int:
-    nodes = [node for node in Path("/dev").glob("nvidia*") if node.name[6:].isdigit()]
-    return len(nodes) or _gpus_by_driver()
 
 
 def _gpus_by_driver() -> int:

@@ -1,11 +1,9 @@
-"""Merges the output of many ranks on one screen, and keeps a progress bar alive.
+"""Prepares the output of many ranks for one screen. Pure: bytes go in, bytes come out.
 
-Pure: bytes go in, bytes come out. Two kinds of source meet on a `Screen`:
+    a pipe     `Lines`    whole lines only, each with its rank in front
+    a terminal `LiveRow`  everything at once; the last row may be drawn again (a progress bar)
 
-    a pipe     `Lines`  whole lines only, each with its rank in front
-    a terminal `Live`   everything at once; the last rows may be redrawn (a progress bar)
-
-When a line comes from a pipe while a bar is on the screen, the bar makes room:
+When a line arrives from a pipe while a bar is on the screen, the bar makes room:
 
     [0] step 41 ####......            [1] the line of rank 1
     ^ cleared, then drawn again  ->   [0] step 41 ####......
@@ -13,18 +11,14 @@ When a line comes from a pipe while a bar is on the screen, the bar makes room:
 
 import re
 from collections import deque
-from collections.abc import Callable
 
 COLORS = (36, 35, 33, 32, 34, 31)
 LONGEST_LINE = 2**16
 """A line from a pipe that grows beyond this many bytes is cut."""
 
-ROWS_KEPT = 64
-"""How many rows above its cursor a live source may move up to and find redrawn."""
-
 
 def prefix(rank: int, size: int, *, color: bool) -> bytes:
-    """What stands before each line of `rank`, such as b"[1] ", equally wide for all ranks."""
+    """Return the prefix of lines of `rank`, such as b"[1] ". All ranks have the same width."""
     label = f"[{rank}]"
     blank = " " * (prefix_width(size) - len(label))
     return (
@@ -35,15 +29,15 @@ def prefix(rank: int, size: int, *, color: bool) -> bytes:
 
 
 def prefix_width(size: int) -> int:
-    """Columns that the prefix takes in a run of `size` ranks."""
+    """Return the columns of the prefix in a run of `size` ranks."""
     return len(f"[{size - 1}] ")
 
 
 class Lines:
     """Cuts the bytes of a pipe into whole lines with a prefix.
 
-    Of a line that was overwritten by carriage returns (a progress bar that does not know that
-    nobody watches) only the last state is kept. Blank lines get no prefix.
+    Of a line with carriage returns, such as a progress bar, only the last state is kept. Blank
+    lines get no prefix.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -51,7 +45,7 @@ class Lines:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that `data` completes."""
+        """Return the lines that `data` completes."""
         *whole, rest = (self._rest + data).split(b"\n")
         if len(rest) > LONGEST_LINE:
             rest = _last_state(rest)
@@ -61,7 +55,7 @@ class Lines:
         return b"".join(self._line(line) for line in whole)
 
     def close(self) -> bytes:
-        """The unfinished last line, finished."""
+        """Return the last line, if it has no end yet."""
         rest, self._rest = self._rest, b""
         return self._line(rest) if rest else b""
 
@@ -74,153 +68,65 @@ def _last_state(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
-_TOKEN = re.compile(
-    rb"(?P<csi>\x1b\[(?P<args>[0-?]*)[ -/]*(?P<final>[@-~]))"
-    rb"|(?P<escape>\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~])"
-    rb"|(?P<text>[^\x00-\x08\x0a-\x1f\x7f]+)"
-    rb"|(?P<control>.)",
-    re.DOTALL,
+_ESCAPES = re.compile(
+    rb"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, moves of the cursor
+    rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"  # titles and the like
+    rb"|[\x00-\x08\x0b-\x1f\x7f]"
 )
-_UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]{0,256}\x1b?|[ -/]*)?\Z")
+_PIECES = re.compile(rb"(\r|\n|\x1b\[[0-?]*[ -/]*[@-~])")
+
+CLEAR, SHOW_CURSOR, HIDE_CURSOR = b"\r\x1b[0m\x1b[J", b"\x1b[?25h", b"\x1b[?25l"
 
 
-class LiveRows:
+class LiveRow:
     """Passes the bytes of a terminal through, with a prefix at the start of each row.
 
-    It remembers the rows that the source may still redraw, the *region*: the last row, and as
-    many rows above it as the source last moved its cursor up. `clear` and `redraw` make room for
-    lines from elsewhere above the region.
+    It remembers the last row, which is enough for a progress bar: `clear` and `redraw` make room
+    for lines from elsewhere above it.
     """
 
     def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix
-        self._rows = [bytearray()]
-        self._row = 0
-        self._height = 1
-        self._newlines = 0
-        self._home = True
-        self._style = b""
-        self._hidden = False
-        self._held = b""
+        self._row = b""
+        self._at_start = True
+        self._hides_cursor = False
 
     def feed(self, data: bytes) -> bytes:
-        """What to write to the real terminal for `data`; an unfinished sequence is held back."""
-        data = self._held + data
-        unfinished = _UNFINISHED.search(data)
-        end = unfinished.start() if unfinished else len(data)
-        self._held = data[end:]
-        return b"".join(self._token(match) for match in _TOKEN.finditer(data, 0, end))
-
-    def clear(self) -> bytes:
-        """Erase the region and leave the cursor where its first row began."""
-        if not self._visible():
-            return b""
-        up = self._row - self._top
-        return b"\r" + (b"\x1b[%dA" % up if up else b"") + b"\x1b[0m\x1b[J"
-
-    def redraw(self) -> bytes:
-        """Draw the region again from its first row and put the cursor back."""
-        if not self._visible():
-            return b""
-        drawn = b"\n".join(self._rows[self._top :])
-        down = len(self._rows) - 1 - self._row
-        if down:
-            drawn += b"\x1b[%dA\r" % down + self._rows[self._row]
-        return drawn + (b"\r" if self._home else b"") + self._style
-
-    def close(self) -> bytes:
-        """End the last row, show the cursor and end all colours."""
-        end = b"\x1b[0m" if self._style else b""
-        end += b"\x1b[?25h" if self._hidden else b""
-        end += b"\n" * (len(self._rows) - self._row - 1) + (b"\n" if self._rows[-1] else b"")
-        self._rows, self._row, self._home = [bytearray()], 0, True
-        self._style, self._hidden = b"", False
-        return end
-
-    @property
-    def _top(self) -> int:
-        return max(0, len(self._rows) - self._height)
-
-    def _visible(self) -> bool:
-        return any(self._rows[self._top :])
-
-    def _token(self, match: re.Match[bytes]) -> bytes:
-        token = match[0]
-        if match["text"]:
-            return self._text(token)
-        if match["csi"]:
-            return self._sequence(token, match["args"], match["final"])
-        if token == b"\n":
-            self._newline()
-        elif token == b"\r":
-            self._home = True
-        elif not self._home:
-            self._rows[self._row] += token
-        return token
-
-    def _text(self, text: bytes) -> bytes:
-        shown = text
-        if self._home:
-            shown = self._prefix + self._style + text
-            self._rows[self._row].clear()
-            self._home = False
-        self._rows[self._row] += shown
+        """Return the bytes to write to the real terminal for `data`."""
+        shown = b""
+        for piece in filter(None, _PIECES.split(data)):
+            if piece in (b"\r", b"\n"):
+                self._at_start = True
+                self._row = self._row if piece == b"\r" else b""
+            elif piece in (SHOW_CURSOR, HIDE_CURSOR):
+                self._hides_cursor = piece == HIDE_CURSOR
+            elif self._at_start and piece.startswith(b"\x1b[") and not piece.endswith(b"m"):
+                # Sequences that erase the row go before the prefix, and colours after it.
+                self._row = b"" if piece.endswith((b"J", b"K")) else self._row
+            elif self._at_start:
+                self._at_start = False
+                piece = self._row = self._prefix + piece
+            else:
+                self._row = (self._row + piece)[:LONGEST_LINE]
+            shown += piece
         return shown
 
-    def _newline(self) -> None:
-        self._home = True
-        self._row += 1
-        if self._row == len(self._rows):
-            self._rows.append(bytearray())
-        self._newlines += 1
-        if self._newlines >= self._height:  # it has left the rows that it used to redraw
-            self._height = 1
-        extra = max(0, len(self._rows) - ROWS_KEPT)
-        del self._rows[:extra]
-        self._row -= extra
+    def clear(self) -> bytes:
+        """Return what erases the last row."""
+        return CLEAR if self._row else b""
 
-    def _sequence(self, token: bytes, args: bytes, final: bytes) -> bytes:
-        if final == b"m":
-            self._style = _style_after(self._style, token, args)
-        elif final in b"AF":
-            self._up(int(args or 1), home=final == b"F")
-            return token
-        elif final == b"K" and (args == b"2" or self._home):
-            self._rows[self._row].clear()
-            return token
-        elif token in (b"\x1b[?25l", b"\x1b[?25h"):
-            self._hidden = final == b"l"
-            return token
-        elif final == b"G":
-            return self._column(int(args or 1))
-        if not self._home:
-            self._rows[self._row] += token
-        return token
+    def redraw(self) -> bytes:
+        """Return what draws the last row again, with the cursor where it was."""
+        return self._row + (b"\r" if self._row and self._at_start else b"")
 
-    def _up(self, count: int, home: bool) -> None:
-        missing = max(0, count - self._row)
-        self._rows[:0] = [bytearray() for _ in range(missing)]
-        self._row += missing - count
-        self._height = len(self._rows) - self._row
-        self._newlines = 0
-        self._home = self._home or home
-
-    def _column(self, column: int) -> bytes:
-        """An absolute column counts from the end of the prefix."""
-        if column == 1:
-            self._home = True
-            return b"\r"
-        width = len(re.sub(rb"\x1b\[[0-?]*m", b"", self._prefix))
-        moved = b"\x1b[%dG" % (column + width)
-        self._rows[self._row] += moved
-        return moved
-
-
-def _style_after(style: bytes, token: bytes, args: bytes) -> bytes:
-    """The colour sequences in force after `token`."""
-    if args.strip(b"0") == b"":
-        return b""
-    return token if args.startswith(b"0;") or len(style) > 128 else style + token
+    def close(self) -> bytes:
+        """Return what ends the last row and all colours, and shows the cursor again."""
+        # A script that was killed could not do so itself.
+        end = b"\x1b[0m" if b"\x1b" in self._row.removeprefix(self._prefix) else b""
+        end += SHOW_CURSOR if self._hides_cursor else b""
+        end += b"\n" if self._row else b""
+        self._row, self._at_start, self._hides_cursor = b"", True, False
+        return end
 
 
 _TRACEBACKS = re.compile(rb"Traceback \(most recent call last\):|Exception ignored in")
@@ -236,7 +142,7 @@ class InterruptFilter:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """What may be shown of `data` now."""
+        """Return the part of `data` that may be shown now."""
         data = self._held + data
         found = _TRACEBACKS.search(data)
         start = found.start() if found else len(data)
@@ -244,39 +150,15 @@ class InterruptFilter:
         return data[:start]
 
     def close(self) -> bytes:
-        """What was withheld for no reason."""
+        """Return text that was held back and is no interrupt."""
         last = self._held.rstrip().rpartition(b"\n")[2]
         return b"" if last.startswith(b"KeyboardInterrupt") else self._held
 
 
-class Screen:
-    """One file that all ranks write to; at most one of them draws live on it."""
-
-    def __init__(self, write: Callable[[bytes], None], live: LiveRows | None = None) -> None:
-        self._write = write
-        self._live = live
-
-    def lines(self, text: bytes) -> None:
-        """Write whole lines above what is drawn live."""
-        if text and self._live:
-            text = self._live.clear() + text + self._live.redraw()
-        if text:
-            self._write(text)
-
-    def draw(self, data: bytes) -> None:
-        """Write what came from the live source."""
-        assert self._live is not None
-        self._write(self._live.feed(data))
-
-    def close(self) -> None:
-        """Leave the cursor at the start of a fresh row."""
-        if self._live:
-            self._write(self._live.close())
-
-
 class Tail:
-    """The last lines of a stream, for the last words of a rank: so many that they go back beyond
-    the stacks of its threads, which end those of a crash."""
+    """Remembers the last lines of a stream, for the report of a failed rank."""
+
+    # After a crash faulthandler writes the stacks of all threads: the cause is above them.
 
     def __init__(self, length: int = 1000) -> None:
         self._lines: deque[bytes] = deque(maxlen=length)
@@ -287,11 +169,11 @@ class Tail:
         self._lines.extend(self._cutter.feed(data).splitlines())
 
     def text(self) -> str:
-        """What is remembered, without colours and other control sequences."""
+        """Return the last lines, without colours and other control sequences."""
         self._lines.extend(self._cutter.close().splitlines())
         return plain(b"\n".join(self._lines)).decode(errors="replace")
 
 
 def plain(text: bytes) -> bytes:
-    """`text` without colours and other control sequences, but with its newlines."""
-    return _TOKEN.sub(lambda match: match["text"] or (b"\n" if match[0] == b"\n" else b""), text)
+    """Return `text` without colours and other control sequences, but with its newlines."""
+    return _ESCAPES.sub(b"", text)

@@ -4,7 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 WATCHED = (
@@ -31,7 +31,8 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
         for number in WATCHED:
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, _noted)
+                # Python writes each signal to the wakeup descriptor, and calls a handler besides.
+                self._before[number] = signal.signal(number, lambda *_: None)
         return self
 
     def __exit__(
@@ -52,10 +53,6 @@ class Signals:
             return [signal.Signals(number) for number in os.read(self.fd, 4096)]
         except BlockingIOError:
             return []
-
-
-def _noted(number: int, frame: FrameType | None) -> None:
-    """Its arrival was written to the wakeup descriptor; nothing else is to be done here."""
 
 
 class SignalSchedule:

@@ -1,4 +1,4 @@
-"""Starts what the command line asks for: chooses the hosts, and who starts the ranks.
+"""Runs the command line: chooses the hosts, and the program that starts the ranks.
 
 nothing, or -n N            this host                     one_host.py
 -H, --hostfile              ssh to each                   ssh/many_hosts.py
@@ -10,61 +10,37 @@ another allocation          ssh to each of its hosts      allocations.py, ssh/ma
 import os
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from shardwise.errors import LaunchError
-from shardwise.launch import allocations, elastic, flags, island_run, one_host, program, resources
+from shardwise.launch import allocations, elastic, flags, one_host, program, resources
 from shardwise.launch.allocations import Allocation
-from shardwise.launch.job import Job, dry_run_words
+from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.ssh import many_hosts
-from shardwise.launch.ssh.command import SshOptions
+from shardwise.launch.ssh.command import ssh_command
+from shardwise.messages.printable import in_shell
 from shardwise.net import environment, hosts, network
 from shardwise.net.hosts import Host, Share
 from shardwise.net.identity import Identity
 from shardwise.net.launchers import detection as launcher_detection
 from shardwise.net.launchers import platforms, slurm
+from shardwise.net.python_command import python_words
 
 GRACE = 5.0
-"""Seconds between asking ranks to end and killing them, where the user does not say."""
+"""Default seconds between asking ranks to end and killing them."""
 
 HOST_TIMEOUT = 10.0
-"""Seconds of silence after which a host is lost, where the user does not say."""
+"""Default seconds of silence after which a host counts as lost."""
+
+Asked = SimpleNamespace
+"""The launcher's own flags by name (see flags.py), None for a flag that was not given. `words` are
+the program and its arguments, `settings` the texts of all other flags."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """The launcher's own flags (see flags.py) and what to run with which `settings`."""
-
-    words: tuple[str, ...]
-    settings: Mapping[str, str]
-    module: bool
-    size: int | None
-    per_host: int | None
-    hosts: str | None
-    hostfile: str | None
-    pass_on: tuple[str, ...]
-    ssh: str | None
-    ssh_port: int | None
-    python: str | None
-    port: int | None
-    interface: str | None
-    nnodes: str | None
-    node_rank: int | None
-    rdzv_endpoint: str | None
-    rdzv_id: str | None
-    restarts: int
-    elastic_islands: bool
-    log_dir: str | None
-    shown: str | None
-    host_timeout: float | None
-    grace: float | None
-    dry_run: bool
-
-
-def run(asked: RunRequest) -> int:
-    """Run what was asked for and return its exit code. Raises LaunchError when it cannot start."""
+def run(asked: Asked) -> int:
+    """Run the command line and return the exit code. Raises LaunchError if it cannot start."""
     named = asked.hosts is not None or asked.hostfile is not None
     if asked.nnodes is None:
         outer = launcher_detection.around_command()
@@ -90,7 +66,7 @@ def run(asked: RunRequest) -> int:
     return _by_ourselves(asked, passed)
 
 
-def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
+def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
     """Start the ranks here, and over ssh."""
     allocation = None
     if asked.hosts is None and asked.hostfile is None:
@@ -101,44 +77,45 @@ def _by_ourselves(asked: RunRequest, passed: Mapping[str, str]) -> int:
     if is_alone and asked.hosts is None and asked.hostfile is None:
         flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(asked), **asked.settings})
     size = sum(share.count for share in shares)
-    islands, settings = 0, asked.settings
-    if asked.elastic_islands:
-        islands, settings = island_run.checked([share.count for share in shares], settings)
-    job = Job(
+    parts, settings = 0, asked.settings
+    if asked.part_runner is not None:
+        counts = [share.count for share in shares]
+        parts, settings = asked.part_runner.checked(counts, settings)
+    spec = RunSpec(
         words=asked.words,
-        shares=shares,
+        module=asked.module,
         flags=settings,
         passed=passed,
-        shown=None if asked.shown is None else hosts.ranks(asked.shown, size, "--show"),
-        module=asked.module,
+        size=size,
+        shares=shares,
         port=asked.port or 0,
+        interface=asked.interface,
+        folder=environment.working_folder(os.environ),
+        python=asked.python or sys.executable,
+        ssh=_ssh(asked.ssh or (None if allocation is None else allocation.ssh)),
+        ssh_port=asked.ssh_port,
+        patience=asked.host_timeout or HOST_TIMEOUT,
         grace=GRACE if asked.grace is None else asked.grace,
         restarts=asked.restarts,
-        elastic_islands=islands,
-        interface=asked.interface,
+        parts=parts,
+        shown=None if asked.shown is None else hosts.ranks(asked.shown, size, "--show"),
         log_dir=asked.log_dir,
     )
     if allocation is not None and "quiet" not in asked.settings:
         named = ", ".join(f"{share.host.login}:{share.count}" for share in shares)
         print(f"shardwise: hosts of {allocation}: {named}", file=sys.stderr, flush=True)
-    options = SshOptions(
-        folder=environment.working_folder(os.environ),
-        python=asked.python or sys.executable,
-        ssh=_ssh(asked.ssh or (None if allocation is None else allocation.ssh)),
-        port=asked.ssh_port,
-        passed=passed,
-        patience=asked.host_timeout or HOST_TIMEOUT,
-    )
     if asked.dry_run:
-        print(dry_run_words(job, options, here))
+        print(dry_run_words(spec, here))
         return 0
-    return one_host.run(job) if is_alone else many_hosts.run(job, options)
+    run = one_host.run if is_alone else many_hosts.run
+    return run(spec, asked.part_runner)
 
 
-def _by_srun(asked: RunRequest, passed: Mapping[str, str]) -> int:
+def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
     """Leave the hosts of a Slurm allocation to srun; returns only from a dry run."""
     flags.refuse_without_effect(flags.BY_SRUN, vars(asked))
-    _refuse_elastic(asked, "inside a Slurm allocation")
+    if asked.part_runner is not None:
+        raise flags.started_by_others("inside a Slurm allocation")
     if asked.shown is not None or asked.log_dir is not None:
         raise LaunchError(
             "--show and --log-dir are of our own launcher, but the hosts of this Slurm job "
@@ -160,8 +137,8 @@ def _by_srun(asked: RunRequest, passed: Mapping[str, str]) -> int:
     return 0
 
 
-def _by_torch(asked: RunRequest, passed: Mapping[str, str]) -> int:
-    """Let torch's elastic agent start the ranks of this host; returns only from a dry run."""
+def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
+    """Become torch's elastic agent, which starts the ranks of this host. Returns from a dry run."""
     assert asked.nnodes is not None
     if asked.hosts is not None or asked.hostfile is not None or asked.shown is not None:
         raise LaunchError(
@@ -169,7 +146,8 @@ def _by_torch(asked: RunRequest, passed: Mapping[str, str]) -> int:
             "--show are for one that starts all. Give the one or the other."
         )
     flags.refuse_without_effect(flags.BY_TORCH, {**vars(asked), **asked.settings})
-    _refuse_elastic(asked, "with --nnodes")
+    if asked.part_runner is not None:
+        raise flags.started_by_others("with --nnodes")
     if asked.size is not None:
         raise LaunchError(
             f"-n {asked.size} counts all ranks, which --nnodes leaves open: say how many each "
@@ -198,17 +176,8 @@ def _by_torch(asked: RunRequest, passed: Mapping[str, str]) -> int:
     return 0
 
 
-def _refuse_elastic(asked: RunRequest, where: str) -> None:
-    """Raise LaunchError for `--elastic-islands` where others than us start the ranks."""
-    if asked.elastic_islands:
-        raise LaunchError(
-            f"--elastic-islands is for ranks that we start, and {where} others start them: leave "
-            "it out, or name the hosts with -H or --hostfile."
-        )
-
-
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
-    """With a secret for the ranks, where the user has given none."""
+    """Return the variables with a secret for the ranks, unless the user has given one."""
     return {environment.SECRET_VARIABLE: environment.draw_secret()} | dict(environ)
 
 
@@ -226,7 +195,7 @@ def _ssh(text: str | None) -> tuple[str, ...]:
     return words
 
 
-def _allocation(asked: RunRequest) -> Allocation | None:
+def _allocation(asked: Asked) -> Allocation | None:
     """Return the hosts of this job, if it has any. A list that cannot be read is no hindrance to a
     run whose number of ranks is given."""
     try:
@@ -251,7 +220,7 @@ def _refuse_in_every_rank(outer: Identity) -> None:
     )
 
 
-def _shares(asked: RunRequest, allocation: Allocation | None) -> tuple[Share, ...]:
+def _shares(asked: Asked, allocation: Allocation | None) -> tuple[Share, ...]:
     """Return which ranks run on which host."""
     size, each = asked.size, asked.per_host
     if asked.hosts is not None and asked.hostfile is not None:
@@ -269,7 +238,7 @@ def _shares(asked: RunRequest, allocation: Allocation | None) -> tuple[Share, ..
     return tuple(hosts.spread([Host("localhost", each or size)], total=size))
 
 
-def _shares_of(allocation: Allocation, asked: RunRequest) -> list[Share]:
+def _shares_of(allocation: Allocation, asked: Asked) -> list[Share]:
     """Return the ranks of each host of `allocation`: its slots or GPUs, unless the user says."""
     if asked.per_host is not None:
         named = [Host(host.name) for host in allocation.hosts]
@@ -288,7 +257,44 @@ def _shares_of(allocation: Allocation, asked: RunRequest) -> list[Share]:
     return hosts.spread(slots, total=asked.size)
 
 
-def _ranks_of_a_host(asked: RunRequest) -> int:
-    """How many ranks this host has where nobody says: one for each visible GPU, else 1."""
+def _ranks_of_a_host(asked: Asked) -> int:
+    """Return the default number of ranks of this host: one for each visible GPU, or 1."""
     on_cpu = asked.settings.get("device") == "cpu"
     return 1 if on_cpu else max(1, resources.gpu_count(os.environ))
+
+
+def dry_run_words(spec: RunSpec, here: Sequence[Share]) -> str:
+    """Return the text of `--dry-run`: the ranks and the command of each host.
+
+    `here` are the shares of this host. Pure.
+    """
+    count = len(spec.shares)
+    rows = [
+        (
+            share.host.name,
+            share.ranks,
+            "here" if share in here else shlex.join(ssh_command(spec, share.host)),
+        )
+        for share in spec.shares
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    listens = f"port {spec.port}" if spec.port else "a port that is free"
+    by = f" of interface {spec.interface}" if spec.interface else ""
+    words = spec.words
+    if spec.module:
+        words = (*python_words(words[0], spec.python), *words[1:])
+    elif spec.is_python:
+        words = (spec.python, *words)
+    lines = [
+        f"{spec.size} rank{'s' * (spec.size > 1)} on {count} host{'s' * (count > 1)}; "
+        f"rank 0 listens on {spec.shares[0].host.name}, on {listens}{by}",
+        *(f"  {name:<{widths[0]}}  {ranks:<{widths[1]}}  {how}" for name, ranks, how in rows),
+        f"each rank: {in_shell(words)}",
+        f"in folder: {spec.folder}",
+        f"settings: {in_shell(f'{name}={value}' for name, value in spec.flags.items()) or 'none'}",
+    ]
+    if spec.passed:
+        lines.append(f"variables passed on: {', '.join(sorted(spec.passed))}")
+    if spec.log_dir:
+        lines.append(f"a log of each rank in: {spec.log_dir}")
+    return "\n".join(lines)

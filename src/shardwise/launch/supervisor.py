@@ -30,7 +30,7 @@ UNEXPLAINED = 3.0
 """The same while every failed rank has only lost another one, which must be about to end."""
 
 _ABORTED = -signal.SIGABRT, 128 + signal.SIGABRT
-"""How a rank ends by abort(): by itself, and under a shell that tells of it."""
+"""Exit codes of a rank that called abort(), and of a shell around it."""
 
 LAST_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL for a rank that did not heed SIGINT."""
@@ -75,7 +75,7 @@ class Supervisor:
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self.every_turn: list[Callable[[], float | None]] = []
-        """Called in each turn; each returns the seconds until it must be called again at most."""
+        """Called in each turn. Each returns the seconds until its next call is due, or None."""
         self._console = console
         self._outputs = outputs
         self._signals = signals
@@ -102,7 +102,7 @@ class Supervisor:
         return self._conclude()
 
     def close(self) -> None:
-        """Close what was waited on, and the logs."""
+        """Close the selector and the logs."""
         self.selector.close()
         for output in self._outputs:
             output.close()
@@ -113,13 +113,15 @@ class Supervisor:
         for key, _ in self.selector.select(min(waits, default=None)):
             key.data()
         for number in self._plan.due():
-            self._send(number)
+            self._stopping = True
+            for site in self._sites:
+                site.send_signal(number)
         if self._console.broken and self._asked is None:
             self._stop(signal.SIGPIPE)
 
     def _waits(self) -> list[float | None]:
-        """Return the seconds until each thing that happens at its time; None where none is due."""
-        # The calls come first, because one that loses a host makes a new plan.
+        """Return the seconds until each thing that is due; None for nothing."""
+        # The calls are first, because one that loses a host makes a new plan.
         return [*[call() for call in self.every_turn], self._plan.wait()]
 
     @property
@@ -135,6 +137,7 @@ class Supervisor:
         """Note that a rank has ended."""
         self._running.discard(rank_exit.end.rank)
         self._exits[rank_exit.end.rank] = rank_exit
+        # `alone`: a process that it left behind may be the rank itself, in the background.
         if rank_exit.end.code == 0 and rank_exit.alone:
             for site in self._sites:
                 site.ended_well(rank_exit.end.rank)
@@ -166,7 +169,9 @@ class Supervisor:
                 for site in self._sites:
                     site.reap()
             elif number == signal.SIGWINCH:
-                self._resize()
+                if (window := self._console.window()) is not None:
+                    for site in self._sites:
+                        site.resize(window)
             elif number == signal.SIGUSR1:
                 self._ask(number)
             elif number == signal.SIGTERM and self._asked == signal.SIGUSR1:
@@ -174,17 +179,13 @@ class Supervisor:
             else:
                 self._stop(number)
 
-    def _resize(self) -> None:
-        window = self._console.window()
-        if window is not None:
-            for site in self._sites:
-                site.resize(window)
-
     def _settle(self) -> None:
         """Once a rank has failed, plan to end the others, soon after the cause has shown."""
         ends = self._ends()
         if all(end.code == 0 for end in ends):
             return
+        # Ranks that only lost another one fail at once, and the one that they lost may take seconds
+        # to write its traceback: wait longer until a cause is known.
         explained = failure_report.is_explained(ends, self._reports())
         if self._plan and explained == self._explained:
             return
@@ -217,15 +218,14 @@ class Supervisor:
         for site in self._sites:
             site.ask_to_end(number)
 
-    def _send(self, number: signal.Signals) -> None:
-        self._stopping = True
-        for site in self._sites:
-            site.send_signal(number)
-
     def _conclude(self) -> Ending:
         reports, lost = self._reports(), failure_report.lost_hosts(self._losses)
         refused = "" if self._asked else failure_report.common_refusal(self._ends(), reports)
-        self._show_refusals(reports, alike=bool(refused))
+        for rank, found in reports.items():
+            if found.refusal:
+                # One that all ranks share is shown once, at the end; here it is for the log alone.
+                output = self._outputs[rank]
+                (output.keep if refused else output.hear)(STDERR, as_utf8(found.text))
         judged = failure_report.judge(self._ends(), reports)
         saved = any(rank_exit.saved for rank_exit in self._exits.values())
         # Ranks that would have saved may be killed before, by a second signal: that is no good end.
@@ -235,27 +235,16 @@ class Supervisor:
         if self._asked is not None:
             unsaved = failure_report.unsaved_line(self._asked, self._progress())
             return Ending(code=128 + self._asked, words=lost + unsaved, asked=self._asked)
+        # Ranks that only lost their peers are a consequence of the host that went away.
         if lost and (judged is None or failure_report.is_consequence(judged, reports)):
             failure = Failure(what="a host", why=self._losses[0], progress=self._progress())
             return Ending(code=1, words=lost, failure=failure)
         if judged is not None:
             return self._blame(judged, reports, refused)
-        return Ending(
-            code=0, words=failure_report.unjoined_copies(len(self._outputs)) if self._apart else ""
-        )
-
-    @property
-    def _apart(self) -> bool:
-        """Whether ranks that should have been one run have not heard of each other."""
-        return self._joins and len(self._outputs) > 1 and self._progress() is None
-
-    def _show_refusals(self, reports: Mapping[int, ErrorReport], *, alike: bool) -> None:
-        """Show what each rank was refused; only in its log where it is the same for all."""
-        for rank, found in reports.items():
-            if found.refusal and alike:
-                self._outputs[rank].keep(STDERR, as_utf8(found.text))
-            elif found.refusal:
-                self._outputs[rank].hear(STDERR, as_utf8(found.text))
+        # sw.init makes a rank record its progress. No rank did, so each has trained alone.
+        apart = self._joins and len(self._outputs) > 1 and self._progress() is None
+        words = failure_report.unjoined_copies(len(self._outputs)) if apart else ""
+        return Ending(code=0, words=words)
 
     def _blame(
         self, judged: failure_report.Verdict, reports: Mapping[int, ErrorReport], refused: str
@@ -264,7 +253,7 @@ class Supervisor:
         rank = judged.rank if judged.waiting is None else judged.waiting
         found = reports.get(rank)
         rank_exit = self._exits[judged.rank]
-        # A rank that we ended is to blame only where an error of its own came before.
+        # A rank that we ended is to blame only if it has reported an error before.
         how = failure_report.UNCAUGHT if rank_exit.end.stopped else rank_exit.how
         trace = (
             failure_report.last_traceback(found.text)

@@ -143,6 +143,7 @@ class Worker:
         except OSError as error:  # no pipe, or no terminal
             raise LaunchError(f"Rank {self.rank} cannot be started: {error.strerror}.") from None
         finally:
+            # The rank has copies. With ours open, a pipe would not end when the rank ends.
             for fd in set(self._theirs.values()):
                 os.close(fd)
             if not started:
@@ -174,6 +175,7 @@ class Worker:
 
     def reap(self, *, stopped: bool) -> bool:
         """Note the end of the process, where it has ended since; whether it has."""
+        # Not Popen.wait: only wait4 tells the peak of the memory, which explains a SIGKILL.
         pid, status, usage = os.wait4(self._process.pid, os.WNOHANG)
         if pid == 0:
             return False

@@ -1,7 +1,7 @@
-"""Routes what one rank writes: to the screen, to its log, and its last lines to memory.
+"""Routes the output of one rank: to the screen, to its log, and the last lines to memory.
 
-stream 1, 2   what it writes to a pipe: whole lines, with the rank in front
-stream 0      what it draws live on a terminal
+stream 1, 2   output in a pipe: shown in whole lines, with the rank in front
+stream 0      output on a terminal: shown at once
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from shardwise.errors import LaunchError
 from shardwise.launch.console import STDERR, STDOUT, Console
-from shardwise.launch.screen import InterruptFilter, Lines, Screen, Tail, plain
+from shardwise.launch.screen import InterruptFilter, Lines, Tail, plain
 from shardwise.messages.printable import as_utf8
 
 LIVE = 0
@@ -19,11 +19,11 @@ LIVE = 0
 
 
 class WorkerLog:
-    """The file in `--log-dir` that keeps what one rank says, without prefix and colours."""
+    """The file in `--log-dir` with the output of one rank, without prefix and colours."""
 
     def __init__(self, path: Path, head: str) -> None:
         self.fault = ""
-        """Why it is written no more, once that is so: no reason to end a run."""
+        """Why it cannot be written any more; "" until then."""
         self._path = path
         self._file: BinaryIO = path.open("ab", buffering=0)
         self._file.write(as_utf8(f"== {head}\n"))
@@ -31,11 +31,11 @@ class WorkerLog:
 
     def feed(self, stream: int, data: bytes) -> None:
         """Write the lines that `data` completes."""
-        self._write(plain(self._cutter(stream).feed(data)))
+        self._write(plain(self._lines.setdefault(stream, Lines(b"")).feed(data)))
 
     def end(self, stream: int) -> None:
         """Finish the last line of `stream`."""
-        self._write(plain(self._cutter(stream).close()))
+        self._write(plain(self._lines.setdefault(stream, Lines(b"")).close()))
 
     def close(self) -> None:
         """Close the file."""
@@ -45,17 +45,14 @@ class WorkerLog:
         try:
             while data and not self.fault:
                 data = data[self._file.write(data) :]
-        except OSError as error:
+        except OSError as error:  # a full disk is no reason to end the run
             self.fault = f"{self._path} is written no more: {error.strerror or error}."
-
-    def _cutter(self, stream: int) -> Lines:
-        return self._lines.setdefault(stream, Lines(b""))
 
 
 def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[WorkerLog | None]:
-    """Open a log per rank in `folder`, which is made; what earlier runs wrote there stays.
+    """Open a log per rank in `folder`, and append to logs of earlier runs.
 
-    Raises LaunchError where that cannot be.
+    Raises LaunchError if that is not possible.
     """
     if folder is None:
         return [None] * ranks
@@ -78,7 +75,7 @@ def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[Wo
 
 
 class WorkerOutput:
-    """Takes the bytes of one rank. `tail` remembers the last that it wrote to stderr."""
+    """Takes the bytes of one rank. `tail` remembers the last lines of its stderr."""
 
     def __init__(
         self, rank: int, console: Console, *, shown: bool = True, log: WorkerLog | None = None
@@ -91,7 +88,7 @@ class WorkerOutput:
         self._filters: dict[int, InterruptFilter] | None = None
 
     def hear(self, stream: int, data: bytes) -> None:
-        """Take what has come on `stream`; nothing at all is the end of the stream."""
+        """Take new bytes of `stream`; b"" is the end of the stream."""
         if not data:
             self._end(stream)
         elif self._filters is not None:
@@ -107,7 +104,7 @@ class WorkerOutput:
                 self._console.say(f"shardwise: {self._log.fault}\n")
 
     def hide_interrupt(self) -> None:
-        """From now on, do not show that the rank was interrupted: the user knows."""
+        """Hide tracebacks of KeyboardInterrupt from now on: the user has pressed Ctrl-C."""
         self._filters = {}
 
     def close(self) -> None:
@@ -122,9 +119,9 @@ class WorkerOutput:
         if not self._shown:
             return
         if stream == LIVE:
-            self._live_screen().draw(data)
+            self._console.draw(data)
         else:
-            self._console.screen(stream).lines(self._lines[stream].feed(data))
+            self._console.lines(self._lines[stream].feed(data), stream)
 
     def _end(self, stream: int) -> None:
         filtered = (self._filters or {}).pop(stream, None)
@@ -133,10 +130,6 @@ class WorkerOutput:
         if self._log:
             self._log.end(stream)
         if self._shown and stream == LIVE:
-            self._live_screen().close()
+            self._console.close()
         elif self._shown:
-            self._console.screen(stream).lines(self._lines[stream].close())
-
-    def _live_screen(self) -> Screen:
-        assert self._console.terminal is not None
-        return self._console.screen(self._console.terminal)
+            self._console.lines(self._lines[stream].close(), stream)

@@ -19,6 +19,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+Span = tuple[int, int]
+"""Elements [first, end) of something flat, or of a dimension."""
+
 ALIGNMENT = 16
 """Elements to which each parameter's start is rounded up, so that kernels see aligned memory."""
 
@@ -42,29 +45,21 @@ class Spec:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where parameter `parameter` (its index) lies in a bucket: elements [start, start + numel)."""
+    """The place of a parameter, or of a part of it, in a bucket.
 
-    parameter: int
-    start: int
-    numel: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.numel
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The part of a slot that lies in an interval.
-
-    Elements [start, end) of the bucket, which are elements [offset, offset + end - start) of the
-    flattened parameter.
+    Elements [start, end) of the bucket are the elements from `offset` on of the flattened
+    parameter. `parameter` is its index.
     """
 
     parameter: int
     start: int
     end: int
-    offset: int
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.end - self.start
 
 
 @dataclass(frozen=True)
@@ -83,13 +78,13 @@ class Bucket:
         """The elements [first, end) that `rank` owns."""
         return self.cuts[rank], self.cuts[rank + 1]
 
-    def pieces(self, first: int, end: int) -> list[Piece]:
-        """What lies in the elements [first, end), in order; padding is in no piece."""
+    def pieces(self, first: int, end: int) -> list[Slot]:
+        """Return the parts of slots in the elements [first, end), in order, without padding."""
         found = []
         for slot in self.slots:
             low, high = max(slot.start, first), min(slot.end, end)
             if low < high:
-                found.append(Piece(slot.parameter, low, high, low - slot.start))
+                found.append(Slot(slot.parameter, low, high, low - slot.start))
         return found
 
 
@@ -148,7 +143,7 @@ def _bucket(specs: Sequence[Spec], group: list[int], ranks: int, grain: int) -> 
 def _slots(specs: Sequence[Spec], group: Iterable[int], grain: int) -> tuple[Slot, ...]:
     slots, start = [], 0
     for index in group:
-        slots.append(Slot(index, start, specs[index].numel))
+        slots.append(Slot(index, start, start + specs[index].numel))
         start += _aligned(specs[index].numel, grain)
     return tuple(slots)
 

@@ -13,13 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.layout.bucket_layout import Piece, even_cuts
+from shardwise.layout.bucket_layout import Slot, even_cuts
 from shardwise.layout.shards import Shard
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements [start, end) of a flat memory, which are elements from `offset` on of `tensor`."""
+    """Elements [start, end) of a flat memory, which are the elements from `offset` on of `tensor`.
+
+    `byte_ranges` makes extents that count bytes.
+    """
 
     tensor: str
     start: int
@@ -32,18 +35,8 @@ class Extent:
         return self.end - self.start
 
 
-@dataclass(frozen=True)
-class ByteRange:
-    """Bytes [start, end) of a memory, which are bytes from `at` on of `tensor`."""
-
-    tensor: str
-    start: int
-    end: int
-    at: int
-
-
 def extents(
-    pieces: Iterable[Piece],
+    pieces: Iterable[Slot],
     first: int,
     names: Mapping[int, str],
     shards: Mapping[int, Shard] | None = None,
@@ -88,12 +81,12 @@ def share(numel: int, index: int, of: int) -> tuple[int, int]:
     return cuts[index], cuts[index + 1]
 
 
-def byte_ranges(parts: Sequence[Extent], itemsize: int, chunk: int) -> list[ByteRange]:
-    """`parts` in bytes, in ranges of at most `chunk` bytes; what has no element is left out."""
+def byte_ranges(parts: Sequence[Extent], itemsize: int, chunk: int) -> list[Extent]:
+    """Return `parts` in bytes, cut into ranges of at most `chunk` bytes, without empty ones."""
     found = []
     for part in parts:
         begin, end = part.start * itemsize, part.end * itemsize
         for start in range(begin, end, chunk):
-            at = part.offset * itemsize + start - begin
-            found.append(ByteRange(part.tensor, start, min(start + chunk, end), at))
+            offset = part.offset * itemsize + start - begin
+            found.append(Extent(part.tensor, start, min(start + chunk, end), offset))
     return found

@@ -129,16 +129,11 @@ def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         if words.numel() < _SMALL:
             small.setdefault((words.device, words.dtype), []).append(words)
         else:
-            yield _wide(words)
+            # torch adds up 64-bit integers 20 times as fast as narrow ones, which it widens first.
+            fits = words.numel() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0
+            yield words.view(torch.int64) if fits else words
     for joined in small.values():
         yield torch.cat(joined)
-
-
-def _wide(words: Tensor) -> Tensor:
-    """The same bits as 64-bit integers if they are a whole number of them: torch adds those up 20
-    times as fast as narrow ones, which it widens first."""
-    fits = words.numel() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0
-    return words.view(torch.int64) if fits else words
 
 
 def _placed(words: Tensor) -> Tensor:

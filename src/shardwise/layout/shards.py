@@ -17,10 +17,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-Range = tuple[int, int]
-"""Elements [first, end) of a dimension."""
+from shardwise.layout.bucket_layout import Span
 
-Ranges = tuple[Range, ...]
+Ranges = tuple[Span, ...]
+"""Ranges of a dimension."""
 
 
 def even_ranges(length: int, parts: int, *, grain: int = 1, blocks: int = 1) -> list[Ranges]:
@@ -63,11 +63,8 @@ class Shard:
         return rest * max(sum(end - first for first, end in each) for each in self.ranges)
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's part of `whole`, in memory of its own."""
-        return self._part(whole, self.own)
-
-    def _part(self, whole: Tensor, ranges: Ranges) -> Tensor:
-        pieces = [whole.narrow(self.dim, first, end - first) for first, end in ranges]
+        """Return this rank's part of `whole`, in memory of its own."""
+        pieces = [whole.narrow(self.dim, first, end - first) for first, end in self.own]
         return torch.cat(pieces, self.dim).contiguous()
 
     def part_shape(self, rank: int) -> tuple[int, ...]:

@@ -1,16 +1,12 @@
-"""Builds the environment variables that the launcher gives each rank.
+"""Names the environment variables that the launcher gives each rank, and draws the secret of a run.
 
-A rank gets the launcher's own variables, less those that would tell it that it is someone else,
-plus who it is, the settings, and the secret of the run. `launcher_detection.py` reads them back.
+`launch/run_spec.py` builds the environment of a rank, and `launchers/detection.py` reads it back.
 """
 
 import difflib
-import json
 import os
 import secrets
-import sys
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from shardwise.config import FLAGS_VARIABLE, HOROVOD_TIMELINE
 from shardwise.config import PREFIX as SETTINGS_PREFIX
@@ -26,6 +22,9 @@ OWN_NAMES = {
 """By field of Identity, the variable that `shardwise run` gives it in."""
 
 RANK_VARIABLE = OWN_NAMES["rank"]
+
+JOIN_VARIABLE = PREFIX + "JOIN"
+"""Holds MODULE:FUNCTION if ranks do not join each other by `comm.connect`."""
 
 RUN_VARIABLE = PREFIX + "RUN"
 """Holds a name that all starts of a run share, and no other run has."""
@@ -72,51 +71,6 @@ MASTER = ("MASTER_ADDR", "MASTER_PORT")
 # -- one rank ---------------------------------------------------------------------------------
 
 
-def of_rank(
-    base: Mapping[str, str],
-    identity: Identity,
-    *,
-    flags: Mapping[str, str],
-    reports: Path,
-    cores: int,
-    columns: int | None = None,
-    interface: str | None = None,
-    run: str = "",
-    secret: str = "",
-    master_port: int | None = None,
-) -> dict[str, str]:
-    """Return all variables of one rank. Pure.
-
-    `columns` is the width of its lines, where known. `interface` is the network interface that
-    leads to the other hosts, None on one host. `run` is the name that all starts of the run share,
-    `secret` what only its processes know. `master_port` is where torch's own rendezvous may listen.
-    What the user has set stays: threads per rank, the interface, fault handling.
-    """
-    kept = {name: value for name, value in base.items() if not is_foreign(name)}
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // identity.local_size)),
-        "PYTHONFAULTHANDLER": "1",  # a crash in native code shows its Python lines
-    }
-    if interface is not None:
-        defaults |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    elif identity.local_size == identity.size:
-        defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    given = {
-        "PYTHONUNBUFFERED": "1",
-        FLAGS_VARIABLE: json.dumps(dict(flags)),
-        REPORTS_VARIABLE: str(reports),
-    }
-    if run:
-        given[RUN_VARIABLE] = run
-    if secret:
-        given[RUN_SECRET_VARIABLE] = secret
-    if master_port is not None:
-        given |= _as_torchrun(identity, master_port)
-    if columns is not None:
-        given["COLUMNS"] = str(columns)
-    return defaults | kept | given | identity_variables(identity)
-
-
 def identity_variables(identity: Identity) -> dict[str, str]:
     """Return the variables from which a rank reads `identity` back."""
     values = {
@@ -129,18 +83,6 @@ def identity_variables(identity: Identity) -> dict[str, str]:
         "LISTEN_FD": identity.listen_fd,
     }
     return {PREFIX + name: str(value) for name, value in values.items() if value is not None}
-
-
-def _as_torchrun(identity: Identity, master_port: int) -> dict[str, str]:
-    """Return torchrun's variables, for scripts and libraries that read those."""
-    return {
-        "RANK": str(identity.rank),
-        "WORLD_SIZE": str(identity.size),
-        "LOCAL_RANK": str(identity.local_rank),
-        "LOCAL_WORLD_SIZE": str(identity.local_size),
-        "MASTER_ADDR": str(identity.address),
-        "MASTER_PORT": str(master_port),
-    }
 
 
 def is_foreign(name: str) -> bool:

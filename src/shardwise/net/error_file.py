@@ -20,11 +20,12 @@ import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from shardwise.errors import CollectiveError, LaunchError, ShardwiseError
@@ -88,7 +89,13 @@ class _Hook:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         refused = refusal_sentence(error)
-        shown = f"shardwise: {_speaker()}{refused}\n" if refused else ""
+        speaker = ""  # this rank, if there are several: the others may not say the same
+        if refused:
+            with suppress(LaunchError):  # then that error is the one to be shown
+                identity = launcher_detection.identify()
+                if identity.size > 1:
+                    speaker = f"rank {identity.rank} of {identity.size}: "
+        shown = f"shardwise: {speaker}{refused}\n" if refused else ""
         # An error of a forked child is not the rank's, and nobody else shows it.
         if REPORTS_VARIABLE not in os.environ or os.getpid() != self._process:
             if not shown or self._before is not sys.__excepthook__:  # one that others have set
@@ -115,15 +122,6 @@ def _show(text: str) -> None:
     if sys.__stderr__ is not None:
         sys.__stderr__.write(text)
         sys.__stderr__.flush()
-
-
-def _speaker() -> str:
-    """Name this rank where there are several: the others may not say the same."""
-    try:
-        identity = launcher_detection.identify()
-    except LaunchError:  # that error is the one to be shown
-        return ""
-    return "" if identity.size == 1 else f"rank {identity.rank} of {identity.size}: "
 
 
 def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> None:
@@ -207,15 +205,14 @@ def _place(frame: traceback.FrameSummary) -> str:
 
 
 def _files(trace: TracebackType | None) -> list[Path]:
-    """The files whose code a traceback goes through, outermost first."""
-    return [_file(frame) for frame, _ in traceback.walk_tb(trace)]
-
-
-def _file(frame: FrameType) -> Path:
-    """The file of the code that runs in `frame`; that of its module where a dataclass, say, has
-    generated it. A module may have another one: a script takes that of `--adopt`'s module."""
-    named = frame.f_code.co_filename
-    return Path(frame.f_globals.get("__file__", named) if named.startswith("<") else named)
+    """Return the files whose code a traceback goes through, outermost first."""
+    found = []
+    for frame, _ in traceback.walk_tb(trace):
+        name = frame.f_code.co_filename
+        # Code that a dataclass, say, has generated counts as its module's. Other code keeps its own
+        # file: with --adopt a script runs in the module `__main__` of ours.
+        found.append(frame.f_globals.get("__file__", name) if name.startswith("<") else name)
+    return [Path(each) for each in found]
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -199,7 +199,7 @@ def _slots(text: str, word: str) -> int:
     return int(text)
 
 
-def ranks(text: str, size: int, flag: str) -> frozenset[int]:
+def ranks(text: str, size: int, flag: str) -> tuple[int, ...]:
     """The ranks of "0,2-3"; raises LaunchError, naming `flag`, for what is no rank of `size`."""
     found: set[int] = set()
     for word in text.split(","):
@@ -213,4 +213,4 @@ def ranks(text: str, size: int, flag: str) -> frozenset[int]:
         if high >= size:
             raise LaunchError(f"{flag} {text}: the {size} ranks of this run are 0 to {size - 1}.")
         found.update(range(low, high + 1))
-    return frozenset(found)
+    return tuple(sorted(found))

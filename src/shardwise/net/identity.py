@@ -39,9 +39,12 @@ class Identity:
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size):
+            names = ("rank", "size", "local_rank", "local_size")
+            known = [self.variables[name] for name in names if name in self.variables]
+            sources = f" ({', '.join(known)})" if known else ""
             raise LaunchError(
                 f"{self.launcher} says rank {self.rank} of {self.size} and local rank "
-                f"{self.local_rank} of {self.local_size}{self._sources()}, which cannot be: "
+                f"{self.local_rank} of {self.local_size}{sources}, which cannot be: "
                 "check what sets these variables."
             )
         if self.port is not None and not 0 < self.port < 65536:
@@ -54,11 +57,6 @@ class Identity:
     def on_one_host(self) -> bool:
         """Whether the launcher is known to have put all ranks on this host."""
         return self.local_size == self.size
-
-    def _sources(self) -> str:
-        names = ("rank", "size", "local_rank", "local_size")
-        known = [self.variables[name] for name in names if name in self.variables]
-        return f" ({', '.join(known)})" if known else ""
 
 
 def read_integers(

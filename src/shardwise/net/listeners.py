@@ -44,7 +44,13 @@ def shut() -> None:
     program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))
     for listener in _listening() if noted else ():
         with listener, suppress(OSError):
-            if any(_is_in(value, listener) for value in noted):
+            host, port = listener.getsockname()[:2]
+            packed = socket.inet_pton(listener.family, host.partition("%")[0])
+            # The store's values hold addresses as the kernel's own structure. Those of IPv6 have
+            # four bytes of flow information between port and address.
+            gap = b"" if listener.family == socket.AF_INET else bytes(4)
+            address = struct.pack("!H", port) + gap + packed
+            if any(address in value for value in noted):
                 listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
@@ -61,11 +67,3 @@ def _listening() -> Iterator[socket.socket]:
                 yield found
             else:
                 found.close()
-
-
-def _is_in(value: bytes, listener: socket.socket) -> bool:
-    """Whether `value` holds the address of this listener, as the kernel's own structure."""
-    host, port = listener.getsockname()[:2]
-    packed = socket.inet_pton(listener.family, host.partition("%")[0])
-    gap = b"" if listener.family == socket.AF_INET else bytes(4)  # IPv6 has the flow between
-    return struct.pack("!H", port) + gap + packed in value

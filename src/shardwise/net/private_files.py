@@ -98,7 +98,11 @@ def opened(place: Path) -> BinaryIO | None:
     except OSError:  # nothing is there, or a link, or what is not for us
         return None
     file = os.fdopen(fd, "rb")
-    if _is_trusted(os.fstat(fd), place.parent.stat()):
+    found, around = os.fstat(fd), place.parent.stat()
+    # Some network file systems rename owners. But in a folder that only its owner may write to,
+    # nobody else can have left the file.
+    for_others = around.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if stat.S_ISREG(found.st_mode) and (found.st_uid == os.getuid() or not for_others):
         return file
     file.close()
     return None
@@ -111,13 +115,6 @@ def read(place: Path) -> str | None:
         return None
     with file:
         return file.read(1 << 20).decode(errors="replace")
-
-
-def _is_trusted(found: os.stat_result, around: os.stat_result) -> bool:
-    """Whether nobody else can have left the file: some network file systems rename owners, but in
-    a folder that its owner alone may write to, there is nobody else."""
-    for_others = around.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISREG(found.st_mode) and (found.st_uid == os.getuid() or not for_others)
 
 
 def commit_file(run: str) -> str:

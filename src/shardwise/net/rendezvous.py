@@ -26,12 +26,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise.errors import LaunchError
 from shardwise.net import (
-    authentication,
     environment,
     network,
     private_files,
     progress,
     rendezvous_file,
+    rpc,
 )
 from shardwise.net.identity import Identity
 from shardwise.net.launchers import detection as launcher_detection
@@ -50,6 +50,8 @@ REACH = 5.0
 """Seconds for a connection to one of rank 0's addresses, and in which one may be refused."""
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+
+SILENT = "it does not answer, as where it has not called sw.init, or is stopped"
 
 TWICE = "twice"
 """The key under which a rank is named that came a second time."""
@@ -319,18 +321,31 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _go(terms: _Terms) -> Rendezvous:
     """Reach the store of rank 0, and return it when all ranks have come to it."""
-    trouble, refused_since = "", None
+    trouble = ""
+    refused_since: float | None = None  # since when every answer was "another secret"
     while terms.left:
         _check_ended(terms, [0])
         file = terms.found()
         for name in file.addresses if file else ():
             assert file is not None
             known = "" if terms.is_open else (terms.given or file.secret)
+            # A rank 0 that was given its port has a listening socket before it runs: the kernel
+            # accepts, and the proof takes as long as rank 0 takes to start.
+            patience = terms.left if terms.path is None else min(REACH, terms.left)
+            place, role = (name, file.port), role_of(file.port)
             try:
-                connection = _connect(terms, name, file.port, known.encode())
+                connection = rpc.connect(
+                    place, known.encode(), role, time.monotonic() + patience, reach=REACH
+                )
             except OSError as error:  # this address leads nowhere; the next one may
-                trouble = _trouble(error)
-                refused_since = _refused(refused_since, error)
+                refused = isinstance(error, rpc.Unproven)
+                refused_since = (refused_since or time.monotonic()) if refused else None
+                if isinstance(error, TimeoutError):
+                    trouble = SILENT
+                elif refused:
+                    trouble = f"{error} ({environment.SECRET_VARIABLE} must be alike on all ranks)"
+                else:
+                    trouble = error.strerror or str(error)
                 continue
             return _come(terms, connection, known)
         if terms.path is None and refused_since and time.monotonic() > refused_since + REACH:
@@ -339,33 +354,7 @@ def _go(terms: _Terms) -> Rendezvous:
     raise _did_not_find(terms, trouble)
 
 
-def _connect(terms: _Terms, name: str, port: int, known: bytes) -> authentication.Connection:
-    """A connection to rank 0 that is proven at both ends. Raises OSError."""
-    connection = socket.create_connection((name, port), timeout=max(0.001, min(REACH, terms.left)))
-    try:
-        # The kernel accepts for a rank 0 that was given its port, and is yet to come.
-        patience = terms.left if terms.path is None else min(REACH, terms.left)
-        until = time.monotonic() + patience
-        return authentication.prove(connection, known, role_of(port), until)
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _refused(since: float | None, error: OSError) -> float | None:
-    """Since when every answer was that this rank does not know the secret."""
-    return (since or time.monotonic()) if isinstance(error, authentication.Unproven) else None
-
-
-def _trouble(error: OSError) -> str:
-    if isinstance(error, TimeoutError):
-        return "it does not answer, as where it has not called sw.init, or is stopped"
-    if isinstance(error, authentication.Unproven):
-        return f"{error} ({environment.SECRET_VARIABLE} must be alike on all ranks)"
-    return error.strerror or str(error)
-
-
-def _come(terms: _Terms, connection: authentication.Connection, known: str) -> Rendezvous:
+def _come(terms: _Terms, connection: rpc.Connection, known: str) -> Rendezvous:
     """Say that this rank is here, and wait for the others."""
     identity = terms.identity
     address = connection.socket.getpeername()[0].removeprefix("::ffff:")
@@ -380,7 +369,10 @@ def _come(terms: _Terms, connection: authentication.Connection, known: str) -> R
         if store.absent(["address"], terms.left):
             keys = {here(rank): rank for rank in range(1, identity.size)}
             missing = [keys[key] for key in store.absent(list(keys))] or [0]
-            raise _did_not_come(terms, missing)
+            raise LaunchError(
+                f"Rank {identity.rank} of {identity.size} came to rank 0, but "
+                f"{_ranks(missing).lower()} did not come {terms}.{_hint(terms)}"
+            ).blaming(missing)
         _choose_interface(store.get("address").decode())
         known = store.get("secret").decode() if terms.is_open else known
     except dist.DistStoreError as error:
@@ -401,14 +393,6 @@ def _came_twice(identity: Identity, rank: int) -> LaunchError:
         f"{identity.launcher}). Does every process have a rank of its own, and does no other run "
         f"meet at the same place ({rendezvous_file.VARIABLE})?"
     )
-
-
-def _did_not_come(terms: _Terms, missing: Sequence[int]) -> LaunchError:
-    identity = terms.identity
-    return LaunchError(
-        f"Rank {identity.rank} of {identity.size} came to rank 0, but {_ranks(missing).lower()} "
-        f"did not come {terms}.{_hint(terms)}"
-    ).blaming(missing)
 
 
 def _did_not_find(terms: _Terms, trouble: str) -> LaunchError:

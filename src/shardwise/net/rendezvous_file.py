@@ -143,17 +143,11 @@ def read(place: Path) -> RendezvousFile | None:
     with suppress(FileNotFoundError):
         os.listdir(place.parent)  # makes a network file system look again
         text = private_files.read(place)
-        return None if text is None else _parsed(text)
+        # Another version, or a crash, may have left something else.
+        with suppress(ValueError, TypeError, KeyError):
+            found = json.loads(text or "")
+            return RendezvousFile(**found | {"addresses": tuple(found["addresses"])})
     return None
-
-
-def _parsed(text: str) -> RendezvousFile | None:
-    """Parse the text of a file; None for what another version, or a crash, has left."""
-    try:
-        found = json.loads(text)
-        return RendezvousFile(**found | {"addresses": tuple(found["addresses"])})
-    except (ValueError, TypeError, KeyError):
-        return None
 
 
 def _sweep(folder: Path) -> None:
@@ -191,15 +185,15 @@ def _sigterm_raises() -> Iterator[None]:
     if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, _end)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def name_by_process() -> str:

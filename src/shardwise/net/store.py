@@ -1,40 +1,33 @@
 """The key-value store on which ranks meet: in rank 0's memory, for ranks that know the secret.
 
     rank 0      KeyValueTable ◀─ HostStore
-    the others  ClientStore ─▶ a connection each, sealed JSON ─▶ a thread of rank 0 ─▶ KeyValueTable
+    the others  ClientStore ─▶ a connection each (rpc.py) ─▶ a thread of rank 0 ─▶ KeyValueTable
 
-torch's own store would do for torch, but it asks nobody who it is. A connection lasts as long as
-its rank; nobody is accepted any more once all have come.
+torch's own store would do for torch, but it lets anybody in. A connection lasts as long as its
+rank. Rank 0 accepts nobody any more once all ranks are there.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import socket
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn
-from weakref import WeakSet
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from shardwise.net import authentication, listeners
+from shardwise.net import authentication, listeners, rpc
 
 SLICE = 1.0
 """Seconds that rank 0 lets a connection wait for a key before it says that there is none yet."""
 
 DRAWN_OUT = 2.0
 """Seconds beyond a limit of its own in which rank 0, which may be busy, may still answer."""
-
-_opened: WeakSet[socket.socket] = WeakSet()
-
-Message = dict[str, Any]
 
 
 def role_of(port: int) -> bytes:
@@ -88,12 +81,10 @@ class KeyValueTable:
             for key in keys:
                 while key not in self._values:
                     left = until - time.monotonic()
-                    if left <= 0 or not self._arrival(key).wait(left):
+                    arrival = self._arrivals.setdefault(key, threading.Condition(self._lock))
+                    if left <= 0 or not arrival.wait(left):
                         return [each for each in keys if each not in self._values]
         return []
-
-    def _arrival(self, key: str) -> threading.Condition:
-        return self._arrivals.setdefault(key, threading.Condition(self._lock))
 
     def _put(self, key: str, value: bytes) -> None:
         self._values[key] = value
@@ -170,10 +161,8 @@ class HostStore(_TableStore):
     def __init__(self, listener: socket.socket, secret: bytes, timeout: float) -> None:
         super().__init__(timeout)
         self._table = KeyValueTable()
-        self._bells = socket.socketpair()
-        self._connections: list[socket.socket] = []
-        _opened.update((listener, *self._bells))
-        self._accepting = _started(self._accept, listener, secret)
+        role = role_of(listener.getsockname()[1])
+        self._server = rpc.Server(listener, secret, role, self._serve, name="shardwise-store")
 
     def _do(self, verb: str, *given: Any) -> Any:
         return getattr(self._table, verb)(*given)
@@ -182,31 +171,19 @@ class HostStore(_TableStore):
         return self._table.absent(keys, time.monotonic() + seconds)
 
     def accept_no_more(self) -> None:
-        """Accept nobody from now on: all ranks have come."""
-        self._bells[0].close()
-        self._accepting.join()
+        """Accept nobody from now on: all ranks are there."""
+        self._server.accept_no_more()
 
     def close(self) -> None:
-        self.accept_no_more()
-        for connection in self._connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        self._server.accept_no_more()
+        # A rank may wait for a key: nobody waits for the thread that answers it.
+        self._server.close(0.0)
 
-    def _accept(self, listener: socket.socket, secret: bytes) -> None:
-        bell, role = self._bells[1], role_of(listener.getsockname()[1])
-        with listener, bell, authentication.Acceptor(listener, secret, role, bell) as acceptor:
-            while (connection := acceptor.accept()) is not None:
-                connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                _opened.add(connection.socket)
-                self._connections.append(connection.socket)
-                _started(self._serve, connection)
-
-    def _serve(self, connection: authentication.Connection) -> None:
-        """Do what a rank asks for, until it leaves."""
-        with connection, suppress(OSError, ValueError):
-            while (asked := connection.receive()) is not None:
-                verb, *given = json.loads(asked, object_hook=_from_json)
-                connection.send(_encoded(self._answer(verb, given)))
+    def _serve(self, connection: rpc.Connection) -> None:
+        """Reply to the requests of a rank until it leaves."""
+        while (request := connection.receive()) is not None:
+            verb, *given = rpc.decode(request)
+            connection.send(rpc.encode(self._answer(verb, given)))
 
     def _answer(self, verb: str, given: list[Any]) -> Any:
         if verb == "absent":
@@ -224,14 +201,12 @@ _VERBS = ("set", "get", "add", "compare_set", "delete", "count")
 class ClientStore(_TableStore):
     """The other ranks' side of the store, over a `connection` that is proven at both ends."""
 
-    def __init__(self, connection: authentication.Connection, timeout: float) -> None:
+    def __init__(self, connection: rpc.Connection, timeout: float) -> None:
         super().__init__(timeout)
-        connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._lock = threading.Lock()
         self._broken = ""
-        """Why no question is asked any more."""
-        _opened.add(connection.socket)
+        """Why no request is sent any more."""
 
     def _do(self, verb: str, *given: Any) -> Any:
         return self._ask(self.seconds, verb, *given)
@@ -247,15 +222,11 @@ class ClientStore(_TableStore):
     def _ask(self, seconds: float, verb: str, *given: Any) -> Any:
         with self._lock:  # NCCL asks in a thread of its own
             if self._broken:
-                _fail(self._broken)
-            # Answers have no number: after a question without its whole answer, a late one would
-            # be taken for the answer to the next question.
+                raise dist.DistStoreError(self._broken)
+            # Set before the request: KeyboardInterrupt may leave the connection with half a reply.
             self._broken = "an earlier question to rank 0 was interrupted"
-            answer = None
             try:
-                self._connection.socket.settimeout(seconds + DRAWN_OUT)
-                self._connection.send(_encoded([verb, *given]))
-                answer = self._connection.receive()
+                reply = self._connection.call([verb, *given], seconds + DRAWN_OUT)
             except TimeoutError:
                 self._broken = f"rank 0 has not answered for {seconds + DRAWN_OUT:g} s"
             except OSError as error:
@@ -263,10 +234,9 @@ class ClientStore(_TableStore):
             except authentication.Forged as error:
                 self._broken = f"someone else has answered in the place of rank 0: {error}"
             else:
-                self._broken = "rank 0 is gone" if answer is None else ""
-            if answer is None or self._broken:
-                _fail(self._broken)
-        return json.loads(answer, object_hook=_from_json)
+                self._broken = ""
+                return reply
+            raise dist.DistStoreError(self._broken)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -274,39 +244,5 @@ class ClientStore(_TableStore):
         self._connection.close()
 
 
-def _fail(why: str) -> NoReturn:
-    raise dist.DistStoreError(why) from None
-
-
-def _started(target: Callable[..., None], *given: Any) -> threading.Thread:
-    # A daemon, since the end of a process must not wait for who does not answer.
-    thread = threading.Thread(target=target, args=given, name="shardwise-store", daemon=True)
-    thread.start()
-    return thread
-
-
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _encoded(message: Any) -> bytes:
-    return json.dumps(message, default=_as_json).encode()
-
-
-def _as_json(value: object) -> Message:
-    assert isinstance(value, bytes)
-    return {"bytes": value.decode("latin-1")}
-
-
-def _from_json(found: Message) -> bytes:
-    return str(found["bytes"]).encode("latin-1")
-
-
-def _in_forked_child() -> None:
-    """A forked DataLoader worker must not hold our sockets open: an end would not be seen."""
-    for opened in list(_opened):
-        if (fd := opened.detach()) >= 0:
-            os.close(fd)
-
-
-os.register_at_fork(after_in_child=_in_forked_child)

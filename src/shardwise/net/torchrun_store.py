@@ -12,7 +12,6 @@ import re
 import secrets as tokens
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
@@ -125,7 +124,9 @@ def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
             private_files.tidy()
         return drawn
     name = store.get("secret at").decode()
-    found = private_files.read(_in_our_folder(name))
+    if _FILE.fullmatch(name) is None:  # a path would lead anywhere: anybody may write to the store
+        raise LaunchError(f"{name!r} is no name of rank 0's: others write on torchrun's store.")
+    found = private_files.read(private_files.folder() / name)
     if found is None:
         raise LaunchError(
             f"Rank {identity.rank} of {identity.size} finds no {name} of rank 0 in "
@@ -133,13 +134,6 @@ def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
         )
     store.set(_read(identity.rank), "")
     return found
-
-
-def _in_our_folder(name: str) -> Path:
-    """The path of a file whose name was read from the store, which others may write to."""
-    if _FILE.fullmatch(name) is None:
-        raise LaunchError(f"{name!r} is no name of rank 0's: others write on torchrun's store.")
-    return private_files.folder() / name
 
 
 def _read(rank: int) -> str:

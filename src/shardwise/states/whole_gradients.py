@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.errors import UsageError
-from shardwise.states.gradients.gradient_accumulator import GradientBucket
+from shardwise.states.gradients.bucket import GradientBucket
 from shardwise.states.gradients.gradients import Gradients
 from shardwise.states.optimizer.interval_gather import gather_bucket
 from shardwise.states.parameters.lost_writes import fingerprint
@@ -72,7 +72,7 @@ class WholeGradients:
     @torch.no_grad()
     def show(self) -> None:
         """Let every parameter have its gradient, None where there is none. Collective."""
-        for bucket_ in self._gradients.reducer.buckets:
+        for bucket_ in self._gradients.buckets:
             mine = bucket_.reduced.loaded(bucket_.kind[1]) * self._factor
             flat = gather_bucket(bucket_.layout, bucket_.own, mine, self._group)
             for slot in bucket_.layout.slots:
@@ -103,12 +103,12 @@ class WholeGradients:
         changed, used = self._run.gather_plain([changed, used])[0]
         taken = [
             bucket_
-            for bucket_ in self._gradients.reducer.buckets
+            for bucket_ in self._gradients.buckets
             if any(changed[slot.parameter] for slot in bucket_.layout.slots)
         ]
         for bucket_ in taken:
             self._take(bucket_, grads, changed)
-        self._gradients.norm.renew([bucket_.index for bucket_ in taken])
+        self._gradients.forget_squares([bucket_.index for bucket_ in taken])
         return list(used)
 
     def _check(self, grads: Sequence[Tensor | None]) -> None:

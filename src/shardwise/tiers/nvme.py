@@ -5,7 +5,7 @@
     update           [ 0 ][ 1 ][ 2 ][ 3 ]
     write                 [ 0 ][ 1 ][ 2 ][ 3 ]
 
-`states/optimizer/offload_read_ahead.py` decides what is read ahead, and when. A record is the flat
+`states/optimizer/offloaded_update.py` decides what is read ahead, and when. A record is the flat
 bytes of one span of a bucket. It passes through one of a few staging buffers, which are all the
 memory that a store takes, whatever it holds. Threads move the bytes, cut into chunks, with the GIL
 released.

@@ -20,7 +20,7 @@ from shardwise.tiers.host_memory import padded
 from shardwise.tiers.staging import Staging, StagingRing
 
 
-class Piece(NamedTuple):
+class StagedBytes(NamedTuple):
     """`nbytes` bytes from byte `first` on, which are in `block` or will be."""
 
     first: int
@@ -44,7 +44,7 @@ def down(
     data: Tensor,
     after: Iterable[Any],
     unused: Callable[[], None] | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[StagedBytes]:
     """Bring the bytes of `data` (uint8, on the device) down, after the events `after`.
 
     Yields each piece when it is here, while the next one comes. Its block may be read until the
@@ -52,12 +52,12 @@ def down(
     has returned.
     """
     behind = list(after)
-    coming: deque[Piece] = deque()
+    coming: deque[StagedBytes] = deque()
     for first in range(0, data.numel(), ring.nbytes):
         if unused is not None and first >= len(ring) * ring.nbytes:
             unused()
         part = data[first : first + ring.nbytes]
-        piece = Piece(first, part.numel(), ring.next())
+        piece = StagedBytes(first, part.numel(), ring.next())
         piece.block.copies = [copy_stream.start_down(part, piece.memory, behind)]
         coming.append(piece)
         if len(coming) == len(ring):
@@ -66,14 +66,14 @@ def down(
         yield _here(coming.popleft())
 
 
-def _here(piece: Piece) -> Piece:
+def _here(piece: StagedBytes) -> StagedBytes:
     piece.block.settle()
     return piece
 
 
 def up(
     copy_stream: CopyStream, ring: StagingRing, data: Tensor, after: Iterable[Any]
-) -> Iterator[Piece]:
+) -> Iterator[StagedBytes]:
     """Let bytes go up into `data` (uint8, on the device), after the events `after`.
 
     Yields pieces with anything in them: each is to be filled, and goes up when the next one is
@@ -82,6 +82,6 @@ def up(
     behind = list(after)
     for first in range(0, data.numel(), ring.nbytes):
         part = data[first : first + ring.nbytes]
-        piece = Piece(first, part.numel(), ring.next())
+        piece = StagedBytes(first, part.numel(), ring.next())
         yield piece
         piece.block.copies = [copy_stream.start_up(piece.memory, part, behind)]

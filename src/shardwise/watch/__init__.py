@@ -5,7 +5,6 @@
     watchdog.py       the thread of each rank that watches its long waits
     wait_graph.py     finds the ranks that block all others: whom a hang is blamed on
     hang_report.py    words the warning about a long wait
-    questions.py      one question to other ranks, and their answers
     process_status.py where a thread is in the user's code, and the state of a process
 
 The status server sleeps until another rank asks, so a rank in an endless loop still reports where

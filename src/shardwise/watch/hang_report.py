@@ -25,12 +25,19 @@ def wait_warning(statuses: Statuses, timeout: float) -> str:
     if not waiting:
         return ""
     longest = max(one.seconds for one in waiting.values())
+    awaited = {rank for one in waiting.values() for rank in one.missing}
+    # Ranks that do not wait themselves are to blame. If all wait, for each other, all are named.
+    missing = sorted({rank for rank in awaited if rank not in waiting} or awaited)
+    steps = [one.step for one in answered.values() if one.step is not None]
+    in_step = f" in step {max(steps) + 1}" if steps else ""
     have = "have" if len(waiting) > 1 else "has"
-    by_words = {rank: _in_words(one) for rank, one in statuses.items()}
+    by_words = {
+        rank: one if isinstance(one, str) else one.activity for rank, one in statuses.items()
+    }
     stacks = {rank: one.stack for rank, one in answered.items() if one.stack}
     lines = [
-        f"shardwise: {named(waiting)} {have} waited {longest:.0f} s{_step(answered)} for "
-        f"{named(_missing(statuses, waiting))}. The run ends after {timeout:g} s (--timeout).",
+        f"shardwise: {named(waiting)} {have} waited {longest:.0f} s{in_step} for "
+        f"{named(missing)}. The run ends after {timeout:g} s (--timeout).",
         *filter(None, [call_difference(statuses)]),
         *(_line(said, ranks) for said, ranks in _grouped(by_words)),
     ]
@@ -58,19 +65,9 @@ def call_difference(statuses: Statuses) -> str:
     return f"{said}: is the call under {block}?"
 
 
-def _missing(statuses: Statuses, waiting: Answered) -> list[int]:
-    """Return the ranks that are waited for and do not wait; all waited for, where all wait."""
-    awaited = {rank for one in waiting.values() for rank in one.missing}
-    return sorted({rank for rank in awaited if rank not in waiting} or awaited)
-
-
 def _line(said: str, ranks: Sequence[int]) -> str:
     are = "" if said.startswith(("is ", "does ")) else f"{_are(ranks)} "
     return f"  {named(ranks)} {are}{said}"
-
-
-def _in_words(status: RankStatus | str) -> str:
-    return status if isinstance(status, str) else status.activity
 
 
 def _answered(statuses: Statuses) -> Answered:
@@ -87,8 +84,3 @@ def _grouped(said: Mapping[int, T]) -> list[tuple[T, list[int]]]:
 
 def _are(ranks: Sequence[int]) -> str:
     return "are" if len(ranks) > 1 else "is"
-
-
-def _step(answered: Answered) -> str:
-    made = [one.step for one in answered.values() if one.step is not None]
-    return f" in step {max(made) + 1}" if made else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -17,10 +16,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 from shardwise.errors import CollectiveError, PeerLost
-from shardwise.net import authentication
-from shardwise.watch import process_status, questions, wait_graph
+from shardwise.net import rpc
+from shardwise.watch import process_status, wait_graph
 from shardwise.watch.hang_report import call_difference
-from shardwise.watch.questions import Message
 from shardwise.watch.wait_graph import Abort, BlockingRanks, RankStatus
 from shardwise.watch.waits import Waits
 
@@ -38,6 +36,11 @@ SETTLE = 0.05
 
 CLOCK_ROUNDS = 8
 """So many round trips measure a clock; the quickest one counts."""
+
+HEARING = 1.0
+"""Seconds within which a rank that has connected must send its question."""
+
+Message = dict[str, Any]
 
 Clock = Literal["monotonic", "wall"]
 
@@ -107,13 +110,12 @@ class StatusServer:
         self._places: dict[int, RankAddress] = {}
         self._name = secrets.token_hex()
         self._listener: socket.socket | None = None
-        self._bell: tuple[socket.socket, socket.socket] | None = None
-        self._thread: threading.Thread | None = None
+        self._server: rpc.Server | None = None
         _living.add(self)
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that can be asked: all, but for those of other elastic islands."""
+        """The ranks that can be asked: all that take part in the run now."""
         return sorted(self._places) or range(self.size)
 
     # -- from the start to the end --------------------------------------------------------
@@ -128,7 +130,7 @@ class StatusServer:
             "name": self._name,
         }
         try:
-            self._listener = questions.listen(address)
+            self._listener = rpc.listen(address)
         except OSError:  # it asks, and is not asked
             return RankAddress(**mine)
         port = self._listener.getsockname()[1]
@@ -138,37 +140,29 @@ class StatusServer:
         """Answer from now on; `places` says where all ranks are asked."""
         self._places = {place.rank: place for place in places}
         self._name = places[0].name
-        if self._listener is None:
-            return
-        self._bell = socket.socketpair()
-        # A daemon, since the end of a process must not wait for who asks.
-        self._thread = threading.Thread(target=self._serve, name="shardwise-status", daemon=True)
-        self._thread.start()
+        if self._listener is not None:
+            # Answers are quick: one thread for all spares a busy rank a thread per question.
+            role, name = self._places[self.rank].role, "shardwise-status"
+            self._server = rpc.Server(
+                self._listener, self.secret, role, self._answer, name=name, one_by_one=True
+            )
 
     def close(self) -> None:
         """Answer no longer."""
-        if self._bell is not None and self._thread is not None:
-            self._bell[1].close()  # which wakes the thread
-            self._thread.join(ANSWER_SECONDS)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Close all sockets."""
-        for opened in (self._listener, *(self._bell or ())):
-            if opened is not None:
-                opened.close()
-        self._listener = self._bell = self._thread = None
+        if self._server is not None:
+            self._server.close(ANSWER_SECONDS)
+        elif self._listener is not None:
+            self._listener.close()
+        self._listener = self._server = None
         self._places = {}
 
     # -- answering ------------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        assert self._listener is not None
-        assert self._bell is not None
-        role, bell = self._places[self.rank].role, self._bell[0]
-        with authentication.Acceptor(self._listener, self.secret, role, bell) as acceptor:
-            while (asker := acceptor.accept()) is not None:
-                questions.answer(asker, self._reply)
+    def _answer(self, asker: rpc.Connection) -> None:
+        """Answer one question and hang up."""
+        asker.socket.settimeout(HEARING)
+        if (question := asker.receive()) is not None:
+            asker.send(rpc.encode(self._reply(rpc.decode(question))))
 
     def _reply(self, question: Message) -> Message:
         """Answer a question of another rank."""
@@ -215,9 +209,13 @@ class StatusServer:
         states = {rank: self._known_state(rank) for rank in ranks}
         asked = [rank for rank, state in states.items() if state not in process_status.SILENT]
         answers = self._ask(asked, question, ANSWER_SECONDS)
-        found: dict[int, RankStatus | str] = {
-            rank: _status_of(answer) for rank, answer in answers.items()
-        }
+        found: dict[int, RankStatus | str] = {}
+        for rank, answer in answers.items():  # JSON has no tuples, and no dataclasses
+            abort = answer.pop("abort")
+            lists: dict[str, Any] = {name: tuple(answer.pop(name)) for name in ("missing", "stack")}
+            found[rank] = RankStatus(
+                **answer, **lists, abort=None if abort is None else Abort(**abort)
+            )
         silent = [rank for rank in ranks if rank not in found]
         if self.rank in silent:
             found[self.rank] = self.status(stack=stack)
@@ -227,11 +225,11 @@ class StatusServer:
     def _ask(self, ranks: Collection[int], question: Message, patience: float) -> Any:
         found = {rank: self._places[rank] for rank in ranks if rank in self._places}
         places = {
-            rank: questions.Place(place.address, place.port, place.role)
+            rank: rpc.Place(place.address, place.port, place.role)
             for rank, place in found.items()
             if rank != self.rank and place.port
         }
-        return questions.ask(places, self.secret, question, patience)
+        return rpc.call_all(places, self.secret, question, patience)
 
     def _silence(self, ranks: Collection[int]) -> dict[int, str]:
         """Why these do not answer, as far as somebody on their hosts can tell."""
@@ -368,12 +366,6 @@ class StatusServer:
         return kind(f"{speaker} aborted because rank {abort.rank} failed: {abort.text}")
 
 
-def _status_of(answer: Message) -> RankStatus:
-    abort = answer.pop("abort")
-    lists: dict[str, Any] = {name: tuple(answer.pop(name)) for name in ("missing", "stack")}
-    return RankStatus(**answer, **lists, abort=None if abort is None else Abort(**abort))
-
-
 def _clock_now(which: Clock) -> int:
     return time.monotonic_ns() if which == "monotonic" else time.time_ns()
 
@@ -382,7 +374,8 @@ def _in_forked_child() -> None:
     """Close our socket in a forked child, which is no rank: it must not answer for this one, and
     its collectives must not reach the other ranks."""
     for server in list(_living):
-        server._let_go()
+        server._listener = server._server = None  # rpc.py has closed its sockets
+        server._places = {}
         server.abort = Abort(rank=server.rank, text=forked_from(server.rank), lost=False)
 
 

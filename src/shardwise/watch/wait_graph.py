@@ -6,7 +6,7 @@ rank until it comes to those that block all others. Pure but for what it asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -102,11 +102,8 @@ def named(ranks: Iterable[int]) -> str:
             rows[-1].append(rank)
         else:
             rows.append([rank])
-    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(_row, rows))}"
-
-
-def _row(row: Sequence[int]) -> str:
-    return f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row))
+    words = [f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows]
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(words)}"
 
 
 def describe_wait(missing: Collection[int], blocking: BlockingRanks) -> str:
@@ -116,9 +113,9 @@ def describe_wait(missing: Collection[int], blocking: BlockingRanks) -> str:
         whom += ", which did not come."
     else:
         whom += f", and in the end for {named(blocking.ranks)}, which did not come."
-    said = (_sentence(rank, blocking.statuses[rank]) for rank in blocking.ranks)
-    return " ".join([whom, *said])
-
-
-def _sentence(rank: int, status: RankStatus | str) -> str:
-    return f"Rank {rank} {status if isinstance(status, str) else f'is {status.activity}'}."
+    sentences = [whom]
+    for rank in blocking.ranks:
+        status = blocking.statuses[rank]
+        does = status if isinstance(status, str) else f"is {status.activity}"
+        sentences.append(f"Rank {rank} {does}.")
+    return " ".join(sentences)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from socket import gethostname
 from typing import Any
 
 import torch
 
 from shardwise import comm as collectives
 from shardwise import config
-from shardwise.errors import ConfigError, LaunchError, UsageError
+from shardwise.errors import LaunchError, UsageError
 from shardwise.layout.sum_tree import MicroShards
-from shardwise.net import error_file, island_place
+from shardwise.net import environment, error_file
 from shardwise.net.identity import Identity
 from shardwise.net.launchers import detection as launcher_detection
 from shardwise.net.launchers import signs
@@ -28,10 +27,10 @@ from shardwise.watch import process_status
 from shardwise.watch.watchdog import Watchdog
 from shardwise.world import randomness
 from shardwise.world.loop_checks import StepsWithoutEngine
-from shardwise.world.mesh import Mesh
+from shardwise.world.mesh import Mesh, mesh_of
 from shardwise.world.randomness import GeneratorStates
 from shardwise.world.step_log import StepLog
-from shardwise.world.world import World, refuse_second, set_current, start_timeline
+from shardwise.world.world import World, count_groups, refuse_second, set_current, start_timeline
 
 
 def init(seed: int | None = None, **settings: Any) -> World:
@@ -112,30 +111,15 @@ def _joined(
     chosen: config.Settings,
     on_meeting: collectives.OnMeeting | None,
 ) -> collectives.Collectives:
-    """Join the other ranks; those of an elastic island, and over the launcher all islands."""
+    """Join the other ranks, by the function that the launcher names if it is not `connect`."""
+    if (named := os.environ.get(environment.JOIN_VARIABLE)) is not None:
+        # A string, since the transport is in a package above this one.
+        module, _, name = named.partition(":")
+        join = getattr(import_module(module), name)
+        group: collectives.Collectives = join(identity, device, chosen, on_meeting)
+        return group
     how = device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
-    place = island_place.read(os.environ)
-    if place is None:
-        return collectives.connect(identity, *how)
-    if place.count != chosen.islands:
-        raise ConfigError(
-            f"shardwise run --elastic-islands was told of {place.count} islands, and here they are "
-            f"{chosen.islands}: give --islands there, and nothing else that overrides it."
-        )
-    island = range(place.first, place.first + place.size)
-    host = identity.rank - identity.local_rank
-    here = island_place.ranks_here(island, host, identity.local_size)
-    alone = replace(
-        identity,
-        rank=island.index(identity.rank),
-        size=place.size,
-        local_rank=here.index(identity.rank),
-        local_size=len(here),
-    )
-    of_run = collectives.GroupRanks(tuple(island), identity.size, place.first)
-    group = collectives.connect(alone, *how, of_run=of_run)
-    link = collectives.IslandLink(place, identity.rank, chosen.timeout, chosen.warn_after)
-    return collectives.ElasticRun(group, link)
+    return collectives.connect(identity, *how)
 
 
 def divide(world: World, axes: dict[str, int]) -> None:
@@ -170,14 +154,14 @@ def mesh_after(world: World, axes: dict[str, int]) -> Mesh:
     Raises ConfigError for one that cannot be.
     """
     settings = config.load(world.keywords | axes | _IN_PARTS)[0]
-    return _mesh(settings, world.size, world.island_count)
+    return world.mesh.changed(settings)
 
 
 def _configure(made: World, given: dict[str, Any]) -> None:
     """Settle the settings of `made` with all ranks, and what follows from them. Collective."""
     made.settings = settings = made.settle(**given)
-    config.check_islands(settings)
-    made.cut(_mesh(settings, made.size, _island_count(settings, made.collectives)))
+    config.check_contradictions(settings)
+    made.cut(mesh_of(settings, made.size, count_groups(settings, made.collectives)))
     folder = None if settings.record is None else Path(settings.record)
     made.step_log = StepLog(folder, made.rank, settings.stop_after, counts=made.counts)
     _share_cores(made)
@@ -200,53 +184,6 @@ def _begin_alike(made: World, keywords: dict[str, Any]) -> None:
         states_of_main = group.gather_plain(states)[0]
         if not is_first:
             GeneratorStates.of_plain(states_of_main).restore(made.device)
-
-
-def _island_count(settings: config.Settings, group: collectives.Collectives) -> int:
-    """How many islands the ranks of `group` make. Collective where that is one per host.
-
-    Raises ConfigError where hosts are no islands.
-    """
-    if isinstance(settings.islands, int):
-        return settings.islands
-    hosts = collectives.ranks_by_host(group.gather_plain(collectives.host_key() or gethostname()))
-    in_a_row = all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in hosts)
-    if len({len(ranks) for ranks in hosts}) > 1 or not in_a_row:
-        counts = ", ".join(str(len(ranks)) for ranks in hosts)
-        raise ConfigError(
-            f"--islands host needs as many workers on every host, numbered host by host; these "
-            f"have {counts}{'' if in_a_row else ', and their numbers alternate'}. Start equal "
-            "numbers host by host (-H a:4,b:4), or write --islands with a number."
-        )
-    return len(hosts)
-
-
-def _mesh(settings: config.Settings, size: int, islands: int) -> Mesh:
-    """The mesh of a run of `size` ranks. Raises ConfigError for one that cannot be."""
-    if settings.exact is not None and islands > 1:
-        raise ConfigError(
-            f"--exact {settings.exact} and --islands {settings.islands} cannot be had together: "
-            "what islands compute depends on how many there are. Leave one of them out."
-        )
-    if settings.exact is not None and settings.tensor > 1:
-        raise ConfigError(
-            f"--exact {settings.exact} and --tensor {settings.tensor} cannot be had together: what "
-            "a split layer adds up depends on how many workers it is split over. Leave one of "
-            "them out."
-        )
-    if not settings.reseed and (settings.tensor > 1 or settings.pipeline > 1):
-        split = "tensor" if settings.tensor > 1 else "pipeline"
-        raise ConfigError(
-            f"--no-reseed and --{split} {getattr(settings, split)} cannot be had together: the "
-            "workers of a split model draw what they have in common from seeds of the step. Leave "
-            "one of them out."
-        )
-    if settings.exact is not None and settings.pipeline > 1:
-        raise ConfigError(
-            f"--exact {settings.exact} and --pipeline {settings.pipeline} cannot be had together: "
-            "both cut a batch, each in its own way. Leave one of them out."
-        )
-    return Mesh(size, settings.tensor, settings.pipeline, islands)
 
 
 def _share_cores(made: World) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from shardwise.config import Settings
 from shardwise.errors import ConfigError
 
 
@@ -138,8 +139,40 @@ class Mesh:
         """Whether every rank has the whole model, and all make one step together."""
         return self.replica == 1 and self.islands == 1
 
+    def changed(self, settings: Settings) -> Mesh:
+        """Return the mesh with the axes of `settings` and as many islands. Raises ConfigError."""
+        return mesh_of(settings, self.size, self.islands)
+
     def in_words(self) -> str:
         """The axes, such as "2 data x 2 tensor"."""
         axes = {"islands": self.islands, "data": self.data // self.islands}
         axes |= {"pipeline": self.pipeline, "tensor": self.tensor}
         return " x ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
+
+
+def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
+    """Return the mesh of a run of `size` ranks. Raises ConfigError for settings that do not fit."""
+    if settings.exact is not None and islands > 1:
+        raise ConfigError(
+            f"--exact {settings.exact} and --islands {settings.islands} cannot be had together: "
+            "what islands compute depends on how many there are. Leave one of them out."
+        )
+    if settings.exact is not None and settings.tensor > 1:
+        raise ConfigError(
+            f"--exact {settings.exact} and --tensor {settings.tensor} cannot be had together: what "
+            "a split layer adds up depends on how many workers it is split over. Leave one of "
+            "them out."
+        )
+    if not settings.reseed and (settings.tensor > 1 or settings.pipeline > 1):
+        split = "tensor" if settings.tensor > 1 else "pipeline"
+        raise ConfigError(
+            f"--no-reseed and --{split} {getattr(settings, split)} cannot be had together: the "
+            "workers of a split model draw what they have in common from seeds of the step. Leave "
+            "one of them out."
+        )
+    if settings.exact is not None and settings.pipeline > 1:
+        raise ConfigError(
+            f"--exact {settings.exact} and --pipeline {settings.pipeline} cannot be had together: "
+            "both cut a batch, each in its own way. Leave one of them out."
+        )
+    return Mesh(size, settings.tensor, settings.pipeline, islands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from shardwise import comm as collectives
 from shardwise import config
-from shardwise.comm import Collectives, ElasticRun, GatherOrder, Solo, elastic_islands
-from shardwise.errors import UsageError
+from shardwise.comm import Collectives, GatherOrder, Solo, host_key, ranks_by_host
+from shardwise.errors import ConfigError, UsageError
 from shardwise.messages.other_libraries import HintsAtAttributes
 from shardwise.net import error_file
 from shardwise.net.identity import Identity
@@ -86,7 +87,7 @@ class World(BatchRows, HintsAtAttributes):
         self.stage = group
         """The ranks of all replicas that have these layers: all, where all have all; in this
         island where there are several."""
-        self.island = group
+        self.step_group = group
         """The ranks that make steps together: all, or those of this island."""
         self.peers: Collectives = Solo()
         """The ranks of equal place in all islands, in the order of these."""
@@ -113,8 +114,7 @@ class World(BatchRows, HintsAtAttributes):
         """The settings that the script gave."""
         self._said: set[str] = set()
         self._told_stand_in = False
-        if isinstance(group, ElasticRun):
-            group.link.changed = self._members_changed
+        group.watch_members(self._members_changed)
 
     @cached_property
     def side_channel(self) -> Collectives:
@@ -129,7 +129,7 @@ class World(BatchRows, HintsAtAttributes):
         return GatherOrder(self.data.size, lambda: self.side_channel)
 
     def _members_changed(self) -> None:
-        """Elastic islands have ended, or are back."""
+        """Another rank may speak for the run once ranks have left or come back."""
         self.is_main = self.collectives.leads
 
     def cut(self, mesh: Mesh) -> None:
@@ -138,10 +138,10 @@ class World(BatchRows, HintsAtAttributes):
         self._former_groups += self._groups_of_axes()
         vars(self).pop("gather_order", None)  # it is of the data-parallel ranks before
         vars(self).pop("side_channel", None)
-        self.island = self.data = self.stage = whole
+        self.step_group = self.data = self.stage = whole
         self.tensor, self.pipeline, self.peers = Solo(), Solo(), Solo()
         if mesh.islands > 1:
-            self.island = self.data = self.stage = whole.split(mesh.island_groups)
+            self.step_group = self.data = self.stage = whole.split(mesh.island_groups)
             self.peers = whole.split(mesh.peer_groups)
         if mesh.replica > 1:
             self.data = whole.split(mesh.data_groups)
@@ -153,9 +153,25 @@ class World(BatchRows, HintsAtAttributes):
     def _groups_of_axes(self) -> list[Collectives]:
         """The groups that were split off for the axes, the side channel first."""
         side = vars(self).get("side_channel", self.data)
-        cut = (self.data, self.tensor, self.pipeline, self.stage, self.island, self.peers)
+        cut = (self.data, self.tensor, self.pipeline, self.stage, self.step_group, self.peers)
         made = dict.fromkeys((side, *cut))
         return [group for group in made if group is not self.collectives]
+
+    @property
+    def groups_apart(self) -> int:
+        """How many groups of ranks make updates of their own; 1 if all make the same."""
+        return self.mesh.islands if self.settings.behind is None else 1
+
+    def groups_in_words(self) -> str:
+        """The number of groups of ranks that step apart, such as "2 islands"."""
+        return f"{self.mesh.islands} islands"
+
+    def share_in_words(self, batch_size: int) -> str:
+        """Return how much of a total batch a step has, for a line; "" if it has all."""
+        if (islands := self.groups_apart) == 1:
+            return ""
+        up_to = "up to " if batch_size % islands else ""
+        return f"; a step of an island has {up_to}{math.ceil(batch_size / islands)} of them"
 
     @property
     def island_rank(self) -> int:
@@ -202,10 +218,19 @@ class World(BatchRows, HintsAtAttributes):
         """Whether this rank speaks for its replica, all of which have the same batches."""
         return self.rank % self.mesh.replica == 0
 
+    def _check_inside(self, call: str) -> None:
+        """Raise UsageError for a `call` over all ranks in an elastic island that is not back yet:
+        the others would not come."""
+        if self.collectives.is_outside:
+            raise UsageError(
+                f"{call} before engine.resume(folder), in an island that comes back: the others go "
+                "on without it until then, and would not come. Call it after."
+            )
+
     def any(self, flag: bool | Tensor) -> bool:
         """Whether `flag` holds on any rank; for stopping early on all of them alike."""
         self.current_batch.check_even("world.any")
-        elastic_islands.check_inside(self.collectives, "world.any")
+        self._check_inside("world.any")
         row = torch.tensor([float(bool(flag))], device=self.collectives.small_device)
         return bool(self.collectives.gather_rows(row).any())
 
@@ -228,20 +253,27 @@ class World(BatchRows, HintsAtAttributes):
     def broadcast_object(self, value: T, source: int = 0) -> T:
         """Rank `source`'s `value` (picklable), on every rank."""
         self.current_batch.check_even("world.broadcast_object")
-        elastic_islands.check_inside(self.collectives, "world.broadcast_object")
+        self._check_inside("world.broadcast_object")
 
         def given() -> T:
             mine = self.is_main if source == 0 else self.rank == source
             gathered: list[tuple[T] | None]
             gathered = self.collectives.gather_objects((value,) if mine else None)
-            return elastic_islands.given(gathered, source)
+            for held in gathered:
+                if held is not None:
+                    return held[0]
+            raise UsageError(
+                f"world.broadcast_object(source={source}) has nothing to give: there is no such "
+                "rank, or its elastic island has ended. Broadcast from rank 0, whose place the "
+                "first of the others takes."
+            )
 
         return self.collectives.steadily(given)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value` (picklable), in rank order, on every rank."""
         self.current_batch.check_even("world.gather")
-        elastic_islands.check_inside(self.collectives, "world.gather")
+        self._check_inside("world.gather")
         self._tell_stand_in("world.gather")
         return self.collectives.gather_objects(value)
 
@@ -258,7 +290,7 @@ class World(BatchRows, HintsAtAttributes):
                 "world.sum(torch.tensor(value))."
             )
         self.current_batch.check_even("world.sum")
-        elastic_islands.check_inside(self.collectives, "world.sum")
+        self._check_inside("world.sum")
         self._tell_stand_in("world.sum")
         group = self.collectives
         if groups is not None:
@@ -270,8 +302,12 @@ class World(BatchRows, HintsAtAttributes):
         if value.device.type == "cpu":  # NCCL moves only what is on a GPU
             total = total.to(group.small_device)
         group.all_reduce(total.view(-1)).wait()
-        if groups is None:
-            elastic_islands.check_all_here(group, self.size)
+        if groups is None and group.comes_and_goes and group.size < self.size:
+            raise UsageError(
+                f"world.sum over {group.size} of {self.size} workers, since an elastic island is "
+                "away: divided by world.size it would be wrong. Use sw.Metrics, or world.gather, "
+                "which gives as many values as there are workers."
+            )
         return total.to(value.device)
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -370,7 +406,11 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
     it goes on; one of an earlier run is replaced. Raises ConfigError where it cannot be written.
     """
     world = current()
-    elastic_islands.check_timeline(world.collectives, Path(path))
+    if world.collectives.comes_and_goes:
+        raise ConfigError(
+            f"--timeline {path} and --elastic-islands cannot be had together: an island that is "
+            "back would begin the file anew. Leave one of them out."
+        )
     timeline_control.start(Path(path), world.collectives.status_server)
     if world.is_main and not world.settings.quiet:
         line = timeline_control.where(Path(path), world.collectives.status_server)
@@ -403,3 +443,22 @@ def leave() -> None:
     if world is not None:
         exit_handlers.unregister(leave)
         world.close()
+
+
+def count_groups(settings: config.Settings, group: Collectives) -> int:
+    """Return how many islands the ranks of `group` form. Collective if that is one per host.
+
+    Raises ConfigError if hosts cannot be islands.
+    """
+    if isinstance(settings.islands, int):
+        return settings.islands
+    hosts = ranks_by_host(group.gather_plain(host_key() or socket.gethostname()))
+    in_a_row = all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in hosts)
+    if len({len(ranks) for ranks in hosts}) > 1 or not in_a_row:
+        counts = ", ".join(str(len(ranks)) for ranks in hosts)
+        raise ConfigError(
+            f"--islands host needs as many workers on every host, numbered host by host; these "
+            f"have {counts}{'' if in_a_row else ', and their numbers alternate'}. Start equal "
+            "numbers host by host (-H a:4,b:4), or write --islands with a number."
+        )
+    return len(hosts)

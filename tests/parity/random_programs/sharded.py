@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, TensorDataset
 
 import shardwise as sw
-from shardwise.states.gradients.exact_squared_sums import GRAIN
+from shardwise.states.gradients.gradient_norm import GRAIN
 from shardwise.states.storage import storage
 from tests.disk import on_a_disk
 from tests.parity.random_programs import models as made_of

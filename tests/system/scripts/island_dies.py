@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint import save_tensors
 from shardwise.checkpoint.loader import CheckpointLoader
-from shardwise.engine import save_tensors
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)

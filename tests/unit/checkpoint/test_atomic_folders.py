@@ -28,7 +28,7 @@ from shardwise.checkpoint.format import TensorSpec, lay_out
 from shardwise.checkpoint.writer import Writer, create
 from shardwise.cli.main import main
 from shardwise.errors import BrokenCheckpoint, CheckpointError
-from shardwise.layout.byte_ranges import ByteRange
+from shardwise.layout.byte_ranges import Extent
 from tests.unit.checkpoint.test_document import FIELDS
 
 
@@ -193,7 +193,7 @@ def whole_save(folder: Path, step: int, value: int) -> None:
     draft.begin()
     create(draft.path, sets["model"])
     writer = Writer(draft.path, sets)
-    writer.write("model", [ByteRange("w", 0, 3, 0)], memoryview(bytes([value] * 3)))
+    writer.write("model", [Extent("w", 0, 3, 0)], memoryview(bytes([value] * 3)))
     try:
         writer.finish()
     finally:
@@ -268,7 +268,7 @@ def test_a_file_system_without_writes_at_an_offset(tmp_path, monkeypatch):
     sets = {"model": lay_out("model", [TensorSpec("w", "U8", (3,))], limit=9, aliases={})}
     create(draft.path, sets["model"])
     writer = Writer(draft.path, sets)
-    writer.write("model", [ByteRange("w", 0, 3, 0)], memoryview(b"abc"))
+    writer.write("model", [Extent("w", 0, 3, 0)], memoryview(b"abc"))
     assert [part.nbytes for part in writer.finish()["model", "w"]] == [3]
     draft.finish({"checkpoint.json": b"{}"})
     assert names(tmp_path) == ["store"]

@@ -8,22 +8,22 @@ from hypothesis import strategies as st
 
 from shardwise.checkpoint.checksum import ChecksumPart, joined
 from shardwise.layout import bucket_layout
-from shardwise.layout.byte_ranges import ByteRange, Extent, byte_ranges, clipped, extents, share
+from shardwise.layout.byte_ranges import Extent, byte_ranges, clipped, extents, share
 
 
 def test_a_table():
     #   bucket | b: 16..19 of 20 | a: 0..4 |, an interval from 16 on
-    pieces = [bucket_layout.Piece(1, 16, 20, 16), bucket_layout.Piece(0, 32, 37, 0)]
+    pieces = [bucket_layout.Slot(1, 16, 20, 16), bucket_layout.Slot(0, 32, 37, 0)]
     parts = extents(pieces, 16, {0: "a", 1: "b"})
     assert parts == [Extent("b", 0, 4, 16), Extent("a", 16, 21, 0)]
     assert clipped(parts, 2, 18) == [Extent("b", 0, 2, 18), Extent("a", 14, 16, 0)]
     assert clipped(parts, 4, 16) == []
     assert byte_ranges(parts, 4, 8) == [
-        ByteRange("b", 0, 8, 64),
-        ByteRange("b", 8, 16, 72),
-        ByteRange("a", 64, 72, 0),
-        ByteRange("a", 72, 80, 8),
-        ByteRange("a", 80, 84, 16),
+        Extent("b", 0, 8, 64),
+        Extent("b", 8, 16, 72),
+        Extent("a", 64, 72, 0),
+        Extent("a", 72, 80, 8),
+        Extent("a", 80, 84, 16),
     ]
     assert extents(pieces, 16, {0: "a"}) == [Extent("a", 16, 21, 0)]
     assert [share(7, index, 3) for index in range(3)] == [(0, 2), (2, 4), (4, 7)]
@@ -53,7 +53,7 @@ def test_every_byte_is_written_once(numels, ranks, copies, span, whole):
                 for start in range(first, end, span):
                     found = clipped(parts, start, min(start + span, end))
                     for each in byte_ranges(found, 4, 24):
-                        for byte in range(each.at, each.at + each.end - each.start):
+                        for byte in range(each.offset, each.offset + each.end - each.start):
                             written[each.tensor][byte] += 1
     assert all(count == 1 for counts in written.values() for count in counts)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.deepspeed.partitions import FragmentReader
 from shardwise.checkpoint.deepspeed.save import Save
-from shardwise.checkpoint.export import PICKLED, disk_errors, written_aside
-from shardwise.checkpoint.format import MOST_TENSORS, TensorSpec, dtype_of, lay_out
+from shardwise.checkpoint.export import PICKLED, disk_errors, write_safetensors, written_aside
+from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.errors import CheckpointError
 
 _CHUNK = 2**22
@@ -55,7 +55,7 @@ def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
             if out.suffix in PICKLED:
                 _write_pickled(tensors, specs, twins, file, out.parent, advance)
             else:
-                _write_safetensors(tensors, specs, twins, file, out, advance)
+                write_safetensors(file, out, specs, twins, partial(_parts, tensors, advance))
     except (OSError, RuntimeError) as error:  # torch's writer raises the latter
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{out} cannot be written: {why}.") from error
@@ -65,29 +65,6 @@ def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
 def numel(save: Save) -> int:
     """How many elements `write_fp32` writes."""
     return sum(spec.numel for spec in save.fp32().specs.values())
-
-
-def _write_safetensors(
-    tensors: FragmentReader,
-    specs: list[TensorSpec],
-    twins: dict[str, str],
-    file: IO[bytes],
-    out: Path,
-    advance: Advance,
-) -> None:
-    laid, *more = lay_out(out.stem, specs, limit=math.inf, aliases=twins)
-    if more:
-        raise CheckpointError(
-            f"{len(specs)} tensors are too many for {out}: a file of safetensors holds "
-            f"{MOST_TENSORS} here. Write to .pt."
-        )
-    file.write(laid.header)
-    for name, placed in laid.tensors.items():  # in the order of their places
-        for first, count in _chunks(placed.spec.numel):
-            value = torch.empty(count, dtype=dtype_of(placed.spec.dtype))
-            tensors.read(name, first, value)
-            file.write(value.view(torch.uint8).numpy().data)
-            advance(count)
 
 
 def _write_pickled(
@@ -109,6 +86,15 @@ def _write_pickled(
             values[spec.name] = flat.view(spec.shape)
         with disk_errors(file) as writer:
             torch.save(values | {twin: values[first] for twin, first in twins.items()}, writer)
+
+
+def _parts(tensors: FragmentReader, advance: Advance, spec: TensorSpec) -> Iterator[Tensor]:
+    """Yield the elements of a tensor in parts, so that none is in memory whole."""
+    for first, count in _chunks(spec.numel):
+        value = torch.empty(count, dtype=dtype_of(spec.dtype))
+        tensors.read(spec.name, first, value)
+        yield value
+        advance(count)
 
 
 def _mapped(path: Path, spec: TensorSpec) -> Tensor:

@@ -4,7 +4,7 @@
         <- hello              versions, clock, where it was reached
     check ->                  is the program here? which address, which port?
         <- ready | refused
-    start ->                  the ranks run           (of islands: see agent_islands.py)
+    start ->                  the ranks run
         <- output, end, saves ...
     signal, ask, resize, ended ->
     close ->                  it ends, as it does when the connection ends or falls silent
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -32,12 +32,12 @@ from typing import Any
 
 from shardwise import __version__
 from shardwise.errors import LaunchError
-from shardwise.launch import failure_report, program
-from shardwise.launch.local_workers import HostTask, LocalWorkers, RankExit
+from shardwise.launch import failure_report, program, worker
+from shardwise.launch.local_workers import LocalWorkers, RankExit
 from shardwise.launch.orphan_reaper import OrphanReaper
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import protocol
-from shardwise.launch.ssh.agent_islands import AgentIslands
 from shardwise.launch.worker import WorkerStreams
 from shardwise.net import network
 
@@ -59,6 +59,9 @@ FULL = 2**20
 class Agent:
     """The part of a run that is on this host."""
 
+    kinds = protocol.TO_AGENT
+    """The messages that it obeys, by `on_KIND`."""
+
     def __init__(self, signals: Signals, stack: ExitStack) -> None:
         self._signals = signals
         self._stack = stack
@@ -66,20 +69,23 @@ class Agent:
         self._out = b""
         self._paused = False
         self._listener: socket.socket | None = None
+        self._place = ("", 0)
+        """The address and port of that listener, as other hosts see them."""
+        self._spec: RunSpec | None = None
+        self._command: tuple[str, ...] = ()
         self._parts: dict[int, LocalWorkers] = {}
-        """The ranks that run here, together as part 0, or each island by itself."""
+        """The ranks that run here, together as part 0, or in parts that start by themselves."""
         self._former: list[LocalWorkers] = []
-        """Islands that were started anew, of which something may be left."""
+        """Parts that were started again, of which something may be left."""
         self._starts = count()
-        self._islands = AgentIslands(self._send, self._selector, stack, self._run_part)
         self._patience = FIRST_PATIENCE
         self._heard = time.monotonic()
         self._open = True
-        kinds = {**protocol.TO_AGENT, **protocol.TO_ISLANDS}
-        self._receiver = protocol.MessageReader(kinds, self._obey, lambda noise: None)
+        self._receiver = protocol.MessageReader(self.kinds, self._obey, lambda noise: None)
 
     def run(self) -> None:
         """Obey the launcher until it closes the connection, or falls silent."""
+        # A launcher that reads no further must not stop this loop, which has ranks to watch.
         for fd in (IN, OUT):
             os.set_blocking(fd, False)
         self._selector.register(IN, selectors.EVENT_READ, self._read)
@@ -89,7 +95,11 @@ class Agent:
         while self._open:
             now = time.monotonic()
             if now >= beat_at:
-                self._beat()
+                if not self._out:  # else the launcher has not read what was sent before
+                    self._out = protocol.HEARTBEAT
+                    self._write()
+                if self._parts:
+                    self._reaper.beat()
                 beat_at = now + BEAT
             left = min(self._heard + self._patience, beat_at) - now
             for key, _ in self._selector.select(max(0.0, left)):
@@ -98,23 +108,16 @@ class Agent:
             self._former = [each for each in self._former if not each.release()]
             for workers in self._parts.values():
                 workers.release()
-            if time.monotonic() > self._heard + self._patience and not _has_come():
+            # This process may have stood still itself: then the launcher's words wait to be read.
+            is_silent = time.monotonic() > self._heard + self._patience
+            if is_silent and not select.select([IN], [], [], 0)[0]:
                 why = f"nothing has come from the launcher for {self._patience:g} s"
                 self._send("refused", why=f"{why}, so the ranks there are ended.")
                 return
 
-    def _beat(self) -> None:
-        """Send the launcher and the reaper a sign of life."""
-        if not self._out:  # else the launcher has not read what was sent before
-            self._out = protocol.HEARTBEAT
-            self._write()
-        if self._parts:
-            self._reaper.beat()
-
     def _obey(self, message: protocol.Message) -> None:
         kind = message.pop("kind")
-        obeys = self._islands if kind in protocol.TO_ISLANDS else self
-        self._guarded(partial(getattr(obeys, f"on_{kind}"), **message))
+        self._guarded(partial(getattr(self, f"on_{kind}"), **message))
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """Do something; what goes wrong with it is the launcher's to tell."""
@@ -127,61 +130,63 @@ class Agent:
         except OSError as error:
             self._send("refused", why=failure_report.os_error_sentence(error))
 
-    def on_check(
-        self,
-        *,
-        words: list[str],
-        module: bool,
-        patience: float,
-        interface_name: str | None,
-        listens: bool,
-        address: str,
-        towards: str,
-        port: int,
-    ) -> None:
-        """Find the program and the interface; where rank 0 `listens`, do so for it.
+    def on_check(self, *, spec: dict[str, Any], listens: bool, address: str, towards: str) -> None:
+        """Find the program and the interface; if rank 0 is here, which `listens`, listen for it.
 
         That is at the interface's address, else at `address`, else where it leads `towards`.
         """
-        if not words:
+        # Kept until `start`, whose message is small then: the spec is sent once.
+        self._spec = found = protocol.build(RunSpec, spec)
+        if not found.words or len(found.shares) != 1:
             raise protocol.ProtocolError("nothing is to be run")
-        self._patience = patience
-        command = program.command(words[0], tuple(words[1:]), module=module)
-        if interface_name is not None:
-            address = network.address_of_interface(interface_name)
-        where = {"port": port, "master_port": 0}
+        self._patience = found.patience
+        self._command = program.command(found.words[0], found.words[1:], module=found.module)
+        if found.interface is not None:
+            address = network.address_of_interface(found.interface)
+        where = {"port": found.port, "master_port": 0}
         if listens:
             address = address or network.address_towards(towards)
-            self._listener = self._stack.enter_context(network.listen(address, port))
-            self._islands.listener = self._listener
+            self._listener = self._stack.enter_context(network.listen(address, found.port))
             spare = self._stack.enter_context(network.reserve_port(address))
             where = {"port": self._listener.getsockname()[1], "master_port": spare.getsockname()[1]}
-            self._islands.place = address, where["port"]
-        self._send("ready", command=command, address=address, **where)
+            self._place = address, where["port"]
+        self._send("ready", address=address, **where)
 
-    def on_start(self, task: dict[str, Any]) -> None:
+    def on_start(self, meeting: dict[str, Any], streams: dict[str, Any]) -> None:
         """Start the ranks."""
-        self._run_part(0, task, LocalWorkers, self._listener)
+        self._run_part(0, meeting, streams, LocalWorkers, self._listener)
         if self._listener is not None:
             self._listener.close()
 
     def _run_part(
         self,
         part: int,
-        task: dict[str, Any],
+        meeting: dict[str, Any],
+        streams: dict[str, Any],
         make: Callable[..., LocalWorkers],
         listener: socket.socket | None,
     ) -> None:
-        """Start the ranks of a part, which `make` makes of what LocalWorkers take."""
-        streams = task.pop("outlet", None)
-        outlet = protocol.build(WorkerStreams, streams if isinstance(streams, dict) else {})
-        checked = protocol.build(HostTask, task, outlet=outlet)
-        leads = network.interface_of(network.address_towards(checked.address))
-        given = replace(checked, command=tuple(checked.command), interface=leads)
+        """Start the ranks of a part, as the workers that `make` returns."""
+        if self._spec is None:
+            raise protocol.ProtocolError("nothing is started before a check")
+        where = protocol.build(Meeting, meeting)
+        where = replace(
+            where, interface=network.interface_of(network.address_towards(where.address))
+        )
         folder = self._folder / f"start-{next(self._starts)}"
         folder.mkdir(mode=0o700)
-        sinks = self._hear, self._left, self._saves
-        workers = make(given, folder, self._reaper, self._selector, *sinks)
+        workers = make(
+            self._spec,
+            where,
+            protocol.build(WorkerStreams, streams),
+            worker.program(self._command),
+            folder,
+            self._reaper,
+            self._selector,
+            self._hear,
+            self._left,
+            self._saves,
+        )
         self._former += [self._parts[part]] if part in self._parts else []
         self._parts[part] = workers
         workers.start(listener)
@@ -278,17 +283,15 @@ class Agent:
                 self._open = False
 
 
-def _has_come() -> bool:
-    """Whether there is something to read that the launcher has said, while we stood still."""
-    return bool(select.select([IN], [], [], 0)[0])
-
-
 def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
     """Build the first message: what the launcher wants to know of this host."""
+    torch = None
+    with suppress(PackageNotFoundError):
+        torch = version("torch")
     here = (environ.get("SSH_CONNECTION", "").split(" ") + [""] * 3)[2]
     return {
         "version": __version__,
-        "torch": _version("torch"),
+        "torch": torch,
         "python": ".".join(map(str, sys.version_info[:3])),
         "time": time.time(),
         "address": here,
@@ -307,19 +310,12 @@ def _machine() -> str | None:
     return " ".join([boot, *spaces])
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def main() -> None:
+def main(kind: type[Agent] = Agent) -> None:
     """Serve one run."""
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
         try:
-            Agent(signals, stack).run()
+            kind(signals, stack).run()
         except protocol.ProtocolError as fault:
             sys.exit(
                 f"shardwise: this agent is told what no launcher of its version says: {fault}."

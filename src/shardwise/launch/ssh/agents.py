@@ -6,13 +6,12 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Generic, Self, TypeVar
 
 from shardwise.errors import LaunchError
-from shardwise.launch.job import Job
 from shardwise.launch.orphan_reaper import OrphanReaper
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.ssh import command, heartbeat
-from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.ssh.protocol import Message
 from shardwise.launch.ssh.remote_host import RemoteHost
 from shardwise.launch.supervisor import Supervisor
@@ -22,30 +21,41 @@ START_LIMIT = 60.0
 """Seconds that a host may take to log us in and answer."""
 
 
-class Agents:
-    """The agents of a run; a context, after which all are gone. `say` shows lines of theirs."""
+H = TypeVar("H", bound=RemoteHost)
+
+
+class Agents(Generic[H]):
+    """The agents of a run; a context, after which all are gone.
+
+    `say` shows lines of theirs, and `kind` makes the connection to each.
+    """
 
     def __init__(
-        self, options: SshOptions, supervisor: Supervisor, say: Callable[[bytes], None]
+        self,
+        spec: RunSpec,
+        supervisor: Supervisor,
+        say: Callable[[bytes], None],
+        kind: type[H],
     ) -> None:
-        self._options, self._supervisor, self._say = options, supervisor, say
-        self._remotes: list[RemoteHost] = []
-        self._beats: dict[RemoteHost, ExitStack] = {}
+        self._spec, self._supervisor, self._say = spec, supervisor, say
+        self._kind = kind
+        self._remotes: list[H] = []
+        self._beats: dict[H, ExitStack] = {}
         """What tells each that we are alive; one for all that were started together."""
         self._is_here: dict[Host, bool] = {}
         """What was found out before, since a name may take long to look up."""
         self._stack = ExitStack()
 
-    def __enter__(self) -> Agents:
+    def __enter__(self) -> Self:
         self._reaper = self._stack.enter_context(OrphanReaper())
         self._stack.callback(self._end)
-        self._supervisor.every_turn.append(self._look)
+        self._supervisor.every_turn.append(self._give_up_silent)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, shares: Iterable[Share]) -> list[RemoteHost]:
+    def start(self, shares: Iterable[Share]) -> list[H]:
         """Start an agent on the host of each of `shares`. Raises LaunchError without an ssh."""
         made = [self._started(share) for share in shares]
         beats = ExitStack()
@@ -53,21 +63,21 @@ class Agents:
         beats.enter_context(heartbeat.heartbeats([remote.input_fd for remote in made]))
         return made
 
-    def _started(self, share: Share) -> RemoteHost:
+    def _started(self, share: Share) -> H:
         known = self._is_here.get(share.host)
-        remote = RemoteHost(self._options, share, self._say, is_here=known)
+        remote = self._kind(self._spec, share, self._say, is_here=known)
         self._is_here[share.host] = remote.is_here
         self._remotes.append(remote)
         self._reaper.started(remote.group)
         remote.connect(self._supervisor.selector)
         return remote
 
-    def _look(self) -> float | None:
+    def _give_up_silent(self) -> float | None:
         """Give up the hosts whose agents are silent; seconds until one of the others may be."""
         waits = [wait for remote in self._remotes if (wait := remote.look()) is not None]
         return min(waits, default=None)
 
-    def forget(self, remote: RemoteHost, since: float) -> None:
+    def forget(self, remote: H, since: float) -> None:
         """Wait for the end of an agent that was asked for it at `since`, and forget it, once."""
         if remote in self._remotes:
             self._remotes.remove(remote)
@@ -82,24 +92,28 @@ class Agents:
             beats.close()
         for remote in self._remotes:
             remote.close()
+        # All were asked before the first is waited for: many slow hosts take as long as one.
         began = time.monotonic()
         for remote in self._remotes:
             self._wait(remote, began)
 
-    def _wait(self, remote: RemoteHost, since: float) -> None:
+    def _wait(self, remote: H, since: float) -> None:
         remote.wait(since)
         if remote.is_gone():
             self._reaper.ended(remote.group)
 
 
-_NOWHERE: dict[str, Any] = {"address": LOOPBACK, "port": 0, "master_port": 0}
+_NOWHERE = Meeting(address=LOOPBACK, port=0, master_port=0)
 
 
 def prepare(
-    job: Job, remotes: Sequence[RemoteHost], supervisor: Supervisor, listening: Collection[Share]
-) -> dict[str, Any]:
-    """Wait until every host can start; the hosts of the shares `listening` listen on the job's
-    port. Returns rank 0's address, port and master_port.
+    spec: RunSpec,
+    remotes: Sequence[RemoteHost],
+    supervisor: Supervisor,
+    listening: Collection[Share],
+) -> Meeting:
+    """Wait until every host can start; the hosts of the shares `listening` listen on the port of
+    the spec. Returns where the first of them listens.
 
     Raises LaunchError with all that is wrong on any of them.
     """
@@ -109,12 +123,12 @@ def prepare(
     _refuse_twice(remotes)
     _compare(remotes, supervisor)
     for remote in remotes:
-        check(job, remote, remotes, listens=remote.share in listening)
+        check(remote, remotes, listens=remote.share in listening)
     wait_for(remotes, supervisor, lambda remote: remote.ready)
     first = remotes[0].ready
     if first is None:
         return _NOWHERE
-    return {name: first[name] for name in _NOWHERE}
+    return Meeting(address=first["address"], port=first["port"], master_port=first["master_port"])
 
 
 def address(remote: RemoteHost) -> str:
@@ -136,24 +150,16 @@ def peer(remote: RemoteHost, remotes: Iterable[RemoteHost]) -> str:
     return next(iter([*reached, *named, *ours]), LOOPBACK)
 
 
-def check(job: Job, remote: RemoteHost, remotes: Iterable[RemoteHost], *, listens: bool) -> None:
+def check(remote: RemoteHost, remotes: Iterable[RemoteHost], *, listens: bool) -> None:
     """Ask a host whether it can start. It listens at the address by which it was reached. If that
     is not known, it listens at its address on the route to another one of `remotes`."""
-    remote.check(
-        words=job.words,
-        module=job.module,
-        interface_name=job.interface,
-        listens=listens,
-        address=address(remote),
-        port=job.port,
-        towards=peer(remote, remotes),
-    )
+    remote.check(listens=listens, address=address(remote), towards=peer(remote, remotes))
 
 
 def wait_for(
-    remotes: Sequence[RemoteHost],
+    remotes: Sequence[H],
     supervisor: Supervisor,
-    word: Callable[[RemoteHost], Message | bool | None],
+    word: Callable[[H], Message | bool | None],
 ) -> None:
     """Wait until all have sent a message, or someone wants the run to end. Raises LaunchError."""
     until = time.monotonic() + START_LIMIT

@@ -1,14 +1,12 @@
 """Builds the ssh command that starts an agent on a host, and says what its failures mean. Pure."""
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import PurePath
 
 from shardwise.errors import LaunchError
+from shardwise.launch.run_spec import RunSpec
 from shardwise.net.hosts import Host, Share
-
-AGENT = "shardwise.launch.ssh.agent"
 
 NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 """Variables that Python itself may need to start; others travel inside the connection, where
@@ -35,127 +33,111 @@ CONNECT = 10
 """Seconds that ssh may take to reach a host."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SshOptions:
-    """How other hosts are reached and what is used there.
-
-    `ssh` are the words of the program with flags of the user's, `port` its port, None for its
-    own. `python` runs the agent in `folder`. `passed` are variables for the ranks. `patience` is
-    the seconds of silence after which a host counts as lost.
-    """
-
-    folder: str
-    python: str
-    ssh: tuple[str, ...] = ("ssh",)
-    port: int | None = None
-    passed: Mapping[str, str] = field(default_factory=dict)
-    patience: float = 10.0
-
-
-def ssh_command(options: SshOptions, host: Host) -> list[str]:
+def ssh_command(spec: RunSpec, host: Host) -> list[str]:
     """Build the command that starts an agent on `host`; it never asks for a password.
 
     Raises LaunchError for a port if the program has no flag for it.
     """
-    program = PurePath(options.ssh[0]).name
+    program = PurePath(spec.ssh[0]).name
     if program in WITHOUT_FLAGS:
-        if options.port is not None:
+        if spec.ssh_port is not None:
             raise LaunchError(
-                f"--ssh-port {options.port}: {program} has no flag for a port. Leave it out."
+                f"--ssh-port {spec.ssh_port}: {program} has no flag for a port. Leave it out."
             )
-        return [*options.ssh, host.login, remote_command(options)]
+        return [*spec.ssh, host.login, remote_command(spec)]
     settings = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT),
-        "ServerAliveInterval": str(max(1, round(options.patience / 4))),
+        "ServerAliveInterval": str(max(1, round(spec.patience / 4))),
         "ServerAliveCountMax": "3",
         "LogLevel": "ERROR",
     }
     given = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
-    port = [] if options.port is None else ["-p", str(options.port)]
-    return [*options.ssh, "-T", "-x", *given, *port, host.login, "--", remote_command(options)]
+    port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
+    return [*spec.ssh, "-T", "-x", *given, *port, host.login, "--", remote_command(spec)]
 
 
-def remote_command(options: SshOptions) -> str:
+def remote_command(spec: RunSpec) -> str:
     """Build one line for the login shell of the other host, whichever that is."""
-    needed = [f"{name}={options.passed[name]}" for name in NEEDED if name in options.passed]
-    agent = shlex.join([*(["env", *needed] if needed else []), *agent_words(options.python)])
-    return f"cd {shlex.quote(options.folder)} || exit {NO_FOLDER}; exec {agent}"
+    needed = [f"{name}={spec.passed[name]}" for name in NEEDED if name in spec.passed]
+    env = ["env", *needed] if needed else []
+    agent = shlex.join([*env, *agent_words(spec, spec.python)])
+    return f"cd {shlex.quote(spec.folder)} || exit {NO_FOLDER}; exec {agent}"
 
 
-def agent_words(python: str) -> list[str]:
+def agent_words(spec: RunSpec, python: str) -> list[str]:
     """Build the command that is an agent, on whichever host."""
-    return [python, "-P", "-m", AGENT]
+    return [python, "-P", "-m", spec.agent]
 
 
-def start_failure(options: SshOptions, host: Host, code: int | None, said: str) -> str:
+def start_failure(spec: RunSpec, host: Host, code: int | None, said: str) -> str:
     """Say why the agent on `host` did not start or went away, from its exit code and output."""
-    port = [] if options.port is None else ["-p", str(options.port)]
-    login = shlex.join([*options.ssh, *port, host.login])
+    port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
+    login = shlex.join([*spec.ssh, *port, host.login])
     last = _last_line(said)
     if code == NO_FOLDER:
         return (
-            f"{host.name} has no folder {options.folder}, where this run starts. Put the project "
+            f"{host.name} has no folder {spec.folder}, where this run starts. Put the project "
             "there too: on a file system that all hosts share, or as a copy."
         )
     if code in NOT_FOUND:
         return (
-            f"{host.name} has no {options.python}. Install the same Python there, or name one that "
+            f"{host.name} has no {spec.python}. Install the same Python there, or name one that "
             "all hosts have with --python PATH."
         )
     if "No module named" in last:
         return (
-            f"{options.python} on {host.name} cannot import {AGENT}. Install the same version of "
+            f"{spec.python} on {host.name} cannot import {spec.agent}. Install the same version of "
             "shardwise there, or pass on where it is with -x PYTHONPATH."
         )
     if code == SSH_FAILED:
         return f"ssh to {host.name} fails: {last or 'no reason given'}. {_advice(last, login)}"
     return (
         f"The agent on {host.name} ended ({'signal' if (code or 0) < 0 else 'exit code'} "
-        f"{abs(code or 0)}){': ' + last if last else ''}. Look at: {login} {options.python} "
-        f"-m {AGENT}"
+        f"{abs(code or 0)}){': ' + last if last else ''}. Look at: {login} {spec.python} "
+        f"-m {spec.agent}"
     )
 
 
-def lost_host(options: SshOptions, share: Share, code: int | None, said: str, silent: float) -> str:
+def lost_host(spec: RunSpec, share: Share, code: int | None, said: str, silent: float) -> str:
     """Say why the agent for the ranks of `share` went away after they had started.
 
     `silent` is the seconds between its last sign of life and the end of its connection.
     """
     who = f"{share.host.name} ({share.ranks}) is lost"
     if code != SSH_FAILED:
-        why = start_failure(options, share.host, code, said)
+        why = start_failure(spec, share.host, code, said)
         return f"{who}: {why.replace('The agent', 'the agent', 1)}"
     reason = _last_line(said)
     if not reason and silent < KEPT_SILENT:
         return (
             f"{who}: its agent ended {silent:.1f} s after its last sign of life. Was it killed "
-            f"(kill -9, the out-of-memory killer), or sshd there? {_ends_by_itself(options)}"
+            f"(kill -9, the out-of-memory killer), or sshd there? {_ends_by_itself(spec)}"
         )
     return (
-        f"{who}: {reason or _nothing_heard(options)}. Did the host go down, or the network "
-        f"between? {_ends_by_itself(options)}"
+        f"{who}: {reason or _nothing_heard(spec)}. Did the host go down, or the network "
+        f"between? {_ends_by_itself(spec)}"
     )
 
 
-def silent_host(options: SshOptions, share: Share, pid: int) -> str:
+def silent_host(spec: RunSpec, share: Share, pid: int) -> str:
     """Say that the agent for the ranks of `share` has ceased to answer over a connection that is
     still there; `pid` is its process."""
-    port = [] if options.port is None else ["-p", str(options.port)]
-    login = shlex.join([*options.ssh, *port, share.host.login])
+    port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
+    login = shlex.join([*spec.ssh, *port, share.host.login])
     return (
-        f"{share.host.name} ({share.ranks}) is lost: {_nothing_heard(options)}, although the "
+        f"{share.host.name} ({share.ranks}) is lost: {_nothing_heard(spec)}, although the "
         f"connection stands. Is its agent (process {pid}) stopped, or the host too busy? Look at: "
-        f"{login} ps -o pid,stat,args -p {pid}. {_ends_by_itself(options)}"
+        f"{login} ps -o pid,stat,args -p {pid}. {_ends_by_itself(spec)}"
     )
 
 
-def _nothing_heard(options: SshOptions) -> str:
-    return f"nothing was heard of it for {options.patience:g} s"
+def _nothing_heard(spec: RunSpec) -> str:
+    return f"nothing was heard of it for {spec.patience:g} s"
 
 
-def _ends_by_itself(options: SshOptions) -> str:
-    return f"What runs there ends by itself within {options.patience:g} s."
+def _ends_by_itself(spec: RunSpec) -> str:
+    return f"What runs there ends by itself within {spec.patience:g} s."
 
 
 def _last_line(said: str) -> str:

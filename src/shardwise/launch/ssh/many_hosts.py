@@ -1,49 +1,48 @@
-"""Runs a job on several hosts: an agent on each, and no rank starts before all are ready."""
+"""Runs a spec on several hosts: an agent on each, and no rank starts before all are ready."""
 
 import os
 from contextlib import closing
 from functools import partial
 
 from shardwise.launch.console import Console
-from shardwise.launch.job import Job
+from shardwise.launch.part_runner import PartRunner
+from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.signals import Signals
-from shardwise.launch.ssh import agents, island_hosts
+from shardwise.launch.ssh import agents
 from shardwise.launch.ssh.agents import Agents
-from shardwise.launch.ssh.command import SshOptions
+from shardwise.launch.ssh.remote_host import RemoteHost
 from shardwise.launch.supervisor import Supervisor
 from shardwise.net import restarts
 from shardwise.net.restarts import Ending
 
 
-def run(job: Job, options: SshOptions) -> int:
-    """Run `job` to its end and return the exit code. Raises LaunchError when it cannot start."""
-    console = job.console(os.environ)
+def run(spec: RunSpec, part_runner: PartRunner | None) -> int:
+    """Run `spec` to its end and return the exit code. Raises LaunchError when it cannot start."""
+    console = spec.console(os.environ)
     with Signals() as signals:
-        allowed = restarts.Restarts(job.restarts)
-        once = partial(_once, job, options, console, signals)
-        if job.elastic_islands:
-            once = partial(island_hosts.once, job, options, console, signals, allowed)
+        allowed = restarts.Restarts(spec.restarts)
+        once = partial(_once, spec, console, signals)
+        if part_runner is not None:
+            once = partial(part_runner.on_many_hosts, spec, console, signals, allowed)
         return restarts.repeated(allowed, once, console.say)
 
 
-def _once(job: Job, options: SshOptions, console: Console, signals: Signals) -> Ending:
+def _once(spec: RunSpec, console: Console, signals: Signals) -> Ending:
     """Reach all hosts, start all ranks, and watch them to their end, once."""
-    outputs = job.outputs(console)
     supervisor = Supervisor(
         console,
-        outputs,
+        spec.outputs(console),
         signals,
-        grace=job.grace,
-        joins=job.joins,
-        hosts=agents.names(job.shares),
+        grace=spec.grace,
+        joins=spec.joins,
+        hosts=agents.names(spec.shares),
     )
-    with closing(supervisor), Agents(options, supervisor, console.err.lines) as started:
-        remotes = started.start(job.shares)
-        where = agents.prepare(job, remotes, supervisor, listening=job.shares[:1])
+    with closing(supervisor), Agents(spec, supervisor, console.lines, RemoteHost) as started:
+        remotes = started.start(spec.shares)
+        where = agents.prepare(spec, remotes, supervisor, listening=spec.shares[:1])
         if supervisor.is_asked:
             return supervisor.watch(())
+        # Only now: a host that cannot start must not leave the ranks of others waiting for it.
         for remote in remotes:
-            assert remote.ready is not None
-            command = tuple(remote.ready["command"])
-            remote.start(job.task(remote.share, command, console, **where), supervisor)
+            remote.start(where, spec.streams(console), supervisor)
         return supervisor.watch(remotes)

@@ -10,7 +10,7 @@ does so, and puts it in anywhere: JSON has no such byte.
 import json
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -38,33 +38,18 @@ Kinds = Mapping[str, Mapping[str, Any]]
 _NUMBER, _TEXT_OR_NONE = (int, float), (str, type(None))
 TO_AGENT: Kinds = {
     "check": {
-        "words": [str],
-        "module": bool,
-        "patience": _NUMBER,
-        "interface_name": _TEXT_OR_NONE,
+        "spec": dict,
         "listens": bool,
         "address": str,
         "towards": str,
-        "port": int,
     },
-    "start": {"task": dict},
+    "start": {"meeting": dict, "streams": dict},
     "signal": {"number": int, "part": int},
     "ask": {"number": int, "part": int},
     "ended": {"rank": int, "part": int},
     "resize": {"window": [int]},
     "close": {},
 }
-TO_ISLANDS: Kinds = {
-    "serve": {"secret": str, "ranks": int, "islands": int},
-    "listen": {"island": int, "address": str},
-    "start_island": {"task": dict, "island": int, "count": int, "returns": bool},
-    "keep": {"rank": int, "number": int, "data": str},
-    "fetch": {"rank": int, "number": int, "address": str, "port": int},
-    "settle": {"deliveries": [dict], "dropped": [[int]]},
-    "shut": {"ranks": [int]},
-}
-"""The same where islands may end and come back: see agent_islands.py."""
-
 FROM_AGENT: Kinds = {
     "hello": {
         "version": str,
@@ -75,7 +60,7 @@ FROM_AGENT: Kinds = {
         "machine": _TEXT_OR_NONE,
         "pid": int,
     },
-    "ready": {"command": [str], "address": str, "port": int, "master_port": int},
+    "ready": {"address": str, "port": int, "master_port": int},
     "refused": {"why": str},
     "output": {"rank": int, "stream": int, "data": str},
     "end": {
@@ -87,27 +72,6 @@ FROM_AGENT: Kinds = {
     },
     "saves": {"number": int},
 }
-FROM_ISLANDS: Kinds = {
-    "serving": {},
-    "listening": {"island": int, "port": int, "master_port": int},
-    "unstarted": {"island": int, "why": str},
-    "came": {
-        "rank": int,
-        "number": int,
-        "size": int,
-        "label": str,
-        "alone": bool,
-        "resumes": bool,
-        "data": _TEXT_OR_NONE,
-    },
-    "back": {"rank": int},
-    "who": {"rank": int},
-    "fetched": {"rank": int, "number": int},
-    "unfetched": {"rank": int, "number": int, "why": str},
-}
-OF_A_RANK = ("came", "back", "who")
-"""Those of them that tell of a rank that runs there."""
-
 MOST = 2**26
 """Bytes of the longest line."""
 
@@ -174,18 +138,18 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
-def build(made: type[T], fields: Mapping[str, Any], **given: Any) -> T:
-    """Build `made`, a dataclass, from fields as JSON has them, and those `given`.
+def build(made: type[T], fields: Mapping[str, Any]) -> T:
+    """Build `made`, a dataclass that may hold others, from its fields in JSON.
 
     Raises ProtocolError.
     """
-    hints = get_type_hints(made).items()
-    _check(made.__name__, fields, {name: _plain(hint) for name, hint in hints if name not in given})
-    return made(**fields, **given)
+    hints = get_type_hints(made)
+    _check(made.__name__, fields, {name: _plain(hint) for name, hint in hints.items()})
+    return made(**{name: _restore(value, hints[name]) for name, value in fields.items()})
 
 
 def _plain(hint: Any) -> Any:
-    """Return what JSON has for a type."""
+    """Return the type that JSON has for a type."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return tuple(_plain(part) for part in parts)
@@ -193,7 +157,19 @@ def _plain(hint: Any) -> Any:
         return [_plain(parts[0])]
     if kind is float:
         return (int, float)
-    return dict if issubclass(kind, Mapping) else kind
+    return dict if issubclass(kind, Mapping) or is_dataclass(kind) else kind
+
+
+def _restore(value: Any, hint: Any) -> Any:
+    """Return a value of the type `hint` from JSON, which has no tuples and no dataclasses."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):  # of a type and None, in all messages
+        return None if value is None else _restore(value, parts[0])
+    if kind is tuple:
+        return tuple(_restore(each, parts[0]) for each in value)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return build(kind, value)
+    return value
 
 
 def signal_of(number: int) -> signal.Signals:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -16,12 +16,11 @@ from shardwise import __version__
 from shardwise.errors import LaunchError
 from shardwise.launch import orphan_reaper
 from shardwise.launch.console import STDERR, STDOUT
-from shardwise.launch.local_workers import HostTask
+from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.screen import Lines, Tail
 from shardwise.launch.ssh import command, protocol
-from shardwise.launch.ssh.command import SshOptions
-from shardwise.launch.ssh.remote_desk import RemoteDesk
 from shardwise.launch.supervisor import Supervisor
+from shardwise.launch.worker import WorkerStreams
 from shardwise.launch.worker_output import LIVE
 from shardwise.net import network
 from shardwise.net.hosts import Share
@@ -46,9 +45,12 @@ class RemoteHost:
     while.
     """
 
+    kinds = protocol.FROM_AGENT
+    """The messages that its agent may send."""
+
     def __init__(
         self,
-        options: SshOptions,
+        spec: RunSpec,
         share: Share,
         say: Callable[[bytes], None],
         *,
@@ -59,7 +61,7 @@ class RemoteHost:
         self.ready: protocol.Message | None = None
         self.fault: str | None = None
         self.is_here = network.is_here(share.host) if is_here is None else is_here
-        self._options = options
+        self._spec = spec
         self._supervisor: Supervisor | None = None
         self._left: set[int] = set()
         self._errors = Tail()
@@ -69,16 +71,13 @@ class RemoteHost:
         self._heard = time.monotonic()
         self._is_silent = False
         self._unsent = b""
-        self.desk: RemoteDesk | None = None
-        """Its desk, where islands may end and come back."""
-        kinds = {**protocol.FROM_AGENT, **protocol.FROM_ISLANDS}
         self._receiver = protocol.MessageReader(
-            kinds, self._take, lambda noise: say(self._lines.feed(noise))
+            self.kinds, self._take, lambda noise: say(self._lines.feed(noise))
         )
         self._process = _start(
-            command.agent_words(sys.executable)
+            command.agent_words(spec, sys.executable)
             if self.is_here
-            else command.ssh_command(options, share.host)
+            else command.ssh_command(spec, share.host)
         )
 
     @property
@@ -111,31 +110,19 @@ class RemoteHost:
                 self._selector.unregister(stream)
 
     def check(self, **values: Any) -> None:
-        """Ask whether the run can start there."""
-        self.send("check", patience=self._options.patience, **values)
+        """Send the spec, and ask whether the run can start there."""
+        self.send("check", spec=asdict(self._spec.for_share(self.share)), **values)
 
-    def start(self, task: HostTask, supervisor: Supervisor) -> None:
+    def start(self, meeting: Meeting, streams: WorkerStreams, supervisor: Supervisor) -> None:
         """Start the ranks; from now on their messages go to `supervisor`."""
         self._supervisor = supervisor
-        self.send("start", task=asdict(task))
-
-    def serve(self, desk: RemoteDesk, supervisor: Supervisor, **values: Any) -> None:
-        """Open the desk of that host, which `desk` leads to; islands' messages go to
-        `supervisor`."""
-        self.desk, self._supervisor = desk, supervisor
-        self._left.update(self.share.numbers)
-        self.send("serve", **values)
-
-    def start_island(self, task: HostTask, ranks: Collection[int], **about: Any) -> None:
-        """Start those ranks of an island that are there."""
-        self._left.difference_update(ranks)
-        self.send("start_island", task=asdict(task), **about)
+        self.send("start", meeting=asdict(meeting), streams=asdict(streams))
 
     def reap(self) -> None:
         """Do nothing: the agent reports the ends of its ranks, and its own output ends with it."""
 
     def send_signal(self, number: signal.Signals, part: int = 0) -> None:
-        """Send a signal to the ranks there, those of an island where `part` says which."""
+        """Send a signal to the ranks there, or to a part of them that was started by itself."""
         self.send("signal", number=int(number), part=part)
 
     def ask_to_end(self, number: signal.Signals, part: int = 0) -> None:
@@ -158,7 +145,7 @@ class RemoteHost:
         if self._supervisor is None or self.fault is not None:
             return None
         # ssh watches the connection itself, and so notices first where that is cut.
-        limit = self._options.patience + SLACK
+        limit = self._spec.patience + SLACK
         left = self._heard + limit - time.monotonic()
         if left > 0:
             return left
@@ -167,7 +154,7 @@ class RemoteHost:
             return 0.0
         self._is_silent = True
         pid = self.hello["pid"] if self.hello else 0
-        self.give_up(command.silent_host(self._options, self.share, pid))
+        self.give_up(command.silent_host(self._spec, self.share, pid))
         return None
 
     def close(self) -> None:
@@ -231,14 +218,16 @@ class RemoteHost:
             self._hear(data)
             return
         self._selector.unregister(self._process.stdout)
-        code = self._code()
+        code = None
+        with suppress(subprocess.TimeoutExpired):  # it closed its output, and goes on
+            code = self._process.wait(1.0)
         self._read_errors()
         said = self._errors.text()
         if self._supervisor is None:
-            self.give_up(command.start_failure(self._options, self.share.host, code, said))
+            self.give_up(command.start_failure(self._spec, self.share.host, code, said))
         else:
             silent = time.monotonic() - self._heard
-            self.give_up(command.lost_host(self._options, self.share, code, said, silent))
+            self.give_up(command.lost_host(self._spec, self.share, code, said, silent))
 
     def _hear(self, data: bytes) -> None:
         """Take bytes of the agent; one that breaks the protocol is heard no more."""
@@ -253,12 +242,6 @@ class RemoteHost:
                 "to the output there."
             )
 
-    def _code(self) -> int | None:
-        try:
-            return self._process.wait(1.0)
-        except subprocess.TimeoutExpired:  # it closed its output, and goes on
-            return None
-
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         if self._process.stderr.fileno() not in self._selector.get_map():
@@ -270,19 +253,11 @@ class RemoteHost:
                 self._selector.unregister(self._process.stderr)
 
     def _take(self, message: protocol.Message) -> None:
-        kind = message["kind"]
-        if self._is_given_up and kind != "output":
-            return
-        if kind not in protocol.FROM_ISLANDS:
-            getattr(self, f"_on_{kind}")(message)
-            return
-        self._started(message["rank"] if kind in protocol.OF_A_RANK else None)
-        if self.desk is None:
-            raise protocol.ProtocolError("it tells of islands, of which this run has none")
-        self.desk.hear(message)
+        getattr(self, f"_on_{message['kind']}")(message)
 
     def _on_hello(self, message: protocol.Message) -> None:
         self.hello = message
+        # Errors of several hosts are put in order by time, and clocks of hosts differ.
         self._offset = time.time() - message["time"]
         if message["version"] != __version__:
             self.fault = (
@@ -316,12 +291,6 @@ class RemoteHost:
         if self._supervisor is None or (rank is not None and rank not in self.share.numbers):
             raise protocol.ProtocolError("it tells of ranks that were not started there")
         return self._supervisor
-
-    @property
-    def _is_given_up(self) -> bool:
-        """Whether its islands are lost, and may be about to start again elsewhere: what it says of
-        their ranks is of an earlier life."""
-        return self.desk is not None and self.fault is not None
 
     def give_up(self, why: str) -> None:
         """Take the host for lost, and say why."""

@@ -245,7 +245,13 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
         found_signs = signs.find(environ, parents, alone=identity.launcher == "python")
         if found_signs:
             raise LaunchError(signs.refusal(found_signs))
-    return identity if identity.launcher == "python" else _with_address(identity, environ)
+    if identity.launcher == "python" or identity.port is not None:
+        return identity
+    if not {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
+        return identity
+    # The user's own script says where rank 0 is, which the launcher did not.
+    port = read_integer(environ, "MASTER_PORT", "the script that started this process")
+    return replace(identity, address=environ["MASTER_ADDR"], port=port)
 
 
 def _is_alone(environ: Environ) -> bool:
@@ -266,14 +272,6 @@ def _check_by_hand(identity: Identity, environ: Environ) -> None:
         other = row.read(environ)
         if other is not None and other.size >= identity.size:
             _agreed([identity, other])
-
-
-def _with_address(identity: Identity, environ: Environ) -> Identity:
-    """Add rank 0's address where the user's own script has set MASTER_ADDR and MASTER_PORT."""
-    if identity.port is not None or not {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
-        return identity
-    port = read_integer(environ, "MASTER_PORT", "the script that started this process")
-    return replace(identity, address=environ["MASTER_ADDR"], port=port)
 
 
 def _agreed(found: list[Identity]) -> Identity:

@@ -123,14 +123,14 @@ def node_names(text: str) -> list[str]:
         raise LaunchError(
             f"{text!r} is no list of nodes such as n[1-2,7],m03, which Slurm should have given."
         )
-    return [name for pattern in patterns for name in _expanded(pattern, text)]
-
-
-def _expanded(pattern: str, text: str) -> list[str]:
-    parts = [
-        [plain] if plain else list(_range(ranges, text)) for ranges, plain in _PART.findall(pattern)
-    ]
-    return ["".join(name) for name in product(*parts)]
+    names = []
+    for pattern in patterns:
+        parts = [
+            [plain] if plain else list(_range(ranges, text))
+            for ranges, plain in _PART.findall(pattern)
+        ]
+        names += ["".join(name) for name in product(*parts)]
+    return names
 
 
 def _range(ranges: str, text: str) -> Iterator[str]:

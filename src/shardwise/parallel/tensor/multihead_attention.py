@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ModelError
-from shardwise.layout.shards import Range
+from shardwise.layout.bucket_layout import Span
 from shardwise.parallel.tensor import split_rules
 from shardwise.parallel.tensor.parallel_layers import TensorParallelModule
 from shardwise.parallel.tensor.region_collectives import (
@@ -38,7 +38,7 @@ class SplitMultiheadAttention(TensorParallelModule):
     out_proj: nn.Linear
     in_proj_weight: Tensor
     in_proj_bias: Tensor | None
-    ranges: Sequence[Range]
+    ranges: Sequence[Span]
     """The heads of each rank."""
 
     def forward(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import UsageError
-from shardwise.layout.shards import Range
+from shardwise.layout.bucket_layout import Span
 from shardwise.parallel.tensor.graph_paths import AllowedOperations
 from shardwise.parallel.tensor.region_collectives import (
     ShardedDim,
@@ -84,7 +84,7 @@ class ColwiseParallel(TensorParallelModule):
 
     _gather_output: bool
     """Whether the output is gathered."""
-    ranges: Sequence[Range]
+    ranges: Sequence[Span]
     """The output features of each rank."""
 
     def forward(self, value: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class VocabParallelEmbedding(TensorParallelModule):
 
     weight: Tensor
     padding_idx: int | None
-    ranges: Sequence[Range]
+    ranges: Sequence[Span]
     """The rows of each rank."""
 
     def forward(self, numbers: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def make_tensor_parallel(
     style: type[TensorParallelModule],
     replica: Replica,
     local: Mapping[str, Any],
-    ranges: Sequence[Range] | None = None,
+    ranges: Sequence[Span] | None = None,
     *,
     gather_output: bool = False,
     allowed: AllowedOperations | None = None,

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm import Collectives
-from shardwise.layout.shards import Range
+from shardwise.layout.bucket_layout import Span
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ShardedDim:
     """A dimension, counted from the last, of which each rank has a range."""
 
     dim: int
-    ranges: Sequence[Range]
+    ranges: Sequence[Span]
 
     @property
     def size(self) -> int:

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ModelError
-from shardwise.layout.shards import Range, Ranges, even_ranges
+from shardwise.layout.bucket_layout import Span
+from shardwise.layout.shards import Ranges, even_ranges
 from shardwise.parallel.tensor.graph_paths import AllowedOperations
 from shardwise.parallel.tensor.parallel_layers import (
     ColwiseParallel,
@@ -37,7 +38,7 @@ class ModuleSplit:
     style: type[TensorParallelModule]
     tensors: Mapping[str, tuple[int, Sequence[Ranges]]]
     local_attributes: Sequence[Mapping[str, Any]] = ()
-    ranges: Sequence[Range] | None = None
+    ranges: Sequence[Span] | None = None
     gather_output: bool = False
     allowed: AllowedOperations | None = None
     """The operations allowed before the module, if it was tried."""

@@ -1,8 +1,11 @@
-"""The gradients of one rank.
+"""Gradients of one rank: collected in buckets during backward, reduced over ranks, then consumed.
 
-gradients.py             from the hook of a parameter to the bucket's sum
-bucket_fill.py, bucket_reducer.py, gradient_accumulator.py  the life of one bucket
-gradient_norm.py         the global norm; exact_squared_sums.py: in the exact mode
-unused_parameters.py     parameters that get no gradient
-unreadable_grad.py       `param.grad` between backward and step
+gradients.py          counts arrivals, starts buckets in order, sets late gradients aside
+bucket.py             one bucket, from the first gradient of a backward to the update
+bucket_views.py       where each gradient goes in the bucket's flat memory
+reduction_queue.py    buckets in a collective, and the buffers that they borrow
+gradient_sum.py       the sum over micro-batches, and the exact mode's tree
+gradient_norm.py      squares of sums, exact ones too; clipping
+expected_gradients.py which gradients will arrive
+unreadable_grad.py    the guard in `param.grad` until the step is made
 """

@@ -1,137 +1,157 @@
 """Computes the global gradient norm and the coefficient that clips gradients by it.
 
-A rank squares the sums of its own intervals, bucket by bucket as they come (`GradientNorm`);
+A rank squares the sums of its own intervals, bucket by bucket when they arrive.
 `engine/exchange.py` adds the squares of all ranks, and of all pipeline stages. The update
 multiplies gradients by `clip_coefficient`, together with the one division of the step.
 
-    bucket's sum ─▶ squared_sum ─┐
-    bucket's sum ─▶ squared_sum ─┼─▶ squared() ─▶ exchange over ranks ─▶ sqrt ─▶ clip_coefficient
+    bucket's sum ─▶ square_span ─┐
+    bucket's sum ─▶ square_span ─┼─▶ exchange over ranks ─▶ sqrt ─▶ clip_coefficient
     ...                          ┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from shardwise.layout.bucket_layout import Piece
-from shardwise.states.gradients.gradient_accumulator import GradientBucket, Summation
-from shardwise.states.storage.squared_sums import squared_sum
-from shardwise.states.storage.storage import MemoryStorage
+from shardwise.model.precision import NARROW
+
+if TYPE_CHECKING:
+    from shardwise.layout.bucket_layout import Span
+    from shardwise.states.storage.storage import Storage
+
+CHUNK = 1 << 18
+"""Elements whose squares are added up in the tensor's own precision."""
+
+GRAIN = 64
+"""Elements that an exact sum adds as one. The CPU's widest vector loops take as many at a time (two
+registers of 64 bytes, of 16-bit numbers), so no element falls into the scalar rest of a loop, whose
+rounding differs."""
+
+EXACT_CHUNK = 1 << 17
+"""Elements that an exact sum reads at a time, while they are in the processor's cache."""
+
+_LOWEST = -1073
+"""The smallest exponent that frexp gives for an fp64 number."""
+
+_BINS = 1024 - _LOWEST + 1
+
+_DIGITS = 53
+"""Bits of an fp64 number's whole part; in two halves, so that sums of 2**26 of them stay below
+2**53 and travel as fp64."""
+
+_HALF = 27
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """The factor that clips gradients of the global 2-norm `norm` to `max_norm`; 1 without one.
+    """Return the factor that clips gradients of the global 2-norm `norm` to `max_norm`; 1 if that
+    is None.
 
     The formula is that of torch.nn.utils.clip_grad_norm_.
     """
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
-class GradientNorm:
-    """Squares the gradient sums that `buckets` hold on rank `rank`, each once.
+def square_span(storage: Storage, own: Span, *, wide: bool = False) -> Tensor:
+    """Return the sum of squares of the elements `own` of `storage`, an fp64 scalar.
 
-    The squares of the buckets `elsewhere` are counted by another rank that has the same.
+    With `wide`, and where not all of it is in the device's memory, each square is fp64 too.
     """
-
-    def __init__(
-        self,
-        buckets: Sequence[GradientBucket],
-        summation: Summation,
-        rank: int,
-        elsewhere: Set[int] = frozenset(),
-    ) -> None:
-        self._buckets = buckets
-        self._counted = [bucket for bucket in buckets if bucket.index not in elsewhere]
-        self._elsewhere = elsewhere
-        self._exact_row = summation.exact_row
-        self._rank = rank
-        self._squares: dict[int, Tensor] = {}
-
-    def follow(self, came: Iterable[GradientBucket]) -> None:
-        """Square each sum as it comes, while others are still on their way."""
-        for bucket in came:
-            if bucket.accumulator.is_complete and bucket.index not in self._elsewhere:
-                self._squares[bucket.index] = self._square(bucket)
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Drop the squares of the buckets `numbers`, whose sums will change."""
-        for number in numbers:
-            self._squares.pop(number, None)
-
-    def renew(self, numbers: Iterable[int]) -> None:
-        """Square the buckets `numbers` again: user code has changed their sums."""
-        self.forget(numbers)
-        for bucket in (self._buckets[number] for number in numbers):
-            in_memory = isinstance(bucket.reduced, MemoryStorage) or self._exact_row is not None
-            bucket.squares = None if in_memory else self._square_in_fp64(bucket)
-
-    def clear(self) -> None:
-        """Forget the squares of this step."""
-        self._squares.clear()
-
-    def squared(self) -> Tensor:
-        """The sum of squares of this rank's own intervals: an fp64 scalar on its device, or the
-        row of an exact sum."""
-        parts = [
-            self._square(bucket) if (known := self._squares.get(bucket.index)) is None else known
-            for bucket in self._counted
-        ]
-        if not parts:
-            return torch.zeros((), dtype=torch.float64)
-        return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
-
-    def squared_in_fp64(self) -> Tensor:
-        """The same where squares of fp32 numbers overflow; slower."""
-        parts = [self._square_in_fp64(bucket).cpu() for bucket in self._counted]
-        return torch.stack(parts).sum(0) if parts else torch.zeros((), dtype=torch.float64)
-
-    def _own(self, bucket: GradientBucket) -> tuple[int, int]:
-        """This rank's interval, counted in what the bucket's sum holds: of what several ranks have
-        whole, each squares its interval alone, so that none is counted twice."""
-        first, end = bucket.layout.interval(self._rank)
-        return first - bucket.own[0], end - bucket.own[0]
-
-    def _square(self, bucket: GradientBucket) -> Tensor:
-        own = self._own(bucket)
-        if self._exact_row is not None:
-            return self._exact_row(bucket.reduced, own)
-        if bucket.squares is not None:
-            return bucket.squares
-        assert isinstance(bucket.reduced, MemoryStorage)
-        return squared_sum(bucket.reduced.tensor[slice(*own)])
-
-    def _square_in_fp64(self, bucket: GradientBucket) -> Tensor:
-        own = self._own(bucket)
-        if self._exact_row is not None:
-            return self._exact_row(bucket.reduced, own, wide=True)
-        total = torch.zeros((), dtype=torch.float64)
-        for index, (start, stop) in enumerate(bucket.reduced.spans):
-            low, high = max(start, own[0]), min(stop, own[1])
-            value = bucket.reduced.take(index)
-            if low < high:
-                total += squared_sum(_in_fp64(value[low - start : high - start])).cpu()
-            bucket.reduced.put(index, changed=False)
-        return total
-
-    def nonfinite(self) -> list[int]:
-        """The parameters whose reduced gradient is not finite in what this rank holds."""
-        bad = set()
-        for bucket in self._buckets:
-            for index, (first, end) in enumerate(bucket.reduced.spans):
-                value, start = bucket.reduced.take(index), bucket.own[0] + first
-                pieces = bucket.layout.pieces(start, bucket.own[0] + end)
-                bad |= {piece.parameter for piece in pieces if not _is_finite(value, start, piece)}
-                bucket.reduced.put(index, changed=False)
-        return sorted(bad)
+    if storage.memory is not None and storage.copy_stream is None and not wide:
+        return squared_sum(storage.memory[own[0] : own[1]])
+    total = torch.zeros((), dtype=torch.float64)
+    for first, value in storage.read_spans():
+        low, high = max(first, own[0]), min(first + value.numel(), own[1])
+        if low < high:
+            part = value[low - first : high - first]
+            total += squared_sum(part.to(torch.promote_types(part.dtype, torch.float64))).cpu()
+    return total
 
 
-def _is_finite(value: Tensor, start: int, piece: Piece) -> bool:
-    """Whether `piece` is finite in `value`, which begins at element `start` of the bucket."""
-    return bool(torch.isfinite(value[piece.start - start : piece.end - start]).all())
+def squared_sum(values: Tensor) -> Tensor:
+    """Return the sum of squares of a flat tensor in fp64, added by chunks: short fp32 sums do not
+    drift.
+
+    On an accelerator it takes a few kernels, whatever the length, and no copy to the host.
+    """
+    values = as_real(values)
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float64, device=values.device)
+    if values.numel() <= CHUNK:
+        return torch.dot(values, values).double()
+    if values.device.type == "cpu":
+        chunks = torch.split(values, CHUNK)
+        return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).double().sum()
+    # One reduction over all chunks, since each launch of a kernel costs time.
+    whole = values.numel() // CHUNK * CHUNK
+    norms = torch.linalg.vector_norm(values[:whole].view(-1, CHUNK), dim=1)
+    rest = torch.linalg.vector_norm(values[whole:])
+    return torch.cat([norms, rest.view(1)]).double().square().sum()
 
 
-def _in_fp64(values: Tensor) -> Tensor:
-    return values.to(torch.complex128 if values.is_complex() else torch.float64)
+def as_real(values: Tensor) -> Tensor:
+    """Return `values` as real numbers of 32 bits or more."""
+    if values.is_complex():
+        values = torch.view_as_real(values).view(-1)
+    return values.float() if values.dtype in NARROW else values
+
+
+def exact_row(storage: Storage, own: Span, *, wide: bool = False) -> Tensor:
+    """Count the squares of the elements `own` of `storage` by exponent: int64, (2 x bins + 1,).
+
+    Rows of buckets and ranks add up; the last number counts grains that are not finite. With
+    `wide`, squares are fp64, for fp32 numbers whose squares overflow.
+
+        s = x * x    (64)  ─▶  s[:32] + s[32:]  ─▶  ...  ─▶  one number per grain
+
+    The bits depend on the elements alone, wherever buckets and intervals begin: no interval cuts a
+    grain, and each grain's number is a whole multiple of a power of two. Whole numbers are added
+    exactly in any order, so they are counted by exponent and rounded once, in `exact_total`.
+    """
+    # A storage on the host of an accelerator's rank is read on the host.
+    device = torch.device("cpu") if storage.copy_stream is not None else storage.device
+    row = torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
+    for first, value in storage.read_spans():
+        low, high = max(first, own[0]), min(first + value.numel(), own[1])
+        for chunk in torch.split(value[low - first : max(high - first, 0)], EXACT_CHUNK):
+            if chunk.numel():
+                _count(chunk, row, wide=wide)
+    return row
+
+
+def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
+    values = as_real(values).double() if wide else as_real(values)
+    squares = values.view(-1, GRAIN)
+    squares = squares * squares
+    while squares.shape[1] > 1:
+        half = squares.shape[1] // 2
+        squares = squares[:, :half] + squares[:, half:]
+    sums = squares.view(-1).double()
+    finite = torch.isfinite(sums)
+    row[-1] += (~finite).sum()
+    fraction, exponent = torch.frexp(torch.where(finite, sums, 0.0))
+    # The whole part of 53 bits in two halves, so that sums of 2**26 of them stay exact in fp64.
+    whole = (fraction * 2.0**_DIGITS).long()
+    bins = exponent.long() - _LOWEST
+    row[:_BINS].index_add_(0, bins, whole >> _HALF)
+    row[_BINS:-1].index_add_(0, bins, whole & ((1 << _HALF) - 1))
+
+
+def exact_total(rows: Sequence[Sequence[float]]) -> float:
+    """Return the sum of squares that the exact rows of all ranks add up to; NaN if any is not
+    finite."""
+    whole = 0
+    for row in rows:
+        if row[-1]:
+            return math.nan
+        for place, count in enumerate(row):
+            if count:
+                whole += int(count) << (place + _HALF if place < _BINS else place - _BINS)
+    try:
+        return whole / (1 << (_DIGITS - _LOWEST))
+    except OverflowError:
+        return math.inf

@@ -1,63 +1,54 @@
-"""Gradients: collects them per bucket as backward makes them, and reduces them beside it.
+"""Gradients: collects them per bucket while backward makes them, and reduces them in parallel.
 
 autograd makes each gradient as a tensor of its own. They are moved into their bucket's flat
-buffer, but for large ones where the transport sends them from where they are; when the last one
-has arrived the bucket starts its collective. Buckets start in one order on every rank. A gradient
-goes through these files:
+buffer, except for large ones that the transport sends from where they are. A bucket starts its
+collective when the last gradient has arrived; buckets start in the same order on every rank.
 
-    gradients             counts arrivals, starts buckets in order, sets late gradients aside
-    bucket_fill           moves gradients into a bucket's flat buffer
-    bucket_reducer        all-reduces or reduce-scatters the buffer
-    gradient_accumulator  adds the sum to those of other micro-batches
-    gradient_norm         squares it for the global norm, and clips by that
-    unreadable_grad        stands in `param.grad` until the step is made
+    gradients           counts arrivals, starts buckets in order, sets late gradients aside
+    bucket              collects the gradients of one bucket, reduces them, keeps the sum
+    reduction_queue     the buckets in a collective, and the buffers that they borrow
+    gradient_sum        adds the sums of several micro-batches
+    gradient_norm       squares sums for the global norm, and clips by that
+    unreadable_grad     stands in for `param.grad` until the step is made
 
-- replicated gradients have a buffer for good: micro-batches add up in it, and it is reduced once
-  per step, in place;
-- sharded gradients, and all in the exact mode, borrow a buffer for the time of one reduction,
-  after every micro-batch; only what the rank updates stays.
-
-Which gradients will arrive is learned, not assumed (`unused_parameters`): a bucket starts early
-once as many have come as in earlier backwards, and the rest start when backward ends. A gradient
-that comes after its bucket has started (a branch that was asleep, a segment that reentrant
-checkpointing ran again) finds `param.grad` empty, so it never writes into a buffer in flight; it is
-kept aside as *late* and all ranks reduce it together in `step`.
+Which gradients will arrive is learned, not assumed (`expected_gradients`): a bucket starts early
+once as many have arrived as in earlier backwards, and the rest start when backward ends. A gradient
+may arrive after its bucket has started (a branch that was unused before, a segment that reentrant
+checkpointing ran again). It finds `param.grad` empty, so it never writes into a buffer in flight.
+It is set aside as *late*, and all ranks reduce it together in `step`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import Collectives
+from shardwise.comm import Collectives, Sum
 from shardwise.layout.placement import Placement
-from shardwise.states.gradients.bucket_fill import Backward, BucketFill, refuse_sparse
-from shardwise.states.gradients.bucket_reducer import BucketReducer
-from shardwise.states.gradients.gradient_accumulator import Summation
-from shardwise.states.gradients.gradient_norm import GradientNorm
+from shardwise.model.precision import NARROW
+from shardwise.states.gradients import bucket as bucket_module
+from shardwise.states.gradients.bucket import Backward, BucketState, GradientBucket
+from shardwise.states.gradients.expected_gradients import ExpectedGradients
+from shardwise.states.gradients.gradient_sum import GradientSum, Summation, TreeSum
+from shardwise.states.gradients.reduction_queue import ReductionQueue
 from shardwise.states.gradients.unreadable_grad import GradientGuard
-from shardwise.states.gradients.unused_parameters import ExpectedGradients
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.parameters.parameters_at_rest import unguarded
-from shardwise.states.storage.storage import Storage
+from shardwise.states.storage.storage import MemoryStorage
 from shardwise.states.storage.storage_factory import StorageFactory
-
-SMALL = 1 << 14
-"""Elements up to which gradients wait for their bucket and move together; a larger one moves as
-it arrives, while it is in the processor's cache."""
 
 
 class Gradients:
     """Collects, reduces and guards the gradients of all buckets through one step.
 
-    `used` says by parameter whether it had a gradient in this step, `late` by bucket which came
-    too late for it. `stray` makes the error for a backward that the engine does not know of. The
-    squares of the buckets `elsewhere` are counted by another rank of the replica.
+    `used` says by parameter whether it had a gradient in this step, `late` by bucket which ones
+    arrived after its collective. `stray` makes the error for a backward that the engine does not
+    know of. Another rank of the replica counts the squares of the buckets `elsewhere`.
     """
 
     def __init__(
@@ -75,57 +66,53 @@ class Gradients:
     ) -> None:
         self._parameters = parameters
         self._params = [named.parameter for named in parameters.named]
-        self._each = summation.in_tree or placement.is_sharded("gradients")
+        self._reduces_each = summation.in_tree or placement.is_sharded("gradients")
         self._alone = group.size == 1
         self._overlap = overlap
         self._stray = stray
         self._guards = [GradientGuard(param) for param in self._params]
         self._guarded = False
-        self.reducer = BucketReducer(
-            parameters, placement, group, factory, summation, exact_sum=exact_sum
+        self.queue, self.buckets = _make_buckets(
+            parameters,
+            placement,
+            group,
+            factory,
+            summation,
+            exact_sum=exact_sum,
+            elsewhere=elsewhere,
         )
-        self.norm = GradientNorm(self.reducer.buckets, summation, group.rank, elsewhere)
-        self._fills = [
-            BucketFill(bucket, self.reducer, parameters.named) for bucket in self.reducer.buckets
-        ]
-        place_of = {
-            slot.parameter: (fill, position, slot.numel > SMALL)
-            for fill in self._fills
-            for position, slot in enumerate(fill.bucket.layout.slots)
+        slot_of = {
+            index: (bucket, place)
+            for bucket in self.buckets
+            for place, index in enumerate(bucket.indices)
         }
-        self._place_of = [place_of[index] for index in range(len(self._params))]
+        self._slot_of = [slot_of[index] for index in range(len(self._params))]
         self._expected = ExpectedGradients(len(self._params))
-        self._overdue: list[int] = []
         self._unforeseen: list[int] = []
         self._own_norms: list[Tensor] = []
         self._had_late = False
         self.late: dict[int, list[tuple[int, Tensor]]] = {}
         self.used = [False] * len(self._params)
         self.paced = False
-        """Whether `start` says when buckets start, since gathers go on beside: a rank that waits
-        for the others' gradients while they wait for it in a gather would wait for ever."""
+        """If True, only `start` launches buckets. Gathers run in parallel, so launching a bucket
+        from the hook could deadlock: a rank would wait for the others' gradients while they wait
+        for it in a gather."""
         self.wide = False
-        """Whether 16-bit gradients rest in fp32 by now."""
-        self._reductions = [0] * len(self._fills)
-        self._now = self._fills
+        """Whether 16-bit gradients are kept in fp32 by now."""
+        self._now = self.buckets
         """Those that the backward under way may fill."""
         self._active = False
+        self._hooked = [param for param in self._params if param.requires_grad]
         self._hooks = [
             param.register_post_accumulate_grad_hook(partial(_arrive, ref(self), index))  # type: ignore[no-untyped-call]
             for index, param in enumerate(self._params)
             if param.requires_grad
         ]
-        self._hooked = [param for param in self._params if param.requires_grad]
-
-    @property
-    def sums(self) -> list[Storage]:
-        """By bucket, the reduced gradient of the elements that this rank updates."""
-        return [bucket.reduced for bucket in self.reducer.buckets]
 
     @property
     def reached(self) -> bool:
         """Whether the last backward brought any gradient."""
-        return self._expected.any_arrived
+        return any(self._expected.arrivals)
 
     # -- one backward ---------------------------------------------------------------------
 
@@ -138,33 +125,31 @@ class Gradients:
         among: Collection[int] | None = None,
         usual: bool = True,
     ) -> None:
-        """Make ready for a backward, of the buckets `among` only where that is given; of one that
-        is not `usual` nothing is learned.
+        """Get ready for a backward; of the buckets `among` only, if given.
 
-        `last`: nothing more comes in this step, so replicated gradients may start their way.
-        With a `weight` of zero whatever arrives (perhaps NaN) is thrown away; else it is
-        multiplied by `factor`.
+        Nothing is learned from one that is not `usual`. `last`: no other backward follows in this
+        step, so replicated gradients may be sent. With a `weight` of zero all gradients (perhaps
+        NaN) are thrown away; else they are multiplied by `factor`.
         """
         self._guarded = False
         self._drop()
         self._put_hooks_last()
-        self._now = self._fills
+        self._now = self.buckets
         if among is not None:
-            self._now = [self._fills[number] for number in sorted(among)]
-        reductions = max((self._reductions[each.bucket.index] for each in self._now), default=0)
+            self._now = [self.buckets[number] for number in sorted(among)]
+        is_first = not any(bucket.is_awaited for bucket in self._now)
         self._backward = Backward(
-            # After a first reduction in a step, sums must not be mixed with parts: reduce each.
-            reduces=self._each or last or reductions > 0,
-            is_first=reductions == 0,
+            # After the first reduction in a step, sums must not be mixed with parts: reduce each.
+            reduces=self._reduces_each or last or not is_first,
+            is_first=is_first,
             empty=not isinstance(weight, Tensor) and weight == 0,
             factor=None if isinstance(factor, float) and factor == 1.0 else factor,
             is_zero=weight == 0 if isinstance(weight, Tensor) else None,
         )
-        for fill in self._now:
-            fill.begin(self._backward)
+        for bucket in self._now:
+            bucket.begin(self._backward)
         self._cursor = 0
         self._usual = usual
-        self._overdue.clear()
         self._expected.begin()
         self._active = True
 
@@ -179,119 +164,89 @@ class Gradients:
                     hooks[handle.id] = hooks.pop(handle.id)
 
     def arrived(self, index: int, param: Tensor) -> None:
-        """autograd has put a gradient into `param.grad`."""
+        """Note that autograd has put a gradient into `param.grad`."""
         if not self._active:
             param.grad = None
             raise self._stray(self._parameters.named[index].name)
-        self._expected.arrived(index)
-        fill, position, is_large = self._place_of[index]
-        if fill.closed:
-            self._overdue.append(index)
-        elif is_large and fill.take(position):
-            self.used[index] = True
-        fill.remaining -= 1
-        if fill.remaining == 0 and self._overlap and not self.paced:
-            # Not this bucket at once: ranks complete buckets in different orders, and start them in
-            # one.
-            self._advance()
+        self._expected.arrivals[index] += 1
+        bucket, place = self._slot_of[index]
+        if bucket.mark_ready(place) and self._overlap and not self.paced:
+            # Not this bucket at once: ranks complete buckets in different orders, and must start
+            # them in the same one.
+            while self._cursor < len(self._now) and self._now[self._cursor].remaining <= 0:
+                self._launch(self._now[self._cursor])
+                self._cursor += 1
 
-    def bring(self) -> None:
-        """What has been put into `param.grad` by other means than backward has arrived."""
+    def take_all(self) -> None:
+        """Note all gradients that something other than backward has put into `param.grad`."""
         for index, param in enumerate(self._params):
             if param.grad is not None:
                 self.arrived(index, param)
 
-    def _advance(self) -> None:
-        """Start the buckets that are complete, strictly in order."""
-        while self._cursor < len(self._now) and self._now[self._cursor].remaining <= 0:
-            self._complete(self._now[self._cursor])
-            self._cursor += 1
-
     def start(self, numbers: Sequence[int]) -> None:
-        """Start the buckets `numbers` now, where `paced`; alike on all ranks."""
+        """Start the buckets `numbers` now, where `paced`; the same ones on all ranks."""
         if self._active and self._overlap:
             for number in numbers:
-                if not self._fills[number].closed:
-                    self._complete(self._fills[number])
+                if self.buckets[number].state is BucketState.FILLING:
+                    self._launch(self.buckets[number])
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        small = bucket.collect()
+        for index in bucket.used:
+            self.used[index] = True
+        # Before the launch: others need the interpreter then, to send the bucket.
+        if not self._alone and (small := [grad for grad in small if grad.numel()]):
+            # Only biases and norms, in order to name the rank if the sum is not finite: what is not
+            # finite in backward reaches those of earlier layers. The largest element, not the sum
+            # of squares: a finite one must not overflow here.
+            self._own_norms += torch._foreach_norm(small, math.inf)
+        bucket.launch()
 
     def finish(self) -> None:
-        """Backward has ended: start what has not started, set late gradients aside, learn."""
-        for fill in self._now:
-            if not fill.closed:
-                self._complete(fill)
-            self._reductions[fill.bucket.index] += self._backward.reduces
+        """Backward has ended: start the other buckets, set late gradients aside, learn."""
+        for bucket in self._now:
+            if bucket.state is BucketState.FILLING:
+                self._launch(bucket)
         self._active = False
-        self._set_late_aside()
-        self._learn()
-
-    def abandon(self) -> None:
-        """Backward has failed: forget the step, after what is in flight has landed."""
-        self._active = False
-        for fill in self._fills:
-            fill.abandon()
-        for _ in self.reducer.drain():  # other ranks write into these buffers until then
-            pass
-        self.clear()
-
-    def _complete(self, fill: BucketFill) -> None:
-        """Collect what a bucket still lacks and, where this backward reduces, launch it."""
-        found, grads = fill.complete()
-        for index in found:
-            self.used[index] = True
-        self._probe(grads)  # before others need the interpreter, to send the bucket
-        fill.launch()
-
-    def _probe(self, grads: list[Tensor]) -> None:
-        """Look whether this rank's own gradients are finite, to name the rank if the sum is not.
-
-        Only at small tensors (biases, norms): what is not finite in backward reaches those of
-        earlier layers.
-        """
-        grads = [grad for grad in grads if grad.numel()]
-        if grads and not self._alone:
-            # The largest element, whose square is not made: a finite one must not overflow here.
-            self._own_norms += torch._foreach_norm(grads, math.inf)
-
-    def _set_late_aside(self) -> None:
-        """Keep what arrived after its bucket had been collected."""
-        if self._overdue:
+        late = [bucket for bucket in self.buckets if bucket.late]
+        if late:
             # A gradient that nobody counted on completes the count of a bucket that lacks others.
             self._unforeseen += self._expected.unforeseen()
-        for index in dict.fromkeys(self._overdue):
-            param = self._params[index]
-            grad, param.grad = param.grad, None
-            if grad is None or self._backward.empty:
-                continue
-            refuse_sparse(self._parameters.named[index], grad)
-            self.used[index] = True
-            self._had_late = True
-            number = self._place_of[index][0].bucket.index
-            self.late.setdefault(number, []).append((index, self._backward.weighted(grad)))
-        if not self._backward.reduces:
-            for number, entries in self.late.items():
-                kept = self._fills[number].bucket.kept
-                assert kept is not None
-                self._fills[number].add(kept, entries)
-            self.late.clear()
-
-    def _learn(self) -> None:
-        """Expect in the next backwards what has come in this one."""
-        arriving = (index for fill in self._now for index in fill.indices)
+        for bucket in late:
+            found = bucket.take_late(self._backward)
+            for index, _ in found:
+                self.used[index] = True
+            self._had_late = self._had_late or bool(found)
+            if found and self._backward.reduces:
+                self.late.setdefault(bucket.index, []).extend(found)
+            elif found:
+                bucket.hold_late(found)
+        # Expect in the next backwards what has arrived in this one.
+        arriving = (index for bucket in self._now for index in bucket.indices)
         if self._usual and self._expected.learn(arriving):
-            for fill in self._now:
-                fill.expected = self._expected.expected(fill.indices)
+            for bucket in self._now:
+                bucket.expected = self._expected.count(bucket.indices)
+
+    def abandon(self) -> None:
+        """Forget the step, after what is in flight has arrived: backward has failed."""
+        self._active = False
+        for bucket in self.buckets:
+            bucket.abandon()
+        for _ in self.queue.drain():  # other ranks write into these buffers until then
+            pass
+        self.clear()
 
     # -- between backward and step --------------------------------------------------------
 
     def guard(self) -> None:
-        """Until the next `begin` or `clear`, let every touch of `param.grad` raise."""
+        """Let every use of `param.grad` raise, until the next `begin` or `clear`."""
         with unguarded():
             for param, guard in zip(self._params, self._guards, strict=True):
                 param.grad = guard
         self._guarded = True
 
     def were_cleared(self) -> bool:
-        """Whether user code has cleared gradients since `guard`."""
+        """Return whether user code has cleared gradients since `guard`."""
         if not self._guarded:
             return False
         with unguarded():
@@ -301,53 +256,84 @@ class Gradients:
     # -- the end of a step ----------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Return when the sums of this step have come to rest, late gradients left out."""
-        for bucket in self.reducer.buckets:
-            if self._reductions[bucket.index] == 0:
-                assert bucket.kept is not None
-                self.reducer.launch(bucket, bucket.kept)
-                self._reductions[bucket.index] = 1
-        self.norm.follow(self.reducer.drain())
+        """Wait for the sums of this step, without late gradients."""
+        for bucket in self.buckets:
+            if not bucket.is_awaited:
+                bucket.launch_held()
+        self._wait()
 
     def reduce_late(self, numbers: Sequence[int]) -> None:
-        """Reduce the late gradients of the buckets `numbers` (alike on all ranks)."""
+        """Reduce the late gradients of the buckets `numbers` (the same ones on all ranks)."""
         for number in numbers:
-            fill = self._fills[number]
-            buffer = self.reducer.borrow(fill.bucket)
-            buffer.zero_()
-            fill.add(buffer, self.late.get(number, []))
-            self.reducer.launch(fill.bucket, buffer)
+            self.buckets[number].launch_late(self.late.get(number, []))
         self.late.clear()
-        # Not all of them come by `drain`: borrowing many buffers has settled some on the way.
-        self.norm.forget(numbers)
-        self.norm.follow(self.reducer.drain())
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait for all sums; square each while others are still in flight."""
+        for bucket in self.queue.drain():
+            if bucket.counts and bucket.state is BucketState.SUMMED:
+                bucket.square()
+
+    def squared(self) -> Tensor:
+        """Return the sum of squares of this rank's own intervals: an fp64 scalar on its device, or
+        the row of an exact sum."""
+        parts = [bucket.square() for bucket in self.buckets if bucket.counts]
+        if not parts:
+            return torch.zeros((), dtype=torch.float64)
+        return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
+
+    def squared_in_fp64(self) -> Tensor:
+        """Return the same where squares of fp32 numbers overflow; slower."""
+        parts = [bucket.square_in_fp64() for bucket in self.buckets if bucket.counts]
+        return torch.stack(parts).sum(0) if parts else torch.zeros((), dtype=torch.float64)
+
+    def forget_squares(self, numbers: Iterable[int]) -> None:
+        """Square the sums of the buckets `numbers` again: other code has changed them."""
+        for number in numbers:
+            self.buckets[number].forget_squares()
+
+    def nonfinite(self) -> list[int]:
+        """Return the parameters whose reduced gradient is not finite on this rank."""
+        return sorted(set[int]().union(*(bucket.nonfinite() for bucket in self.buckets)))
 
     def unforeseen_names(self) -> list[str]:
-        """The parameters whose gradients made others late on this rank, in order."""
+        """Return the parameters whose gradients made others late on this rank, in order."""
         named = self._parameters.named
         return [named[index].name for index in sorted(set(self._unforeseen))]
 
     def suspect(self) -> bool | None:
-        """Whether a gradient of this rank alone was not finite in this step; None where that is not
-        known, since only small tensors are looked at."""
+        """Return whether a gradient of this rank alone was not finite in this step; None if that
+        is unknown, because only small tensors are checked."""
         if not all(bool(torch.isfinite(norm)) for norm in self._own_norms):
             return True
         if self._alone:
-            return None  # not looked at: what it makes is the sum
+            return None  # not checked: its own gradients are the sum
         used = [p for p, used in zip(self._params, self.used, strict=True) if used]
-        return None if any(p.numel() > SMALL for p in used) or self._had_late else False
+        large = any(p.numel() > bucket_module.SMALL for p in used)
+        return None if large or self._had_late else False
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of gradient that this rank keeps between steps."""
+        return sum(bucket.nbytes for bucket in self.buckets)
 
     def widen(self) -> None:
-        """Let 16-bit gradients rest in fp32 from the next step on; alike on all ranks."""
+        """Keep 16-bit gradients in fp32 from the next step on; called on all ranks.
+
+        Done once steps turn out to have several micro-batches: their sum would soon be too large
+        for 16 bits to add another one to.
+        """
         self.wide = True
-        self.reducer.widen()
+        for bucket in self.buckets:
+            bucket.widen()
+        self.queue.forget_views()
 
     def clear(self) -> None:
         """Forget this step; the buffers stay."""
-        for fill in self._fills:
-            fill.filled = False
-        self.reducer.clear()
-        self.norm.clear()
+        self.queue.trim()
+        for bucket in self.buckets:
+            bucket.consume()
         self._drop()
         self.late.clear()
         self._own_norms.clear()
@@ -355,23 +341,86 @@ class Gradients:
         self._unforeseen.clear()
         self._guarded = False
         self.used = [False] * len(self._params)
-        self._reductions = [0] * len(self._fills)
 
     def detach(self) -> None:
-        """Take the hooks off the parameters, so that another layout or plain autograd has them."""
+        """Remove the hooks, so that another layout or plain autograd has the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._drop()
 
     def _drop(self) -> None:
-        """Let no parameter have a gradient."""
+        """Clear `param.grad` on every parameter."""
         with unguarded():
             for param in self._params:
                 param.grad = None
 
 
 def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:
-    """The hook on a parameter; it does not keep an engine alive that nobody holds any more."""
+    """Run as the hook on a parameter; a weak reference, so that hooks keep no engine alive."""
     alive = gradients()
     if alive is not None:
         alive.arrived(index, param)
+
+
+def _make_buckets(
+    parameters: Parameters,
+    placement: Placement,
+    group: Collectives,
+    factory: StorageFactory,
+    summation: Summation,
+    *,
+    exact_sum: bool,
+    elsewhere: Set[int],
+) -> tuple[ReductionQueue, list[GradientBucket]]:
+    """Allocate what every bucket keeps: the sum of what this rank updates, or the whole buffer."""
+    layouts, scatters = parameters.buckets, placement.is_sharded("optimizer")
+    borrows = summation.in_tree or placement.is_sharded("gradients")
+    owns = [b.interval(group.rank) if scatters else (0, b.numel) for b in layouts]
+    kinds = [parameters.kind(index) for index in range(len(layouts))]
+    wide = [(torch.float32 if d in NARROW else d, where) for d, where in kinds]
+    if summation.in_tree and exact_sum:
+        kinds = wide  # rounded to 16 bits in between, sums would depend on where that is
+    kept: list[Tensor | None] = [None] * len(layouts)
+    totals: list[GradientSum]
+    if borrows:
+        # A disk keeps 16-bit sums as wide as they will be needed. Not those of the tree: they are
+        # rounded in the same way wherever they are made.
+        widened = factory.on_disk and not summation.in_tree
+        depth = max(len(summation.fan_ins), 1)
+        lengths = [end - first for first, end in owns for _ in range(depth)]
+        each = [kind for kind in (wide if widened else kinds) for _ in range(depth)]
+        levels = iter(factory.make("gradients", lengths, each, width=min(depth, 2)))
+        totals = [
+            TreeSum([next(levels) for _ in range(depth)], summation.fan_ins, device)
+            if summation.in_tree
+            else GradientSum(next(levels))
+            for _, device in kinds
+        ]
+    else:
+        buffers = [group.allocate(b.numel, *kind) for b, kind in zip(layouts, kinds, strict=True)]
+        kept = [*buffers]
+        totals = [
+            GradientSum(MemoryStorage(buffer[first:end]))
+            for buffer, (first, end) in zip(buffers, owns, strict=True)
+        ]
+    longest: dict[tuple[torch.dtype, torch.device], int] = {}
+    for layout, kind in zip(layouts, kinds, strict=True):
+        longest[kind] = max(longest.get(kind, 0), layout.numel)
+    how = Sum(exact_sum, summation.in_tree)
+    queue = ReductionQueue(group, how, longest, scatters=scatters)
+    buckets = [
+        GradientBucket(
+            index,
+            layout,
+            [parameters.named[slot.parameter] for slot in layout.slots],
+            owns[index],
+            kinds[index],
+            kept[index],
+            totals[index],
+            summation.square,
+            queue,
+            counts=index not in elsewhere,
+        )
+        for index, layout in enumerate(layouts)
+    ]
+    return queue, buckets

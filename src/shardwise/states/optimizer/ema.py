@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.optimizer.update_interval import UpdateInterval
 from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.parameters.update_intervals import UpdateInterval
 from shardwise.states.storage.storage import Storage, in_spans
 from shardwise.states.storage.storage_factory import StorageFactory
 
@@ -42,7 +42,13 @@ class Averages:
             for index, (first, _) in enumerate(interval.spans):
                 value = average.take(index, fresh=True).copy_(interval.master.take(index))
                 interval.master.put(index, changed=False)
-                self._fill(interval, interval.own[0] + first, value, start or {})
+                # Restored averages replace the weights, as far as this span holds them.
+                begin = interval.own[0] + first
+                for piece in interval.bucket.pieces(begin, begin + value.numel()):
+                    named = parameters.named[piece.parameter]
+                    if start is not None and named.parameter in start:
+                        flat = named.flattened(start[named.parameter])[piece.offset :]
+                        value[piece.start - begin : piece.end - begin] = flat[: piece.numel]
                 average.put(index, changed=True)
 
     def _room(self) -> list[Storage]:
@@ -56,21 +62,6 @@ class Averages:
             ],
         )
         return [in_spans(room, interval.spans) for room, interval in zip(rooms, parts, strict=True)]
-
-    def _fill(
-        self,
-        interval: UpdateInterval,
-        first: int,
-        value: Tensor,
-        start: Mapping[nn.Parameter, Tensor],
-    ) -> None:
-        """Let `value`, the elements of the bucket from `first` on, go on with those of `start`."""
-        for piece in interval.bucket.pieces(first, first + value.numel()):
-            named = self._parameters.named[piece.parameter]
-            if named.parameter in start:
-                flat = named.flattened(start[named.parameter])[piece.offset :]
-                length = piece.end - piece.start
-                value[piece.start - first :][:length] = flat[:length]
 
     def _each(self) -> Iterator[tuple[UpdateInterval, Storage]]:
         return zip(self._optimizer.intervals, self.storages, strict=True)
@@ -113,7 +104,10 @@ class Averages:
             yield
         finally:
             with torch.no_grad():
-                self._exchange(_exchanged, _restored)
+                self._exchange(
+                    _exchanged,
+                    lambda interval, _, index: _rounded(interval, interval.master, index),
+                )
 
     def _exchange(self, alike: _Move, unlike: _Move) -> None:
         """Change every parameter, those of the average's dtype by `alike`. Collective."""
@@ -148,7 +142,3 @@ def _rounded(interval: UpdateInterval, average: Storage, index: int) -> None:
     interval.target.take(index, fresh=True).copy_(average.take(index))
     interval.target.put(index, changed=True)
     average.put(index, changed=False)
-
-
-def _restored(interval: UpdateInterval, average: Storage, index: int) -> None:
-    _rounded(interval, interval.master, index)

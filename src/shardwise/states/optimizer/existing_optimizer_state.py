@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.layout.bucket_layout import Piece
 from shardwise.states.optimizer.inner_optimizer import InnerOptimizer
+from shardwise.states.optimizer.offloaded_update import stow
 from shardwise.states.optimizer.optimizer_kind import OptimizerKind, placed
-from shardwise.states.optimizer.optimizer_lr_and_options import ParameterGroup
-from shardwise.states.parameters.named_parameters import NamedParameter
-from shardwise.states.parameters.update_intervals import (
+from shardwise.states.optimizer.optimizer_options import ParameterGroup
+from shardwise.states.optimizer.update_interval import (
     UpdateInterval,
     UpdateSegment,
     runs,
     without_memory,
 )
+from shardwise.states.parameters.named_parameters import NamedParameter
 
 State = Mapping[str, Any]
 
@@ -61,10 +61,19 @@ class ExistingState:
     # -- segments -------------------------------------------------------------------------
 
     def segments(self, interval: UpdateInterval, group: ParameterGroup) -> list[UpdateSegment]:
-        """The segments of an interval: one for each run of parameters whose state is alike."""
-        if group.whole:
-            return [self._whole_segment(interval, group, p) for p in interval.all_pieces]
+        """Return the segments of an interval: one for each run of parameters with equal state."""
         pieces = interval.all_pieces
+        if group.whole:
+            found = []
+            for piece in pieces:
+                named = self._named[piece.parameter]
+                tensor = named.view(interval.flat(*interval.own), piece.start - interval.own[0])
+                master = None
+                if group.stays:  # the user's optimizer updates the user's own parameter
+                    master = tensor if interval.has_master else None
+                    tensor = named.parameter
+                found.append(UpdateSegment(piece.start, piece.end, [piece], tensor, master))
+            return found
         before = accumulate((piece.parameter in self._borders for piece in pieces), initial=0)
         count = dict(zip(pieces, list(before)[1:], strict=True))
         return [
@@ -73,24 +82,20 @@ class ExistingState:
             for run in runs(pieces, lambda p: (count[p], self._numbers(group, p.parameter)))
         ]
 
-    def _whole_segment(
-        self, interval: UpdateInterval, group: ParameterGroup, piece: Piece
-    ) -> UpdateSegment:
-        named = self._named[piece.parameter]
-        tensor = named.view(interval.flat(*interval.own), piece.start - interval.own[0])
-        if not group.stays:
-            return UpdateSegment(piece.start, piece.end, [piece], tensor)
-        master = tensor if interval.has_master else None
-        return UpdateSegment(piece.start, piece.end, [piece], named.parameter, master)
-
     def _numbers(self, group: ParameterGroup, number: int) -> Any:
         """What makes two neighbours unlike: which state they have, and its single values."""
         if (state := self._of(group, number)) is None:
             return None
-        return sorted(
-            (key, None if has_shape else _comparable(state[key]))
-            for key, has_shape in _entries(group.kind, state, self._named[number]).items()
-        )
+        found: list[tuple[str, Any]] = []
+        for key, has_shape in _entries(group.kind, state, self._named[number]).items():
+            value = state[key]
+            if has_shape:
+                found.append((key, None))
+            elif isinstance(value, Tensor) and value.numel() == 1:
+                found.append((key, value.item()))
+            else:
+                found.append((key, repr(value)))
+        return sorted(found)
 
     # -- their state ----------------------------------------------------------------------
 
@@ -108,7 +113,7 @@ class ExistingState:
             for value in state.values()
         )
         if not has_blanks:
-            inner.stow(interval)
+            stow(inner, interval)
 
     def _joined_state(
         self,
@@ -158,11 +163,6 @@ def _room(
 def _device_of(segment: UpdateSegment) -> torch.device:
     """Where a segment is updated."""
     return (segment.tensor if segment.master is None else segment.master).device
-
-
-def _comparable(value: Any) -> Any:
-    """A number or text by which a value is compared with another."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else repr(value)
 
 
 def _entries(kind: OptimizerKind, state: State, named: NamedParameter) -> dict[str, bool]:

@@ -87,9 +87,14 @@ class IntervalGather:
 
     def _whole_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
         mine = {
-            segment.pieces[0].parameter: _on_cpu(state) if self._scattered else state
-            for segment, state in self._optimizer.state_of(index)
+            segment.pieces[0].parameter: state for segment, state in self._optimizer.state_of(index)
         }
+        if self._scattered:
+            # Sent as objects: their tensors must not name a GPU of this rank's.
+            mine = {
+                number: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+                for number, state in mine.items()
+            }
         gathered = self._group.gather_objects(mine) if self._scattered else [mine]
         return {
             self._parameters.named[number].parameter: self._placed(index, state)
@@ -149,8 +154,3 @@ def on_host(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     for (state, key), near in zip(places, moved, strict=True):
         state[key] = near
     return states
-
-
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """A state to be sent as an object: its tensors must not name a GPU of this rank's."""
-    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -38,7 +38,7 @@ from shardwise.states.optimizer.optimizer_kind import (
     settings_of,
     wrapped_optimizer,
 )
-from shardwise.states.optimizer.step_hooks import without_hooks
+from shardwise.states.optimizer.optimizer_options import without_hooks
 from shardwise.world.randomness import preserved
 
 _RATE = 0.1
@@ -219,7 +219,9 @@ class _Run:
     @property
     def keys(self) -> frozenset[str]:
         """The entries that have the tensor's shape."""
-        return frozenset(k for k, v in self.state.items() if _has_shape(v, self.shape))
+        return frozenset(
+            k for k, v in self.state.items() if isinstance(v, Tensor) and v.shape == self.shape
+        )
 
     @property
     def singles(self) -> frozenset[str]:
@@ -317,7 +319,11 @@ class _Bench:
             counts = _numbers(inner) if trial.leaps and step == middle else None
             _step(inner)
             if counts is not None:
-                _leap(inner, counts)
+                for (place, key), number in _numbers(inner).items():
+                    if number - counts.get((place, key), number) == 1.0:
+                        # It has counted this step. Not in place: copies share the tensor.
+                        entries = _places(inner)[place]
+                        entries[key] = entries[key] + _AHEAD
             if step in (middle, trial.steps - 1):
                 marks.append([param.detach().to("cpu", copy=True) for param in params])
         updates = [(b - a, c - b) for a, b, c in zip(*marks, strict=True)]
@@ -340,17 +346,12 @@ class _Bench:
         state = self._existing_state()
         owner = next(p for p in self._group["params"] if held(self._optimizer).get(p) is state)
         return {
-            key: _filled(like, value)
+            # All elements are the same; a complex one starts from its real part.
+            key: torch.full_like(like, value.detach().flatten()[0].real.item())
             if isinstance(value, Tensor) and value.shape == owner.shape and value.numel()
             else copy.deepcopy(value)
             for key, value in state.items()
         }
-
-
-def _filled(like: Tensor, value: Tensor) -> Tensor:
-    """A tensor in the form of `like`, of the first element of `value`."""
-    first = value.detach().flatten()[0].item()
-    return torch.full_like(like, first.real if isinstance(first, complex) else first)
 
 
 def _drawn(trial: _OptimizerTrial) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -409,18 +410,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _leap(inner: optim.Optimizer, before: Mapping[tuple[int, str], float]) -> None:
-    """Move on what has counted one step since `before`."""
-    for (place, key), number in _numbers(inner).items():
-        if number - before.get((place, key), number) == 1.0:
-            entries = _places(inner)[place]
-            entries[key] = entries[key] + _AHEAD
-
-
-def _has_shape(value: Any, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -17,10 +17,8 @@ from typing import Any
 
 from torch import optim
 
-from shardwise.states.optimizer.inner_optimizer import InnerOptimizer
-from shardwise.states.optimizer.offload_read_ahead import SpanInUse
-from shardwise.states.optimizer.optimizer_lr_and_options import ParameterGroup
-from shardwise.states.storage.storage import Storage
+from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, UpdatePart
+from shardwise.states.optimizer.optimizer_options import ParameterGroup
 
 
 class UsersOptimizer(InnerOptimizer):
@@ -42,24 +40,23 @@ class UsersOptimizer(InnerOptimizer):
     def _set_divisor(self, factor: float) -> None:
         """The user's optimizer gets gradients that are divided already."""
 
-    def _update(self, spans: Sequence[SpanInUse], used: Sequence[bool], factor: float) -> None:
+    def _update(self, parts: Sequence[UpdatePart], used: Sequence[bool], factor: float) -> None:
         # The optimizer steps even if no parameter had a gradient, as it would in one process.
         with self._masters_shown():
-            for span in spans:
-                for segment in span.segments:
-                    segment.tensor.grad = None  # the guard that stood there until now
-                self._offer(span, used, factor)
+            self._clear(parts)  # the guards, which are in `param.grad` until now
+            for part in parts:
+                self._offer(part, used, factor)
             self._call()
-        self._end(spans, changed=True)
+        self._clear(parts)
 
-    def step_often(self, evaluate: Callable[[], float], sums: Sequence[Storage]) -> None:
+    def step_often(self, evaluate: Callable[[], float]) -> None:
         """Make a step of an optimizer that calls `evaluate` as often as it wants."""
-        spans = self._taken(0, sums)
-        self._call(evaluate)
-        self._end(spans, changed=True)
+        for parts in self._parts(self):
+            self._call(evaluate)
+            self._clear(parts)
 
     def _call(self, *closure: Callable[[], float]) -> None:
-        """The same with the user's optimizer, whose step may call its own public methods."""
+        """Make one call of `step`, which may call public methods of the user's optimizer."""
         self.is_users_stepping = True
         try:
             super()._call(*closure)

@@ -112,13 +112,11 @@ class SharedMemoryGathers(BucketGathers):
 
     def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
         """The buckets as they lie."""
-        return there([self._whole(bucket) for bucket in buckets])
-
-    def _whole(self, bucket: ShardedBucket) -> WholeBucket:
-        if bucket not in self._wholes:
-            assert bucket.common is not None
-            self._wholes[bucket] = whole_of(bucket, bucket.common)
-        return self._wholes[bucket]
+        for bucket in buckets:
+            if bucket not in self._wholes:
+                assert bucket.common is not None
+                self._wholes[bucket] = whole_of(bucket, bucket.common)
+        return there([self._wholes[bucket] for bucket in buckets])
 
     def give_back(self, gather: Gather) -> None:
         """Nothing to free."""

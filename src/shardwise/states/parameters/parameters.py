@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import Collectives, Handle, share_again
 from shardwise.errors import BrokenView
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
 from shardwise.states.storage.storage import MemoryStorage, Storage
@@ -44,7 +44,7 @@ class Parameters(ABC):
         return first.dtype, first.device
 
     @abstractmethod
-    def part(self, index: int, own: tuple[int, int]) -> Storage:
+    def part(self, index: int, own: Span) -> Storage:
         """The elements `own` of bucket `index`, which this rank holds between steps."""
 
     @abstractmethod
@@ -142,7 +142,7 @@ class ReplicatedParameters(Parameters):
             named.parameter.data = view
         return flat
 
-    def part(self, index: int, own: tuple[int, int]) -> Storage:
+    def part(self, index: int, own: Span) -> Storage:
         """A part of the flat buffer of bucket `index`."""
         return MemoryStorage(self._flats[index][own[0] : own[1]])
 

@@ -47,7 +47,10 @@ class Residency:
         shared = all(bucket.common is not None for unit in units for bucket in unit.buckets)
         self._gathers = SharedMemoryGathers() if shared else AllGathers(group)
         self._order = order
-        self._first = self._join() if self._gathers.collective else 0
+        self._first = 0
+        if self._gathers.collective:
+            staying = [number for number, unit in enumerate(units) if unit.lasting]
+            self._first = order.join(self, [unit.name for unit in units], staying=staying)
         self._inside = inside
         self.part: int | None = None
         """Of a model that runs in parts, the one that does now: each needs units of its own."""
@@ -62,10 +65,6 @@ class Residency:
         self._whole = WholeUnits(parameters, units, self._gathers)
         self.settled()
         parameters.watch(self.settled)
-
-    def _join(self) -> int:
-        staying = [number for number, unit in enumerate(self.units) if unit.lasting]
-        return self._order.join(self, [unit.name for unit in self.units], staying=staying)
 
     @property
     def is_idle(self) -> bool:
@@ -144,7 +143,13 @@ class Residency:
         """A backward has ended, or failed; with `keep_graph` another one may follow over it."""
         if not self._is_backward():
             return
-        self._finish_turns(self._recorded() if self._gathers.collective else (), failed=failed)
+        expected: Sequence[int] = ()
+        if self._gathers.collective:
+            # The units that a backward may need. A lasting one may be needed first or last, so it
+            # is gathered first, and stays.
+            recorded = {unit for kind in self._tape for unit in self._expected[kind]}
+            expected = sorted(recorded, key=lambda unit: (not self.units[unit].lasting, -unit))
+        self._finish_turns(expected, failed=failed)
         self._pass = None
         if not keep_graph:
             self._forget_forwards()
@@ -156,12 +161,6 @@ class Residency:
         self._tape.clear()
         self._backwards = 0
         self._whole.end_keeping()
-
-    def _recorded(self) -> list[int]:
-        """The units that a backward may come to. What is lasting may be needed first or last: it
-        comes first, and stays."""
-        recorded = {unit for kind in self._tape for unit in self._expected[kind]}
-        return sorted(recorded, key=lambda unit: (not self.units[unit].lasting, -unit))
 
     def touch(self, number: int) -> None:
         """Unit `number` is needed in a backward."""
@@ -177,7 +176,11 @@ class Residency:
         if self._is_backward():
             # Backward has left the unit before: rest it first, so that its buffer can be borrowed.
             self._whole.let_go_of_all(but_lasting=True)
-        self._acquire(number)
+        if not self._gathers.collective:
+            self._whole.show(number)
+            return
+        with span("gather"):
+            self._order.reach(self._first + number)
 
     def _close_stray(self) -> None:
         self.close_backward(keep_graph=True)
@@ -364,13 +367,6 @@ class Residency:
             self._whole.show(number)
         else:
             self._whole.take_part(number)
-
-    def _acquire(self, number: int) -> None:
-        if not self._gathers.collective:
-            self._whole.show(number)
-            return
-        with span("gather"):
-            self._order.reach(self._first + number)
 
     def start_ahead(self, number: int) -> None:
         """Start the gather of unit `number`, whose turn comes next."""

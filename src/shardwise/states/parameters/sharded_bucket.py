@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.storage.storage import Storage
 
@@ -20,7 +20,7 @@ class ShardedBucket:
     layout: Bucket
     named: tuple[NamedParameter, ...]
     """By slot."""
-    own: tuple[int, int]
+    own: Span
     storage: Storage
     common: Tensor | None
 

@@ -56,7 +56,13 @@ class ShardedParameters(Parameters):
         self._nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._replaced: NamedParameter | None = None
         offset = len(named)
-        shifted = [_shifted(bucket, offset) for bucket in frozen_buckets]
+        shifted = [
+            replace(
+                bucket,
+                slots=tuple(replace(s, parameter=s.parameter + offset) for s in bucket.slots),
+            )
+            for bucket in frozen_buckets
+        ]
         self.sharded_buckets = self._make_buckets([*buckets, *shifted], factory)
         self._at_rest = {
             bucket: _BucketAtRest(
@@ -321,8 +327,3 @@ class _BucketAtRest:
         self.owns = [rest.own for rest in each]
         self.read_only = [read_only(rest.own) for rest in each]
         self.addresses = [rest.like.data_ptr() for rest in each]
-
-
-def _shifted(bucket: Bucket, offset: int) -> Bucket:
-    slots = tuple(replace(slot, parameter=slot.parameter + offset) for slot in bucket.slots)
-    return replace(bucket, slots=slots)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Handle
-from shardwise.states.storage.squared_sums import squared_sum
-from shardwise.states.storage.storage import Span, Storage
+from shardwise.layout.bucket_layout import Span
+from shardwise.states.gradients.gradient_norm import squared_sum
+from shardwise.states.storage.storage import Storage
 from shardwise.tiers.copy_stream import CopyStream
 
 
@@ -47,16 +48,16 @@ class HostStorage(Storage):
         self._moving: list[Any] = [] if moving is None else moving
 
     def read_ahead(self, index: int) -> None:
-        """It is there, or on its way."""
+        """No-op: the data is in memory, or a pending copy brings it."""
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """The span as it lies, once no copy reads or writes it any more."""
+        """Return the span, once no copy reads or writes it any more."""
         del fresh
         first, end = self.spans[index]
         return self._settled()[first:end]
 
     def put(self, index: int, *, changed: bool) -> None:
-        """Nothing to do."""
+        """No-op: the data stays in memory."""
 
     def take_on(self, index: int, device: torch.device) -> Tensor:
         """A copy of the span on `device`; the memory itself for the host."""
@@ -123,13 +124,14 @@ class HostStorage(Storage):
         return self.nbytes
 
     def _moves(self, event: Any) -> None:
-        """A copy is on its way until `event`; forget those that have ended."""
+        """Note a copy that is pending until `event`; forget those that have ended."""
         self._moving[:] = [other for other in self._moving if not other.query()]
         self._moving.append(event)
 
     def _wait_here(self) -> None:
-        """Let the present stream wait for the copies that are on their way: what comes down must be
-        here before it goes up again, and what goes up must be gone before it is written over."""
+        """Make the present stream wait for pending copies."""
+        # A value must have arrived before it is copied up again, and a copy up must have read it
+        # before it is overwritten.
         for event in self._moving:
             self.copy_stream.await_(event)
 

@@ -1,6 +1,6 @@
-"""Storage of a state between steps: what a rank holds of one bucket, in memory or on a disk.
+"""Stores the interval of one bucket that a rank holds between steps: in memory or on a disk.
 
-`host_storage` has what rests in the host's memory and is used on an accelerator.
+`host_storage` has states in the host's memory that are used on an accelerator.
 
 Storage is used span by span. In memory there is one span, the whole interval. On a disk spans are
 cut so that a few of them are all the memory that it ever takes:
@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Handle
-from shardwise.states.storage.squared_sums import squared_sum
+from shardwise.layout.bucket_layout import Span
+from shardwise.states.gradients.gradient_norm import squared_sum
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.nvme import BufferLease, Store
 
 SPAN = 4 * 2**20
-"""Elements of a span on a disk: large enough for its full rate, small beside any model."""
-
-Span = tuple[int, int]
+"""Elements of a span on a disk: large enough for its full rate, small compared with any model."""
 
 
 class Storage(ABC):
@@ -38,11 +37,11 @@ class Storage(ABC):
     numel: int
     dtype: torch.dtype
     device: torch.device
-    """Where a span is while it is in use."""
+    """The device of a span while it is in use."""
     memory: Tensor | None = None
-    """The interval as it lies, where it lies in memory for good."""
+    """The whole interval, if it is in memory all the time."""
     copy_stream: CopyStream | None = None
-    """Copies between the host, where it rests, and an accelerator, where it is used."""
+    """Copies between the host and the accelerator that uses it, if they are apart."""
 
     @abstractmethod
     def read_ahead(self, index: int) -> None:
@@ -61,8 +60,14 @@ class Storage(ABC):
     def memory_bytes(self) -> int:
         """Bytes of memory that it takes between steps."""
 
+    def read_spans(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first element of each span and the span, readable until the next one."""
+        for index, (first, _) in enumerate(self.spans):
+            yield first, self.take(index)
+            self.put(index, changed=False)
+
     def take_on(self, index: int, device: torch.device) -> Tensor:
-        """Span `index` on `device`, where it is used, to be read until it is `put`."""
+        """Return span `index` on `device`, to be read until it is `put`."""
         return self.take(index).to(device)
 
     def load(self, into: Tensor) -> None:
@@ -85,11 +90,12 @@ class Storage(ABC):
         into.copy_(value)
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add `part`, of the interval's length, or take it as it is if `fresh`.
+        """Add `part`, (numel,) of the interval, to the stored values; replace them if `fresh`.
 
-        Returns the sum of squares of what is stored then, which to read again would be costly, or
-        None in memory; and what says by `reusable` when `part` may be written again.
+        Returns the sum of squares of the result (None in memory), and a handle that is `reusable`
+        once `part` may be written again.
         """
+        # Squared on the way: reading a disk again for the gradient norm would cost more.
         squares = []
         for index, (first, end) in enumerate(self.spans):
             value = self.take(index, fresh=fresh)
@@ -103,28 +109,28 @@ class Storage(ABC):
 
     def cut(self, spans: Sequence[Span]) -> Storage:
         """The same storage, used in `spans`."""
-        assert list(self.spans) == list(spans), "spans on a disk are all cut alike"
+        assert list(self.spans) == list(spans), "all spans on a disk are cut in the same way"
         return self
 
     def widened(self) -> Storage:
-        """Room for the same in fp32, with anything in it."""
-        raise AssertionError("what is on a disk is as wide as it will be needed")
+        """Return storage of the same length in fp32, with arbitrary content."""
+        raise AssertionError("a disk keeps 16-bit sums in fp32 from the start")
 
     def loaded(self, device: torch.device | None = None) -> Tensor:
-        """The whole interval, on `device` if that is given: itself where it lies in that memory,
-        else a copy."""
+        """Return the whole interval, on `device` if given: the stored tensor itself if it is in
+        that memory, else a copy."""
         value = torch.empty(self.numel, dtype=self.dtype, device=device or self.device)
         self.load(value)
         return value
 
     def is_apart(self, other: Tensor) -> bool:
-        """Whether `other` is in an accelerator's memory, and what rests here is copied there and
-        back beside the host."""
+        """Return whether `other` is in an accelerator's memory, and copies to and from it are
+        asynchronous."""
         return self.copy_stream is not None and other.device == self.copy_stream.device
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes where it rests."""
+        """Bytes of the interval, in memory or on the disk."""
         return self.numel * self.dtype.itemsize
 
 
@@ -137,19 +143,20 @@ class MemoryStorage(Storage):
         self.numel, self.dtype, self.device = tensor.numel(), tensor.dtype, tensor.device
 
     def read_ahead(self, index: int) -> None:
-        """It is there."""
+        """No-op: the data is already in memory."""
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """The span as it lies."""
+        """Return the span, a view."""
         del fresh
         first, end = self.spans[index]
         return self.tensor[first:end]
 
     def put(self, index: int, *, changed: bool) -> None:
-        """Nothing to do."""
+        """No-op: the data stays in memory."""
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add in one call; squares are computed when they are needed."""
+        """Add in one call. Squares are computed when they are needed: a skipped norm costs
+        nothing."""
         if fresh:
             self.tensor.copy_(part)
         else:
@@ -209,7 +216,7 @@ class DiskStorage(Storage):
         return self._leases[index].wait().view(self.dtype)
 
     def put(self, index: int, *, changed: bool) -> None:
-        """Let go of span `index`; what was changed is written behind."""
+        """Release span `index`; if it changed, write it back asynchronously."""
         lease = self._leases.pop(index)
         # Both end the lease: the buffer is another record's next, and no view of it may be used.
         if changed:
@@ -237,7 +244,7 @@ class DiskStorage(Storage):
                 into[first:end].copy_(memory, non_blocking=True)
 
     def store(self, value: Tensor) -> None:
-        """Copy the interval down on the present stream; it is written once it has come."""
+        """Copy the interval down on the present stream; each span is written after its copy."""
         if not self.is_apart(value):
             super().store(value)
             return
@@ -257,8 +264,8 @@ class DiskStorage(Storage):
             self._leases[index].copied(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add on the accelerator, where `part` is and its squares are summed; then let the sum come
-        down and be written, beside the work."""
+        """Add on the accelerator, square there, then copy the sum down and write it, in parallel
+        with other work."""
         if not self.is_apart(part):
             return super().add(part, fresh=fresh)
         squares, read = [], Handle()
@@ -272,7 +279,7 @@ class DiskStorage(Storage):
         return torch.stack(squares).sum() if squares else None, read
 
     def _add(self, index: int, part: Tensor, *, fresh: bool) -> tuple[Tensor, Any]:
-        """The sum of `part` and span `index`, and the event from which on it is in its buffer."""
+        """Return the sum of `part` and span `index`, and the event when its buffer has it."""
         copy_stream = self.copy_stream
         assert copy_stream is not None
         memory, lease = self._taken(index, fresh=fresh), self._leases[index]
@@ -288,7 +295,7 @@ class DiskStorage(Storage):
         return total, left
 
     def _taken(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Span `index` for a copy that comes after those of its lease, once its bytes are here."""
+        """Return span `index` once its bytes are read; copies of its lease may still be pending."""
         if index not in self._leases:
             start = self._store.blank if fresh else self._store.read
             self._leases[index] = start(self._first + index)

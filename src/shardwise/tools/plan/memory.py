@@ -27,7 +27,7 @@ from shardwise.tools.plan.layout import FP32, NARROW, StateLayout, lay_out
 from shardwise.tools.plan.record import ParameterRecord, StepRecord, TensorLife
 
 IN_FLIGHT = 2
-"""Buffers of gradients that are in a collective at once (states/bucket_reducer)."""
+"""Buffers of gradients that are in a collective at once (states/gradients/reduction_queue)."""
 
 ROUNDING = 512
 """Bytes to which CUDA's allocator rounds every tensor."""

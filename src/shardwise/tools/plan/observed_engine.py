@@ -18,12 +18,12 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import spec_of
 from shardwise.engine.gradient_weighting import divisor_of
-from shardwise.engine.step_statistics import StepStats
 from shardwise.model import precision
 from shardwise.model.activations import Activations
 from shardwise.model.module_hooks import attach
 from shardwise.parallel.pipeline import runner
 from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.states.step_totals import StepStats
 from shardwise.tools.plan import tensor_part
 from shardwise.tools.plan.engine_parts import ObservedParameter, note_layers, note_spec, replace_in
 from shardwise.tools.plan.observation import Observation, finish

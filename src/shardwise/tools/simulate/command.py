@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from shardwise.config import APART_FLAG
 from shardwise.errors import ConfigError
 from shardwise.messages.printable import many
 from shardwise.tools.plan.catalogue import read_catalogue
@@ -48,7 +49,7 @@ def run(asked: Asked, out: Path, json_file: Path | None) -> int:
     with _progress(asked, model) as tick:
         found, tried = _found(asked, model, tick)
         whole = None
-        if model.islands > 1:
+        if model.groups > 1:
             whole, _ = _found(asked, as_a_whole(asked, model), tick)
     report = Report(asked, cluster, failures, found, tried, whole)
     if str(json_file) != "-":
@@ -76,12 +77,12 @@ def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
     topology = Topology(
         cluster.hosts, cluster.per_host, failures.hosts_per_rack, failures.racks_per_pod
     )
-    islands = cluster.hosts if asked.islands == "host" else int(asked.islands)
+    groups = cluster.hosts if asked.groups == "host" else int(asked.groups)
     rule = asked.rule
-    _refuse_ignored(asked, islands)
-    if islands > 1:
-        _check_islands(asked, cluster, islands)
-    links = _links(asked, islands)
+    _refuse_ignored(asked, groups)
+    if groups > 1:
+        _check_groups(asked, cluster, groups)
+    links = _links(asked, groups)
     model = RunModel(
         topology=topology,
         failures=failures.classes,
@@ -95,8 +96,8 @@ def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
         jitter=asked.jitter,
         spares=asked.spares,
         least=asked.least or 0,
-        islands=islands,
-        every=rule.every if islands > 1 else 1,
+        groups=groups,
+        every=rule.every if groups > 1 else 1,
         boundary=0.0 if links is None else links.boundary_seconds(rule, asked.step),
     )
     return replace(model, interval=_interval(asked, model))
@@ -107,13 +108,13 @@ def _interval(asked: Asked, model: RunModel) -> float:
     return in_rounds(min(asked.save_every or asked.days, asked.days), model)
 
 
-def _refuse_ignored(asked: Asked, islands: int) -> None:
-    """Raise ConfigError for an option of islands, or of the links between them, without those."""
+def _refuse_ignored(asked: Asked, groups: int) -> None:
+    """Raise ConfigError for an option of groups, or of the links between them, without those."""
     of_links = {"--parameters": asked.parameters, "--wire": asked.wire, "--late": asked.late}
-    of_islands = {"--equal-every": asked.equal_every, "--between": asked.between, **of_links}
-    if islands == 1 and (given := [name for name in of_islands if of_islands[name] is not None]):
+    of_groups = {"--equal-every": asked.equal_every, "--between": asked.between, **of_links}
+    if groups == 1 and (given := [name for name in of_groups if of_groups[name] is not None]):
         raise ConfigError(
-            f"{', '.join(given)} without --islands N: there is nothing to make equal."
+            f"{', '.join(given)} without {APART_FLAG} N: there is nothing to make equal."
         )
     if asked.between is None and (
         given := [name for name in of_links if of_links[name] is not None]
@@ -123,45 +124,45 @@ def _refuse_ignored(asked: Asked, islands: int) -> None:
         )
 
 
-def _check_islands(asked: Asked, cluster: Cluster, islands: int) -> None:
+def _check_groups(asked: Asked, cluster: Cluster, groups: int) -> None:
     """Raise ConfigError where the hosts, or the devices of the only one, cannot be so many
-    islands."""
+    groups."""
     several = cluster.hosts > 1
     count = cluster.hosts if several else cluster.per_host
-    if count % islands:
+    if count % groups:
         raise ConfigError(
-            f"--islands {islands}: {many(count, 'host' if several else 'device')} cannot be cut "
+            f"{APART_FLAG} {groups}: {many(count, 'host' if several else 'device')} cannot be cut "
             "into so many of equal size."
         )
     if asked.spares and not several:
         raise ConfigError(
-            f"--spares {asked.spares} with --islands {islands} on one host: another host takes no "
-            "island of it. Leave --spares out."
+            f"--spares {asked.spares} with {APART_FLAG} {groups} on one host: another host takes "
+            "no group of it. Leave --spares out."
         )
     if asked.least is not None:
         raise ConfigError(
-            f"--min-hosts {asked.least} with --islands {islands}: an island that lacks a host "
+            f"--min-hosts {asked.least} with {APART_FLAG} {groups}: a group that lacks a host "
             "stays away until it has one, and the others go on. Leave --min-hosts out."
         )
 
 
-def _links(asked: Asked, islands: int) -> SlowLinks | None:
-    """The links between islands; None where no time is counted for them. Raises ConfigError."""
+def _links(asked: Asked, groups: int) -> SlowLinks | None:
+    """The links between groups; None where no time is counted for them. Raises ConfigError."""
     if asked.between is None:
         return None
     if asked.parameters is None:
         raise ConfigError(
             f"--between {asked.between:g} needs --parameters P, such as 8e9: how much it carries."
         )
-    return SlowLinks(islands=islands, parameters=asked.parameters, megabits=asked.between)
+    return SlowLinks(groups=groups, parameters=asked.parameters, megabits=asked.between)
 
 
 def as_a_whole(asked: Asked, model: RunModel) -> RunModel:
-    """The same run without its islands: each failure stops all of it, and gradients cross the same
+    """The same run without its groups: each failure stops all of it, and gradients cross the same
     links at every step."""
-    links = _links(asked, model.islands)
+    links = _links(asked, model.groups)
     boundary = 0.0 if links is None else links.gradient_seconds
-    made = replace(model, islands=1, every=1, boundary=boundary)
+    made = replace(model, groups=1, every=1, boundary=boundary)
     return replace(made, interval=_interval(asked, made))
 
 
@@ -169,8 +170,8 @@ def as_a_whole(asked: Asked, model: RunModel) -> RunModel:
 def _progress(asked: Asked, model: RunModel) -> Iterator[Any]:
     """Show how many trials are made; yields what to call after each."""
     searched = len(FACTORS) * SEARCH_TRIALS if asked.save_every is None else 0
-    models = 1 + (model.islands > 1)
-    pilot = SEARCH_TRIALS if searched and model.islands > 1 else 0
+    models = 1 + (model.groups > 1)
+    pilot = SEARCH_TRIALS if searched and model.groups > 1 else 0
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("simulated runs", total=models * (searched + asked.trials) + pilot)

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import values
+from shardwise.config import APART, APART_FLAG, FIELDS, values
 from shardwise.config.outer_optimizer import FORMATS
 from shardwise.launch.flags import Command, Flag, Typed
 
@@ -142,13 +142,13 @@ def _run_flags() -> Iterator[Flag]:
     )
 
 
-def _island_flags() -> Iterator[Flag]:
-    """Islands, and the links between them."""
+def _group_flags() -> Iterator[Flag]:
+    """Groups, and the links between them."""
     yield Flag(
-        ["--islands"],
+        ["groups", APART_FLAG],
         group="simulate",
-        shown="--islands N|host",
-        type=Typed(values.islands),
+        shown=f"{APART_FLAG} N|host",
+        type=Typed(FIELDS[APART].metadata["parse"]),
         default="1",
         help="hosts, or the devices of one, in N groups that step by themselves",
     )
@@ -157,7 +157,7 @@ def _island_flags() -> Iterator[Flag]:
         group="simulate",
         shown="--equal-every H",
         type=Typed(values.whole(1)),
-        help="steps between two boundaries, at which islands are made equal (default 30)",
+        help="steps between two boundaries, at which groups average parameters (default 30)",
     )
     yield Flag(
         ["--parameters"],
@@ -171,7 +171,7 @@ def _island_flags() -> Iterator[Flag]:
         group="simulate",
         shown="--between MBITS",
         type=Typed(values.number(0, 1e9, above=True)),
-        help="Mbit/s of the link of each island to the others; left out, a boundary takes no time",
+        help="Mbit/s of the link of each group to the others; left out, a boundary takes no time",
     )
     yield Flag(
         ["--wire"],
@@ -230,7 +230,7 @@ def command() -> Command:
         "simulate",
         top=TOP,
         callback=_simulate,
-        params=[*_cluster_flags(), *_run_flags(), *_island_flags(), *_report_flags()],
+        params=[*_cluster_flags(), *_run_flags(), *_group_flags(), *_report_flags()],
         context_settings={"max_content_width": 100},
         short_help="Show what failures leave of a run of days.",
     )

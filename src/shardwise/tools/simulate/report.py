@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.config.outer_optimizer import IslandRule
+from shardwise.config.outer_optimizer import AveragingRule
 from shardwise.messages.printable import in_short, many
 from shardwise.tools.plan.cluster import Cluster
 from shardwise.tools.simulate.failure_classes import DAY, HOUR, Failures
@@ -42,7 +42,7 @@ class Asked:
     trials: int
     seed: int
     hardware: tuple[str, ...] = ()
-    islands: int | str = 1
+    groups: int | str = 1
     equal_every: int | None = None
     wire: str | None = None
     late: int | None = None
@@ -51,10 +51,10 @@ class Asked:
     """Mbit/s of the link that joins each island to the others; None: no time is counted for it."""
 
     @property
-    def rule(self) -> IslandRule:
+    def rule(self) -> AveragingRule:
         """When islands are made equal, with the defaults of a run. Raises ConfigError."""
-        default = IslandRule()
-        return IslandRule(
+        default = AveragingRule()
+        return AveragingRule(
             every=self.equal_every or default.every,
             wire=self.wire or default.wire,
             late=self.late or default.late,
@@ -131,11 +131,11 @@ def _on_checkpoints(report: Report) -> Iterator[str]:
     """How often nothing of the run goes on, and how far apart checkpoints are."""
     found, model = report.found, report.model
     apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
-    rate = found.stop_rate if model.islands > 1 else model.failure_rate
+    rate = found.stop_rate if model.groups > 1 else model.failure_rate
     if rate:
         formulas = [each(rate, model.save) / model.pace for each in (young, daly)]
         yield (
-            f"{'All stops' if model.islands > 1 else 'A failure stops the run'} every "
+            f"{'All stops' if model.groups > 1 else 'A failure stops the run'} every "
             f"{_number(1 / rate / HOUR)} hours; {apart} (Young's formula says "
             f"{_number(formulas[0])} s, Daly's {_number(formulas[1])} s)."
         )
@@ -156,11 +156,11 @@ def _on_islands(report: Report) -> Iterator[str]:
         return
     held = f", for which all stand still {model.boundary:.3g} s" if model.boundary else ""
     yield (
-        f"{model.islands} islands of {_island(model)} are made equal "
+        f"{model.groups} islands of {_island(model)} are made equal "
         f"every {model.every} steps{held}; a failure stops an island every "
         f"{_number(1 / model.failure_rate / HOUR)} hours."
         if model.failure_rate
-        else f"{model.islands} islands are made equal every {model.every} steps{held}."
+        else f"{model.groups} islands are made equal every {model.every} steps{held}."
     )
     gradients = ", gradients crossing the links at every step" if whole.model.boundary else ""
     yield (
@@ -176,7 +176,7 @@ def _on_islands(report: Report) -> Iterator[str]:
 
 def _island(model: RunModel) -> str:
     """What an island is of, such as "2 hosts"."""
-    count = model.topology.hosts * model.units_per_host // model.islands
+    count = model.topology.hosts * model.units_per_host // model.groups
     return many(count, "host" if model.units_per_host == 1 else "device")
 
 
@@ -205,8 +205,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "failures_by_class": found.failures,
         "seconds_between_failures": 1 / model.failure_rate if model.failure_rate else None,
         "seconds_between_stops": 1 / found.stop_rate if found.stop_rate else None,
-        "islands": model.islands,
-        "equal_every": model.every if model.islands > 1 else None,
+        "islands": model.groups,
+        "equal_every": model.every if model.groups > 1 else None,
         "boundary_seconds": model.boundary,
         "goodput_without_islands": None if report.whole is None else vars(report.whole.goodput),
         "unfinished_without_islands": None if report.whole is None else report.whole.unfinished,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from shardwise.launch import forked
+from shardwise.launch.function_fork import begin_anew
 from shardwise.tools.verify.rank_client import FREE
 
 IMPORTED = (
@@ -121,7 +121,7 @@ class ForkServer:
         os.chdir(asked["folder"])
         # What multiprocessing spawns finds the script from there.
         vars(import_module("multiprocessing.process"))["ORIGINAL_DIR"] = asked["folder"]
-        forked.begin_anew(asked["environ"])
+        begin_anew(asked["environ"])
         # Each process that is started draws its own seeds; random does so by itself after a fork.
         # Of torch's generators, the one of the CPU alone begins with a seed that is drawn.
         import_module("numpy").random.seed()

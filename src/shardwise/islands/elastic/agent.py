@@ -1,0 +1,200 @@
+"""The agent of a host with elastic islands.
+
+launcher                    agent
+    serve ->                starts the broker of this host, and a server for the others
+    listen ->               opens the socket where an island meets
+    <- listening
+    start_island ->         starts the ranks of the island that are on this host
+    <- came, back, who      what they bring and ask      (broker.py)
+    keep, fetch ->          files that ranks of other hosts have brought
+    <- fetched, unfetched
+    settle, shut ->         messages and files for ranks, and files to drop
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import socket
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from typing import Any
+
+from shardwise.errors import LaunchError
+from shardwise.islands.elastic import transfers
+from shardwise.islands.elastic.broker import Contribution, Delivery, HostBroker, Key
+from shardwise.islands.elastic.membership import ADMITS
+from shardwise.islands.elastic.workers import IslandWorkers, allow_files
+from shardwise.launch.local_workers import RankExit
+from shardwise.launch.signals import Signals
+from shardwise.launch.ssh import protocol
+from shardwise.launch.ssh.agent import Agent, main
+from shardwise.net import network
+
+LITTLE = 1 << 15
+"""Files of at most so many bytes pass through the launcher, which saves a round trip."""
+
+TO_ISLANDS: protocol.Kinds = {
+    "serve": {"secret": str, "ranks": int, "islands": int},
+    "listen": {"island": int, "address": str},
+    "start_island": {
+        "meeting": dict,
+        "streams": dict,
+        "island": int,
+        "count": int,
+        "returns": bool,
+    },
+    "keep": {"rank": int, "number": int, "data": str},
+    "fetch": {"rank": int, "number": int, "address": str, "port": int},
+    "settle": {"deliveries": [dict], "dropped": [[int]]},
+    "shut": {"ranks": [int]},
+}
+
+FROM_ISLANDS: protocol.Kinds = {
+    "serving": {},
+    "listening": {"island": int, "port": int, "master_port": int},
+    "unstarted": {"island": int, "why": str},
+    "came": {
+        "rank": int,
+        "number": int,
+        "size": int,
+        "label": str,
+        "alone": bool,
+        "resumes": bool,
+        "data": (str, type(None)),
+    },
+    "back": {"rank": int},
+    "who": {"rank": int},
+    "fetched": {"rank": int, "number": int},
+    "unfetched": {"rank": int, "number": int, "why": str},
+}
+OF_A_RANK = ("came", "back", "who")
+"""Those of them that are about a rank of the host."""
+
+
+class IslandAgent(Agent):
+    """Also runs the broker of this host, its server, and the sockets at which islands meet."""
+
+    kinds: protocol.Kinds = {**protocol.TO_AGENT, **TO_ISLANDS}  # noqa: RUF012
+
+    def __init__(self, signals: Signals, stack: ExitStack) -> None:
+        super().__init__(signals, stack)
+        self._meetings: dict[int, list[socket.socket]] = {}
+        """By island whose first rank is here: what listens for it, and a port that is kept."""
+
+    # -- the start ------------------------------------------------------------------------
+
+    def on_serve(self, secret: str, ranks: int, islands: int) -> None:
+        """Serve other hosts. This host has `ranks` ranks, of a run of `islands` islands."""
+        if self._listener is None:
+            raise protocol.ProtocolError("nothing is served before a check")
+        allow_files(ranks, islands, kept=islands)
+        known = secret.encode()
+        self._broker = HostBroker(self._selector, self)
+        self._fetches = transfers.Fetches(self._selector, known, self._fetched, self._unfetched)
+        server = transfers.serve(self._listener, self._place, known, self._broker.copy)
+        for each in (self._broker, self._fetches, server):
+            self._stack.callback(each.close)
+        for island in range(islands):
+            self._stack.callback(self._forget, island)
+        self._send("serving")
+
+    def on_listen(self, island: int, address: str) -> None:
+        """Open the socket at which the ranks of `island` meet."""
+        self._forget(island)
+        meeting, spare = network.listen(address, 0), network.reserve_port(address)
+        self._meetings[island] = [meeting, spare]
+        ports = {"port": meeting.getsockname()[1], "master_port": spare.getsockname()[1]}
+        self._send("listening", island=island, **ports)
+
+    def on_start_island(
+        self, meeting: dict[str, Any], streams: dict[str, Any], **about: Any
+    ) -> None:
+        """Start the ranks of `island` that are on this host."""
+        island = about["island"]
+        made: list[IslandWorkers] = []
+
+        def make(*given: Any) -> IslandWorkers:
+            *first, left, saves = given
+
+            def ended(rank_exit: RankExit) -> None:
+                # Its messages must not arrive after its end: the island may have started again.
+                self._broker.shut([rank_exit.end.rank])
+                left(rank_exit)
+
+            sinks = [ended, saves]
+            made.append(IslandWorkers(*first, *sinks, link=self._broker.open, **about))
+            return made[0]
+
+        listener = self._meetings.get(island, [None])[0]
+        try:
+            self._run_part(island, meeting, streams, make, listener)
+        except (LaunchError, OSError) as error:
+            for workers in made:  # ranks that run would wait for those that do not
+                workers.give_up()
+            self._send("unstarted", island=island, why=str(error))
+        finally:
+            if listener is not None:
+                listener.close()
+
+    def _forget(self, island: int) -> None:
+        for opened in self._meetings.pop(island, ()):
+            opened.close()
+
+    # -- messages of ranks of this host ---------------------------------------------------
+
+    def came(self, what: Contribution) -> None:
+        """A rank has come to an exchange, and waits."""
+        # An admission always passes through the launcher: all ranks of the islands that it admits
+        # get it, and their hosts may just have started.
+        data = None
+        if what.size <= LITTLE or what.label.startswith(ADMITS):
+            data = base64.b64encode(self._broker.read(what.key)).decode()
+        self._send("came", **asdict(what), data=data)
+
+    def asks_back(self, rank: int) -> None:
+        """`rank`, of an island that is gone, asks to be let in."""
+        self._send("back", rank=rank)
+
+    def asks_who(self, rank: int) -> None:
+        """`rank` asks for whom it waits."""
+        self._send("who", rank=rank)
+
+    # -- files of ranks of other hosts ----------------------------------------------------
+
+    def on_keep(self, rank: int, number: int, data: str) -> None:
+        """Keep the file of a rank of another host."""
+        self._broker.write((rank, number), base64.b64decode(data))
+
+    def on_fetch(self, rank: int, number: int, address: str, port: int) -> None:
+        """Fetch the file of a rank of another host from the server at an address."""
+        self._fetches.begin((rank, number), (address, port))
+
+    def on_settle(self, deliveries: list[dict[str, Any]], dropped: list[list[int]]) -> None:
+        """Deliver messages and files to ranks, and drop files."""
+        found = [protocol.build(Delivery, each) for each in deliveries]
+        keys = [(rank, number) for rank, number in dropped]
+        for key in keys:
+            self._fetches.cancel(key)
+        self._broker.settle(
+            [replace(each, keys=[(rank, number) for rank, number in each.keys]) for each in found],
+            keys,
+        )
+
+    def on_shut(self, ranks: list[int]) -> None:
+        """Close the links of these ranks."""
+        self._broker.shut(ranks)
+
+    def _fetched(self, key: Key, fd: int) -> None:
+        if key[1] == transfers.NOTHING:
+            os.close(fd)
+        else:
+            self._broker.keep(key, fd)
+        self._send("fetched", rank=key[0], number=key[1])
+
+    def _unfetched(self, key: Key, why: str) -> None:
+        self._send("unfetched", rank=key[0], number=key[1], why=why)
+
+
+if __name__ == "__main__":
+    main(IslandAgent)

@@ -1,0 +1,279 @@
+"""Represents hosts, brokers and islands of a run on several hosts: the launcher's side."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shardwise.islands.elastic import transfers
+from shardwise.islands.elastic.agent import FROM_ISLANDS, OF_A_RANK
+from shardwise.islands.elastic.broker import Contribution, Delivery, Key
+from shardwise.islands.elastic.exchanges import Exchanges
+from shardwise.islands.elastic.membership import ranks_here
+from shardwise.islands.elastic.supervisor import IslandSupervisor
+from shardwise.launch.run_spec import Meeting
+from shardwise.launch.ssh import protocol
+from shardwise.launch.ssh.remote_host import RemoteHost
+from shardwise.launch.worker import WorkerStreams
+from shardwise.net.hosts import Share
+
+
+class RemoteBroker:
+    """The broker of another host, which its agent runs.
+
+    Args:
+        send: Sends a message to the agent.
+        exchanges: Receives what ranks bring and ask.
+        place: The address from which other hosts fetch.
+        failed: Called with a file that could not be fetched there, and why.
+
+    Attributes:
+        serving: Whether the broker is open.
+        meetings: By island, the ports where it meets on this host.
+        reached: First ranks of the hosts from which it could fetch.
+        unreached: The same of hosts from which it could not, and why.
+        unstarted: By island, why it could not start there.
+    """
+
+    def __init__(
+        self,
+        send: Callable[..., None],
+        exchanges: Exchanges,
+        place: transfers.Address,
+        failed: Callable[[RemoteBroker, Key, str], None],
+    ) -> None:
+        self.place = place
+        self.serving = False
+        self.meetings: dict[int, Mapping[str, int]] = {}
+        self.reached: set[int] = set()
+        self.unreached: dict[int, str] = {}
+        self.unstarted: dict[int, str] = {}
+        self.stalls: dict[Key, float] = {}
+        """By file that is being fetched there: since when that fails, infinity if it does not."""
+        self._send, self._exchanges, self._failed = send, exchanges, failed
+
+    # -- messages to the agent --------------------------------------------------------------
+
+    def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
+        """Deliver messages and files to ranks, and then drop the files `dropped`."""
+        for key in dropped:
+            self.stalls.pop(key, None)
+        self._send(
+            "settle",
+            deliveries=[asdict(each) for each in deliveries],
+            dropped=[list(key) for key in dropped],
+        )
+
+    def shut(self, ranks: Sequence[int]) -> None:
+        """Close the links to `ranks`."""
+        self._send("shut", ranks=list(ranks))
+
+    def forget_reached(self, rank: int) -> None:
+        """Forget whether it could fetch from the host whose first rank is `rank`."""
+        self.reached.discard(rank)
+        self.unreached.pop(rank, None)
+
+    def keep(self, key: Key, data: str) -> None:
+        """Keep `data`, in base64, as the file `key`."""
+        self._send("keep", rank=key[0], number=key[1], data=data)
+
+    def fetch(self, key: Key, source: RemoteBroker) -> None:
+        """Fetch the file `key` from the host of another broker."""
+        if key[1] != transfers.NOTHING:
+            self.stalls[key] = math.inf
+        address, port = source.place
+        self._send("fetch", rank=key[0], number=key[1], address=address, port=port)
+
+    # -- messages of the agent ------------------------------------------------------------
+
+    def hear(self, message: protocol.Message) -> None:
+        """Take a message of the agent."""
+        values = {name: value for name, value in message.items() if name != "kind"}
+        getattr(self, f"_on_{message['kind']}")(**values)
+
+    def _on_serving(self) -> None:
+        self.serving = True
+
+    def _on_listening(self, island: int, **ports: int) -> None:
+        self.meetings[island] = ports
+
+    def _on_unstarted(self, island: int, why: str) -> None:
+        self.unstarted[island] = why
+
+    def _on_came(self, data: str | None, **values: Any) -> None:
+        self._exchanges.came(Contribution(**values), data)
+
+    def _on_back(self, rank: int) -> None:
+        self._exchanges.asks_back(rank)
+
+    def _on_who(self, rank: int) -> None:
+        self._exchanges.asks_who(rank)
+
+    def _on_fetched(self, rank: int, number: int) -> None:
+        if number == transfers.NOTHING:
+            self.reached.add(rank)
+        else:
+            self.stalls.pop((rank, number), None)
+            self._exchanges.fetched(self, (rank, number))
+
+    def _on_unfetched(self, rank: int, number: int, why: str) -> None:
+        if number == transfers.NOTHING:
+            self.unreached[rank] = why
+        elif (key := (rank, number)) in self.stalls:  # else it is fetched no longer
+            self.stalls[key] = min(self.stalls[key], time.monotonic())
+            self._failed(self, key, why)
+
+    def cannot_fetch(self, ranks: range) -> bool:
+        """Return whether fetches of files of `ranks` fail there now."""
+        return any(rank in ranks and since < math.inf for (rank, _), since in self.stalls.items())
+
+
+class IslandRemoteHost(RemoteHost):
+    """The connection to an agent of elastic islands."""
+
+    kinds: protocol.Kinds = {**protocol.FROM_AGENT, **FROM_ISLANDS}  # noqa: RUF012
+    broker: RemoteBroker | None = None
+    """Its broker, once it was asked to serve."""
+
+    def serve(self, broker: RemoteBroker, supervisor: IslandSupervisor, **values: Any) -> None:
+        """Open the broker of that host, which `broker` stands for; messages of ranks go to
+        `supervisor`."""
+        self.broker, self._supervisor = broker, supervisor
+        self._left.update(self.share.numbers)
+        self.send("serve", **values)
+
+    def start_island(
+        self, meeting: Meeting, streams: WorkerStreams, ranks: Collection[int], **about: Any
+    ) -> None:
+        """Start the ranks of an island that are on that host."""
+        self._left.difference_update(ranks)
+        self.send("start_island", meeting=asdict(meeting), streams=asdict(streams), **about)
+
+    def _take(self, message: protocol.Message) -> None:
+        kind = message["kind"]
+        # Islands of a host that was given up may start again elsewhere. What its agent still says
+        # of their ranks is about the earlier processes.
+        if self.broker is not None and self.fault is not None and kind != "output":
+            return
+        if kind not in FROM_ISLANDS:
+            super()._take(message)
+            return
+        self._started(message["rank"] if kind in OF_A_RANK else None)
+        if self.broker is None:
+            raise protocol.ProtocolError("it tells of islands, of which this run has none")
+        self.broker.hear(message)
+
+
+class IslandHost:
+    """The host of `share`, and its agent, which is replaced after the host was lost.
+
+    `is_up` says whether islands can start there.
+    """
+
+    def __init__(self, share: Share, remote: IslandRemoteHost) -> None:
+        self.share = share
+        self.remote = remote
+        self.is_up = False
+        self.comes_up: Iterator[None] | None = None
+        """The operation that brings a lost host back."""
+
+    @property
+    def name(self) -> str:
+        """The host's name."""
+        return self.share.host.name
+
+    @property
+    def broker(self) -> RemoteBroker:
+        """Its broker, once it was asked to serve."""
+        assert self.remote.broker is not None
+        return self.remote.broker
+
+
+class RemoteIsland:
+    """An island whose `ranks` run on `hosts`, or are about to start.
+
+    `starts` is the operation that starts them. `returns` says whether others train meanwhile.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        ranks: range,
+        hosts: Sequence[IslandHost],
+        supervisor: IslandSupervisor,
+        *,
+        returns: bool,
+    ) -> None:
+        self.number, self.ranks, self.hosts = number, ranks, hosts
+        self.returns = returns
+        self.starts: Iterator[None] | None = None
+        self._supervisor = supervisor
+
+    @property
+    def can_start(self) -> bool:
+        """Whether all of its hosts are up."""
+        return all(host.is_up for host in self.hosts)
+
+    def go_on(self) -> None:
+        """Resume the start, and report ranks that could not start."""
+        if self.starts is not None and next(self.starts, self) is self:
+            self.starts = None
+        for host in self.hosts:
+            broker = host.remote.broker
+            why = None if broker is None else broker.unstarted.pop(self.number, None)
+            if why is not None:
+                said = f"island {self.number} could not start on {host.name}: {why}"
+                self._supervisor.lost(here(self.ranks, host), said)
+
+    def reap(self) -> None:
+        """Do nothing: the agents report the ends of ranks."""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to its ranks, or cancel their start."""
+        if not self._given_up():
+            for host in self.hosts:
+                host.remote.send_signal(number, self.number)
+
+    def ask_to_end(self, number: signal.Signals) -> None:
+        """Pass on to its ranks that someone wants them to end."""
+        if number == signal.SIGUSR1 and self.starts is not None and not self.returns:
+            return  # there is nothing to save before a run has begun
+        if not self._given_up():
+            for host in self.hosts:
+                host.remote.ask_to_end(number, self.number)
+
+    def ended_well(self, rank: int) -> None:
+        """Let its ranks know that `rank` ended with code 0."""
+        if rank in self.ranks:
+            for host in self.hosts:
+                host.remote.ended_well(rank, self.number)
+
+    def resize(self, window: tuple[int, int]) -> None:
+        """Pass on the new rows and columns of the terminal."""
+        for host in self.hosts:
+            host.remote.resize(window)
+
+    def end(self) -> None:
+        """Kill the remaining processes of its ranks."""
+        self.send_signal(signal.SIGKILL)
+
+    def release(self) -> bool:
+        """Return True: the agents release its processes."""
+        return True
+
+    def _given_up(self) -> bool:
+        """Cancel the start; return whether the island had not started."""
+        if self.starts is None:
+            return False
+        self.starts = None
+        self._supervisor.not_started(self.ranks)
+        return True
+
+
+def here(ranks: range, host: IslandHost) -> range:
+    """Return the ranks of an island that are on a host."""
+    return ranks_here(ranks, host.share.first, host.share.count)

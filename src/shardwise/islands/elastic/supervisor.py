@@ -1,0 +1,317 @@
+"""Watches elastic islands, which may end and come back while the others train.
+
+    a rank of island k fails ─▶ nobody waits for k any more ─▶ its other ranks are ended ─▶ a line
+                             ─▶ k is started again ─▶ the others admit it ─▶ a line
+
+Other failures end the run as without elastic islands: before all have started to train, of the last
+island, and in a run that somebody asks to end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Protocol
+
+from shardwise.errors import LaunchError
+from shardwise.islands.elastic.exchanges import Exchanges
+from shardwise.islands.elastic.membership import Membership
+from shardwise.launch import failure_report
+from shardwise.launch.console import STDERR, STDOUT
+from shardwise.launch.local_workers import RankExit
+from shardwise.launch.supervisor import SETTLE, UNEXPLAINED, Site, Supervisor
+from shardwise.net.error_file import ErrorReport
+from shardwise.net.restarts import STUCK, Ending, Restarts
+
+NEVER = math.inf
+
+
+class IslandSite(Site, Protocol):
+    """The ranks of an island: IslandWorkers here, RemoteIsland on other hosts."""
+
+    def end(self) -> None:
+        """Kill the remaining processes of its ranks."""
+
+    def release(self) -> bool:
+        """Return whether no process of it is left."""
+
+
+Start = Callable[[int, bool], IslandSite]
+"""Starts an island. The flag says whether it comes back to others that train."""
+
+
+@dataclass
+class IslandFailure:
+    """A failed island: how its ranks ended, and why some of them cannot be reached."""
+
+    exits: dict[int, RankExit] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+
+    @property
+    def reports(self) -> dict[int, ErrorReport]:
+        """The error reports of its ranks."""
+        found = {rank: each.report for rank, each in self.exits.items()}
+        return {rank: report for rank, report in found.items() if report is not None}
+
+    @property
+    def step(self) -> int:
+        """The number of steps that its ranks have made."""
+        found = [each.progress.step for each in self.exits.values() if each.progress is not None]
+        return max(found, default=0)
+
+
+class IslandSupervisor(Supervisor):
+    """The ranks of `count` islands of `size` ranks each. An island may end while the others train.
+
+    `restarts` limits and counts how often an island is started again.
+    """
+
+    def __init__(self, *given: Any, count: int, size: int, restarts: Restarts, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self.exchanges = Exchanges(Membership(count=count, size=size), self._exchanged)
+        self._size = size
+        self._restarts = restarts
+        self.islands: list[IslandSite] = []
+        self._failing: dict[int, float] = {}
+        """By failing island: when its other ranks are killed."""
+        self._failures: dict[int, IslandFailure] = {}
+        """The islands that have failed, and have not taken part since."""
+        self._outlived: set[int] = set()
+        """Those of them without which the others have completed an exchange since."""
+        self._tries: Counter[int] = Counter()
+        """How often an island was started again since it last took part."""
+        self._finished: set[int] = set()
+        """The islands all of whose ranks have ended well."""
+        self._said: set[int] = set()
+        """Those of them whose end was printed."""
+        self._unneeded: set[int] = set()
+        self.ended: list[IslandSite] = []
+        """Islands whose ranks have ended, and of whose child processes some may be left."""
+
+    def watch_islands(self, start: Start) -> Ending:
+        """Start all islands, and return how the run ended when all ranks have."""
+        self._start = start
+        self.islands += [start(island, False) for island in range(self._membership.count)]
+        return self.watch(self.islands)
+
+    @property
+    def _membership(self) -> Membership:
+        return self.exchanges.membership
+
+    @property
+    def _away(self) -> set[int]:
+        """The islands that have failed, and have not taken part since. An admitted one may still
+        load."""
+        return set(self._failures)
+
+    def turn(self, limit: float | None = None) -> None:
+        """Wait for events once, and kill failed islands whose time has come."""
+        super().turn(limit)
+        # At once: the system may reuse the process numbers, and the reaper would kill strangers.
+        self.ended = [each for each in self.ended if not each.release()]
+        for island, at in list(self._failing.items()):
+            if at <= time.monotonic():
+                self._failing[island] = NEVER
+                self.islands[island].end()
+
+    def _waits(self) -> list[float | None]:
+        waits, now = super()._waits(), time.monotonic()
+        return waits + [max(0.0, at - now) for at in self._failing.values() if at < NEVER]
+
+    # -- the end of a rank ------------------------------------------------------------------
+
+    def left(self, rank_exit: RankExit) -> None:
+        rank = rank_exit.end.rank
+        island = rank // self._size
+        if rank not in self._running:  # its host was lost, and its island has failed with it
+            return
+        ended_well = rank_exit.end.code == 0 or rank_exit.saved
+        at_fault = () if rank_exit.report is None else rank_exit.report.at_fault
+        # A rank that blames another island has waited too long for it: that one hangs, and nobody
+        # knows how many more do.
+        blames_another = not set(at_fault) <= set(self._membership.ranks(island))
+        is_alone = not blames_another and self._are_alone([island])
+        if island in self._failing or (not ended_well and is_alone):
+            self._fail(island, [rank], rank_exit)
+            return
+        if not ended_well:
+            self._recall()
+        super().left(rank_exit)
+        # An island that has finished takes part no longer, like one that failed. It does not count
+        # as failed, so the others may end well too.
+        if ended_well and not self._living(island):
+            self._finished.add(island)
+            self.exchanges.lose(island)
+        self._end_unneeded()
+
+    def not_started(self, ranks: Sequence[int]) -> None:
+        """Note that these ranks of an island will not start."""
+        self._running.difference_update(ranks)
+
+    def lost(self, ranks: Sequence[int], why: str) -> None:
+        islands = sorted({rank // self._size for rank in ranks if rank in self._running})
+        if not self._are_alone([each for each in islands if each not in self._failing]):
+            self._recall()
+            super().lost(ranks, why)
+            return
+        # First all, then each: the line about one must not name another lost island as training on.
+        for island in islands:
+            self._begin_failing(island)
+        for island in islands:
+            self._fail(island, self._living(island) & set(ranks), why=why)
+
+    def _living(self, island: int) -> set[int]:
+        """Return the running ranks of an island."""
+        return self._running & set(self._membership.ranks(island))
+
+    def _are_alone(self, islands: Collection[int]) -> bool:
+        """Return whether the others can continue after a failure of `islands`."""
+        failed = set(islands)
+        if failed <= self._unneeded:
+            return True
+        away = failed <= self._away
+        if self._asked is not None or self._stopping:
+            return away
+        others = set(self._membership.members) - failed - set(self._failing)
+        return self._membership.begun and bool(others or (away and self._finished))
+
+    def _fail(
+        self,
+        island: int,
+        ranks: Collection[int],
+        rank_exit: RankExit | None = None,
+        why: str | None = None,
+    ) -> None:
+        """Note that ranks of `island` have ended or cannot be reached: the island fails."""
+        self._running.difference_update(ranks)
+        self._begin_failing(island)
+        failure = self._failures[island]
+        if why is not None:  # no agent will send the end of their output
+            for rank, stream in product(ranks, (STDOUT, STDERR)):
+                self._outputs[rank].hear(stream, b"")
+        if rank_exit is not None:
+            failure.exits[rank_exit.end.rank] = rank_exit
+        failure.losses += [] if why is None else [why]
+        if not self._living(island):
+            self._failed(island)
+            return
+        ends = [each.end for each in failure.exits.values()]
+        # The other ranks may still explain the failure, so they are not killed at once.
+        explained = failure.losses or failure_report.is_explained(ends, failure.reports)
+        wait = SETTLE if explained else UNEXPLAINED
+        self._failing[island] = min(self._failing[island], time.monotonic() + wait)
+
+    def _begin_failing(self, island: int) -> None:
+        """Remove `island` from the exchanges, so that nobody waits for it any more."""
+        if island not in self._failing:
+            self._failures[island] = IslandFailure()
+            self._outlived.discard(island)
+            self._failing[island] = NEVER
+            self.exchanges.lose(island)
+
+    def _failed(self, island: int) -> None:
+        """Report the end of all ranks of `island`, and start it again if that is possible."""
+        del self._failing[island]
+        workers = self.islands[island]
+        workers.end()  # child processes of its ranks
+        self.ended.append(workers)
+        if island in self._unneeded or self._asked is not None or self._stopping:
+            return
+        others = [each for each in self._membership.members if each not in self._failing]
+        if not others:  # `_conclude` reports the end of the run
+            self._end_unneeded()
+            return
+        comes, what_next = self._next(island)
+        failure = self._failures[island]
+        at = f" at step {failure.step}" if failure.exits else ""
+        listed = ", ".join(map(str, others))
+        go_on = f"Islands {listed} go on" if others[1:] else f"Island {listed} goes on"
+        self.say(
+            f"shardwise: island {island} has ended{at} ({self._cause(failure)}). "
+            f"{go_on} without it, from the next boundary on. {what_next}\n"
+        )
+        if comes:
+            self._start_again(island)
+
+    def _cause(self, failure: IslandFailure) -> str:
+        """Say which rank of an island failed, and why."""
+        reports, exits = failure.reports, failure.exits
+        judged = failure_report.judge([each.end for each in exits.values()], reports)
+        if judged is None or (failure.losses and failure_report.is_consequence(judged, reports)):
+            return failure.losses[0].partition(". ")[0].removesuffix(".")
+        count = len(self._outputs)
+        found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
+        what, why = failure_report.in_few_words(judged, exits[judged.rank].how, count, found)
+        return f"{what}: {why.removesuffix('.')}"
+
+    def _next(self, island: int) -> tuple[bool, str]:
+        """Return whether `island` is started again, and a sentence about it."""
+        if island not in self.exchanges.resuming:
+            return False, "It does not come back: the script calls no engine.resume(folder)."
+        # Counted since it last took part: an island that fails now and then is always restarted.
+        if self._tries[island] == STUCK:
+            return False, f"It does not come back: it has failed {STUCK} times on its way."
+        if self._restarts.is_spent:
+            often = f"--restarts {self._restarts.allowed} allows no more"
+            return False, f"It does not come back: {often}."
+        return True, f"Starting it again, {self._restarts.number} of {self._restarts.allowed}."
+
+    def _start_again(self, island: int) -> None:
+        """Start `island`. A start that fails counts as a failure of the island, and is repeated."""
+        comes = True
+        while comes:
+            self._restarts.part_started()
+            self._tries[island] += 1
+            try:
+                self.islands[island] = self._start(island, True)
+            except (LaunchError, OSError) as error:
+                self.exchanges.lose(island)
+                comes, what_next = self._next(island)
+                why = str(error).removesuffix(".")
+                self.say(f"shardwise: island {island} could not start: {why}. {what_next}\n")
+            else:
+                self._running.update(self._membership.ranks(island))
+                return
+
+    # -- the others -------------------------------------------------------------------------
+
+    def _exchanged(self, islands: Sequence[int]) -> None:
+        """Note that these islands have taken part in an exchange."""
+        for island in self._finished - self._said:
+            self.say(f"shardwise: island {island} has ended well. The others go on without it.\n")
+        self._said |= self._finished
+        for island in list(self._failures):
+            if island not in islands:
+                self._outlived.add(island)
+            else:
+                del self._failures[island]
+                self._outlived.discard(island)
+                self._tries[island] = 0
+                step = self._membership.admitted[island]
+                self.say(f"shardwise: island {island} is back, from step {step} on.\n")
+
+    def _end_unneeded(self) -> None:
+        """Kill islands that are coming back if no island takes part any more."""
+        taking_part = [rank for each in self._membership.members for rank in self._living(each)]
+        if taking_part or self._unneeded:
+            return
+        self._unneeded |= {each for each in self._away if self._living(each)}
+        for island in self._unneeded:
+            self.islands[island].end()
+
+    def _recall(self) -> None:
+        """Add the failures of islands to the causes of the end of the run."""
+        # Not of islands that the others have outlived: they have failed for reasons of their own.
+        for island, failure in self._failures.items():
+            if island not in self._outlived:
+                self._exits |= failure.exits
+                self._losses += [each for each in failure.losses if each not in self._losses]
+
+    def _conclude(self) -> Ending:
+        if not self._finished:
+            self._recall()
+        return super()._conclude()

@@ -1,0 +1,213 @@
+"""Defines the hooks that an engine calls around its steps if groups of ranks step apart.
+
+An engine whose ranks all step together has no hooks object, so its step has nothing to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from shardwise.comm import Collectives
+from shardwise.config import Settings
+from shardwise.model.buffers import Buffers
+from shardwise.model.loss_scale import LossScale
+from shardwise.states.gradients.gradients import Gradients
+from shardwise.states.optimizer.interval_gather import IntervalGather
+from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.step_totals import StepStats, StepTotals
+from shardwise.states.storage.storage_factory import StorageFactory
+from shardwise.world.world import World
+
+Kept = Mapping[str, Mapping[nn.Parameter, Tensor]]
+"""By key, whole tensors by parameter, to restore in a new layout."""
+
+
+class Weighting(Protocol):
+    """How an engine weights gradients."""
+
+    def divisor(self, denominator: float) -> float:
+        """Return what the summed gradients are divided by to be their mean."""
+
+    def follow_step(self, totals: StepTotals) -> None:
+        """Take over the unit of the step of `totals`."""
+
+
+class Engine(Protocol):
+    """What hooks use of the engine that calls them."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def world(self) -> World: ...
+    @property
+    def buffers(self) -> Buffers: ...
+    @property
+    def scale(self) -> LossScale: ...
+    @property
+    def weighting(self) -> Weighting: ...
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas of the model make a step together."""
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether the engine can be saved now."""
+
+    def squared_norm(self) -> float:
+        """Return the squared norm of the gradient sums as they are now. Collective."""
+
+
+class Checkpoints(Protocol):
+    """What returns use of an engine's checkpoints."""
+
+    def leave_folder(self) -> None:
+        """Give up the claim to the folder, since another rank leads from now on."""
+
+    def save_for_return(self) -> dict[str, Any] | None:
+        """Save where the user does; return what the ranks that come back need, None if it failed.
+
+        Collective.
+        """
+
+    def come_back(self, about: Mapping[str, Any]) -> None:
+        """Continue from what `save_for_return` saved. Collective over the ranks that come back."""
+
+
+class Returns(Protocol):
+    """Lets a group of ranks that has ended come back to an engine."""
+
+    def are_expected(self) -> None:
+        """Tell the launcher that this group can come back after it has ended."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this group is to come back."""
+
+    def come_back(self) -> None:
+        """Wait until the others admit this group, and load what they saved for it."""
+
+
+class StepHooks:
+    """What an engine calls; each hook does nothing unless a subclass overrides it.
+
+    A *group* here is the ranks that make one step together, the step group.
+
+    One object serves an engine through all layouts of its states. It must not refer to the engine:
+    an engine that the user drops has to end at once, without waiting for the garbage collector.
+
+    Args:
+        settings: The settings of the engine.
+        world_group: All ranks of all groups.
+        step_group: The ranks of this group.
+        peers: The ranks of equal place in all groups.
+        shard_group: The ranks that shard the states.
+    """
+
+    replaces_sums = False
+    """Whether `after_exchange` replaces the gradient sums of a step by those of an earlier one."""
+    bytes_name = ""
+    """What the bytes are that the hooks keep next to the three states."""
+    copies = 0
+    """Copies of the parameters that are kept next to the three states."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        world_group: Collectives,
+        step_group: Collectives,
+        peers: Collectives,
+        shard_group: Collectives,
+    ) -> None:
+        self.settings = settings
+        self.world_group = world_group
+        self.step_group = step_group
+        self.peers = peers
+        self.shard_group = shard_group
+        self.scattered = settings.placement.is_sharded("optimizer")
+
+    # -- layouts of the states --------------------------------------------------------------
+
+    def lay_out(
+        self,
+        parameters: Parameters,
+        gradients: Gradients,
+        optimizer: OptimizerState,
+        factory: StorageFactory,
+        kept: Kept | None,
+    ) -> None:
+        """Prepare for a new layout of the states; `kept` is what `take_apart` returned."""
+
+    def take_apart(self, parameters: Parameters, gathering: IntervalGather) -> Kept | None:
+        """Return what the next layout needs, and drop messages in transit. Collective."""
+
+    def write_common_values(self, kept: Kept | None, optimized: Set[nn.Parameter]) -> None:
+        """Write the last common value of parameters that are in no optimizer any more.
+
+        Nothing averages them from now on, and each group has changed them since.
+        """
+
+    def finish(self) -> None:
+        """End well: wait for messages in transit. Collective over all ranks.
+
+        Raises UsageError if groups have made different numbers of steps.
+        """
+
+    def restore_common_weights(self) -> None:
+        """Set the weights to their last common value, and drop messages in transit. Collective over
+        each group."""
+
+    # -- around a step ----------------------------------------------------------------------
+
+    def before_step(self, engine: Engine) -> None:
+        """Called before the first gradient of a step is reduced."""
+
+    def after_exchange(self, engine: Engine, totals: StepTotals) -> StepTotals:
+        """Called when the ranks of this group have agreed on the totals of their gradient sums.
+
+        Returns the totals of the sums that the update uses.
+        """
+        return totals
+
+    def after_update(
+        self, engine: Engine, totals: StepTotals, stats: StepStats
+    ) -> tuple[StepTotals, StepStats]:
+        """Called when the step is made; returns its totals and statistics with what is known of the
+        other groups."""
+        return totals, stats
+
+    def returns(self, engine: Engine, checkpoints: Checkpoints) -> Returns | None:
+        """Return what lets groups that have ended come back to an engine; None if none can."""
+        return None
+
+    # -- what there is ------------------------------------------------------------------------
+
+    @property
+    def have_own_weights(self) -> bool:
+        """Whether each group has weights of its own now."""
+        return False
+
+    def common_weights(self) -> AbstractContextManager[None]:
+        """Context manager: the parameters hold the last common weights inside it. Collective over
+        each group."""
+        return nullcontext()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that this rank keeps next to the three states."""
+        return 0
+
+    def count_in_words(self) -> str:
+        """Return the number of groups."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Return a line about the exchange, for the start of a run."""
+        raise NotImplementedError
