@@ -403,7 +403,8 @@ class GradientBucket:
         self.state = BucketState.LAUNCHED
         self.is_awaited = True
         self._in_flight += 1
-        queue.push(Launch(self, buffer, handle, in_place, is_borrowed=buffer is not self._kept))
+        borrowed = buffer is not self._kept
+        queue.push(Launch(self.index, self.settle, buffer, handle, in_place, borrowed))
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """Cut the buffer at every gradient that may be elsewhere: on all ranks at the same places,

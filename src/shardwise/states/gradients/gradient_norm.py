@@ -12,17 +12,14 @@ multiplies gradients by `clip_coefficient`, together with the one division of th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shardwise.layout.bucket_layout import Span
 from shardwise.model.precision import NARROW
-
-if TYPE_CHECKING:
-    from shardwise.layout.bucket_layout import Span
-    from shardwise.states.storage.storage import Storage
 
 CHUNK = 1 << 18
 """Elements whose squares are added up in the tensor's own precision."""
@@ -47,6 +44,25 @@ _DIGITS = 53
 _HALF = 27
 
 
+class Squared(Protocol):
+    """The part of a storage that sums of squares use."""
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The whole interval, if it is in memory all the time."""
+
+    @property
+    def copy_stream(self) -> object | None:
+        """Copies between the host and the accelerator that uses it, if they are apart."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of a span while it is in use."""
+
+    def read_spans(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first element of each span and the span, readable until the next one."""
+
+
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """Return the factor that clips gradients of the global 2-norm `norm` to `max_norm`; 1 if that
     is None.
@@ -56,7 +72,7 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
-def square_span(storage: Storage, own: Span, *, wide: bool = False) -> Tensor:
+def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
     """Return the sum of squares of the elements `own` of `storage`, an fp64 scalar.
 
     With `wide`, and where not all of it is in the device's memory, each square is fp64 too.
@@ -100,7 +116,7 @@ def as_real(values: Tensor) -> Tensor:
     return values.float() if values.dtype in NARROW else values
 
 
-def exact_row(storage: Storage, own: Span, *, wide: bool = False) -> Tensor:
+def exact_row(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
     """Count the squares of the elements `own` of `storage` by exponent: int64, (2 x bins + 1,).
 
     Rows of buckets and ranks add up; the last number counts grains that are not finite. With

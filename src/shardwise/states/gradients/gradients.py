@@ -271,7 +271,8 @@ class Gradients:
 
     def _wait(self) -> None:
         """Wait for all sums; square each while others are still in flight."""
-        for bucket in self.queue.drain():
+        for number in self.queue.drain():
+            bucket = self.buckets[number]
             if bucket.counts and bucket.state is BucketState.SUMMED:
                 bucket.square()
 

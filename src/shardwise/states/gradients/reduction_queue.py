@@ -8,18 +8,14 @@ borrow ─▶ push ─▶ all-reduce or reduce-scatter, in parallel with backwar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from shardwise.comm import Collectives, Handle, Sum
 from shardwise.states.gradients.bucket_views import BucketViews
 from shardwise.states.storage.storage_factory import TensorKind
-
-if TYPE_CHECKING:
-    from shardwise.states.gradients.bucket import GradientBucket
 
 IN_FLIGHT = 2
 """Borrowed buffers that may be in a collective at once; the oldest is waited for beyond that."""
@@ -49,10 +45,13 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One collective of a bucket; `in_place` if its sum needs no copy to where the bucket keeps
-    it."""
+    """One collective of the bucket with number `bucket`, whose `settle` takes in the sum.
 
-    bucket: GradientBucket
+    `in_place`: the sum needs no copy.
+    """
+
+    bucket: int
+    settle: Callable[[Launch], None]
     buffer: Buffer
     handle: Handle
     in_place: bool
@@ -97,14 +96,15 @@ class ReductionQueue:
         if len(self._launches) > LAG and (self.patient or self.group.looks):
             self._launches[-1 - LAG].handle.advance()
 
-    def drain(self) -> Iterator[GradientBucket]:
-        """Wait for everything that was launched; yields each bucket once its sum is there."""
+    def drain(self) -> Iterator[int]:
+        """Wait for everything that was launched; yields each bucket's number once its sum is
+        there."""
         # All are advanced before one is waited for: another rank may wait for a later one.
         for launch in self._launches:
             launch.handle.advance()
         while self._launches:
             launch = self._launches.popleft()
-            launch.bucket.settle(launch)
+            launch.settle(launch)
             yield launch.bucket
 
     def borrow(self, kind: TensorKind) -> Buffer:
@@ -113,7 +113,7 @@ class ReductionQueue:
             if not (self.patient or self._launches[0].handle.is_there()):
                 break  # another buffer instead
             launch = self._launches.popleft()
-            launch.bucket.settle(launch)
+            launch.settle(launch)
         spare = self._spare[kind]
         if not spare:
             spare.append(Buffer(self.group.allocate(self._lengths[kind], *kind)))
