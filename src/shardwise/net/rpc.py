@@ -425,7 +425,7 @@ class Server:
 # -- one request to many ----------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """The place of a server: `port` of `address`, in a `role` (see authentication.py)."""
 
     address: str
@@ -434,7 +434,7 @@ class Place(NamedTuple):
 
 
 def call_all(
-    places: Mapping[K, Place], secret: bytes, request: Any, patience: float
+    places: Mapping[K, Endpoint], secret: bytes, request: Any, patience: float
 ) -> dict[K, Any]:
     """Send a request to all servers at once. Returns the replies that arrive within `patience`
     seconds, by the key of their place.

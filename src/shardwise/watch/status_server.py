@@ -225,7 +225,7 @@ class StatusServer:
     def _ask(self, ranks: Collection[int], question: Message, patience: float) -> Any:
         found = {rank: self._places[rank] for rank in ranks if rank in self._places}
         places = {
-            rank: rpc.Place(place.address, place.port, place.role)
+            rank: rpc.Endpoint(place.address, place.port, place.role)
             for rank, place in found.items()
             if rank != self.rank and place.port
         }
