@@ -21,17 +21,19 @@ from accelerate.utils import (
 from torch import Tensor, nn, optim
 
 import shardwise as sw
-from shardwise.accelerate import checkpoints, deepspeed_json, refusals
+from shardwise.accelerate import checkpoints, deepspeed_plugin, refusals
 from shardwise.accelerate.clipping import Clipping
-from shardwise.accelerate.exact_mean import ExactBatches
 from shardwise.accelerate.optimizer import ShardedOptimizer
 from shardwise.accelerate.pretrained import follow
+from shardwise.accelerate.repeated_samples import PreparedBatches
+from shardwise.bridging.deepspeed_json import settings_of
+from shardwise.bridging.exact_mean import items_of_loss
 from shardwise.bridging.joining import SETTINGS, join, joined
 from shardwise.bridging.plain_gradients import plain_backward
-from shardwise.bridging.trained import TrainedModels
 from shardwise.bridging.trained_engine import LossItems
+from shardwise.bridging.trained_models import TrainedModels
+from shardwise.bridging.written_files import SchedulesFile, copied_state
 from shardwise.config import OF_THE_ENGINE
-from shardwise.deepspeed.written_files import KeptBeside
 from shardwise.engine.initial_values import make_alike
 from shardwise.errors import UsageError
 from shardwise.messages.other_libraries import hint
@@ -63,9 +65,9 @@ class Accelerator(Clipping, Stock):
         self._settings = {n: keywords.pop(n) for n in SETTINGS & keywords.keys()}
         is_exact = bool(keywords.pop("exact_mean", False))
         given = _bound(arguments, keywords)
-        self._json = deepspeed_json.taken_from(given)
+        self._json = deepspeed_plugin.taken_from(given)
         if self._json is not None:
-            self._settings = self._json.settings | self._settings
+            self._settings = settings_of(self._json.job) | self._settings
         refusals.check_arguments(given)
         self._settings = refusals.settings_of(given.get("kwargs_handlers")) | self._settings
         if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
@@ -75,7 +77,7 @@ class Accelerator(Clipping, Stock):
             given["cpu"] = True
         if self._json is not None:
             self._json.say(self.world)
-        with deepspeed_json.without_switch():
+        with deepspeed_plugin.without_switch():
             super().__init__(**given)
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
         refusals.check_compiler(self.state.dynamo_plugin)
@@ -84,7 +86,7 @@ class Accelerator(Clipping, Stock):
         if self._json is not None:
             self._json.keep()
         self._trained = TrainedModels(self._make_engine)
-        self._batches = ExactBatches(self.world, self._is_training) if is_exact else None
+        self._batches = PreparedBatches(self.world, self._is_training) if is_exact else None
         self._more_to_come = 0
         self._are_whole = False
         """Whether parameters are whole now, for the user's hooks."""
@@ -102,7 +104,9 @@ class Accelerator(Clipping, Stock):
         # None in a process that has no rank, such as a DataLoader worker.
         self.world = joined()  # type: ignore[assignment]
         self._trained = TrainedModels(self._make_engine)
-        self._batches = ExactBatches(self.world, self._is_training) if state["_batches"] else None
+        self._batches = (
+            PreparedBatches(self.world, self._is_training) if state["_batches"] else None
+        )
 
     def _check_ranks(self) -> None:
         if self.num_processes != self.world.size:
@@ -134,7 +138,7 @@ class Accelerator(Clipping, Stock):
         prepared = super().prepare(*args, device_placement=device_placement)
         self._trained.form(self._models, [each.optimizer for each in self._optimizers])
         if self._json is not None:
-            self._trained.clip_always(self._json.max_norm)
+            self._trained.clip_always(self._json.job.clipping)
         if self._trains_by_hand:  # nothing else gives all ranks rank 0's values
             for model in self._models:
                 tensors = (t for t in [*model.parameters(), *model.buffers()] if not t.is_meta)
@@ -192,7 +196,7 @@ class Accelerator(Clipping, Stock):
             settings["compile"] = True
         settings |= {n: v for n, v in self._settings.items() if n in OF_THE_ENGINE}
         engine = sw.Engine(models, optimizers, scaler=self.scaler, **settings)
-        engine.track(schedules_of_accelerate=KeptBeside())
+        engine.track(schedules_of_accelerate=SchedulesFile())
         return engine
 
     # -- a step -----------------------------------------------------------------------------
@@ -230,16 +234,9 @@ class Accelerator(Clipping, Stock):
         self._trained.backward(loss, last=last, retain_graph=retain_graph, weight=weight)
 
     def _items_of(self, kwargs: dict[str, Any]) -> LossItems | None:
-        """What a loss is a mean over, with `exact_mean`; takes its words out of `kwargs`."""
-        number, same = kwargs.pop("weight", None), kwargs.pop("same_items", None)
-        if self._batches is None:
-            if number is None and same is None:
-                return None
-            raise UsageError(
-                "accelerator.backward(loss, weight=...) counts with Accelerator(exact_mean=True) "
-                "alone: without it losses of the workers are averaged, whatever they are means of."
-            )
-        return self._batches.items(number, same)
+        """Pop `weight` and `same_items`; return what a loss is a mean over, with `exact_mean`."""
+        setting = "Accelerator(exact_mean=True)"
+        return items_of_loss(self._batches, kwargs, "accelerator.backward", setting)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -307,7 +304,7 @@ class Accelerator(Clipping, Stock):
         if trained is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         if not trained.engine.placement.is_sharded("parameters"):
-            return checkpoints.copied(super().get_state_dict(model, unwrap))
+            return copied_state(super().get_state_dict(model, unwrap))
         return trained.engine.model_state_dict(model)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -342,7 +339,11 @@ class Accelerator(Clipping, Stock):
             self.world.say_once("save_state writes safetensors, whatever safe_serialization says.")
         if self.world.settings.trial:
             return output_dir
-        with self._hooks_see_whole(self._save_model_state_pre_hook, _drop_weights):
+
+        def drop(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            weights.clear()  # the engines write them
+
+        with self._hooks_see_whole(self._save_model_state_pre_hook, drop):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         checkpoints.save(self.engines, Path(folder), self.world)
         return folder
@@ -409,12 +410,6 @@ class Accelerator(Clipping, Stock):
         """Finish the trackers. The process group is left when the process ends."""
         for tracker in self.trackers:
             tracker.finish()
-
-
-def _drop_weights(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-    """The last hook before Accelerate writes weights: the engines do."""
-    del models, folder
-    weights.clear()
 
 
 def _bound(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.bridging.trained import TrainedModels
+from shardwise.bridging.trained_models import TrainedModels
 from shardwise.errors import UsageError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import optim
 
-from shardwise.bridging.trained import TrainedModels
-from shardwise.bridging.trained_engine import Trained
+from shardwise.bridging.trained_engine import TrainedEngine
+from shardwise.bridging.trained_models import TrainedModels
 from shardwise.errors import UsageError
 
 
@@ -73,7 +73,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
         trained.check_complete("A scheduler's step")
         return trained.skipped
 
-    def _engine(self) -> Trained:
+    def _engine(self) -> TrainedEngine:
         trained = self._trained.of(self.optimizer)
         if trained is None:
             why = self._trained.taken_over or (

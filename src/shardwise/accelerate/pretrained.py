@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.bridging.trained_engine import Trained, in_training
+from shardwise.bridging.trained_models import engine_of_model
 from shardwise.engine import usage_checks
 from shardwise.errors import UsageError
 
@@ -40,7 +40,7 @@ def _gathering(stock: Method) -> Method:
 
     @wraps(stock)
     def save_pretrained(model: Any, *arguments: Any, **keywords: Any) -> Any:
-        trained, writes = _trained(model), keywords.get("is_main_process")
+        trained, writes = engine_of_model(model), keywords.get("is_main_process")
         has_weights = writes is None or keywords.get("state_dict") is not None
         if trained is None or not trained.engine.placement.is_sharded("parameters"):
             return stock(model, *arguments, **keywords)
@@ -77,7 +77,9 @@ def _refusing(stock: Method) -> Method:
 
     @wraps(stock)
     def resize_token_embeddings(model: Any, *arguments: Any, **keywords: Any) -> Any:
-        if _trained(model) is not None and (size := _new_size(arguments, keywords)) is not None:
+        # The number of embeddings that is asked for, before it is padded.
+        size = arguments[0] if arguments else keywords.get("new_num_tokens")
+        if size is not None and engine_of_model(model) is not None:
             now = model.get_input_embeddings().num_embeddings
             if size != now:
                 raise UsageError(
@@ -90,14 +92,3 @@ def _refusing(stock: Method) -> Method:
 
     setattr(resize_token_embeddings, _FOLLOWED, True)
     return resize_token_embeddings
-
-
-def _new_size(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int | None:
-    """The number of embeddings that is asked for, before it is padded."""
-    return arguments[0] if arguments else keywords.get("new_num_tokens")
-
-
-def _trained(model: nn.Module) -> Trained | None:
-    """What trains `model`, or a model that it is a part of."""
-    found = (each for each in in_training() if any(model in m.modules() for m in each.models))
-    return next(found, None)

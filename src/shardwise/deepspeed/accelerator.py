@@ -13,7 +13,7 @@ from shardwise.errors import UsageError
 __all__ = ["get_accelerator", "is_current_accelerator_supported"]
 
 
-class Accelerator:
+class DeepSpeedAccelerator:
     """The device of this worker: of the run where it is joined, else a GPU where there is one.
 
     What is not here is torch.cuda's, or torch.cpu's.
@@ -141,9 +141,9 @@ class Accelerator:
 
 
 @cache
-def get_accelerator() -> Accelerator:
+def get_accelerator() -> DeepSpeedAccelerator:
     """The one of this process."""
-    return Accelerator()
+    return DeepSpeedAccelerator()
 
 
 def is_current_accelerator_supported() -> bool:

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 
 import shardwise as sw
+from shardwise.bridging.written_files import copied_state, on_main, write
 from shardwise.checkpoint import document
 from shardwise.checkpoint.atomic_folders import DOCUMENT, complete
 from shardwise.checkpoint.deepspeed import as_checkpoint
 from shardwise.deepspeed.configured import Configured
-from shardwise.deepspeed.written_files import also_in_trial, on_main, write
 from shardwise.errors import (
     BadCall,
     BrokenCheckpoint,
@@ -71,12 +71,20 @@ def save(
     name = _tag_of(engine, tag)
     place = home / name
     client = world.broadcast_object(f"client-{inner.steps}-{secrets.token_hex(4)}.pt")
-    also_in_trial(world, place, lambda: _begin_client(engine, place / client, client_state))
-    engine._trained.beside.file = client
+
+    def write_client() -> None:
+        data = _client_file(engine, client_state)  # in a trial too: it checks client_state
+        if not world.settings.trial:
+            write(place / client, data)
+
+    # Before the step, which names it: a step that is complete has its client file, wherever the
+    # save is cut off.
+    on_main(world, place, write_client, in_trial=True)
+    engine._parts.schedules_file.file = client
     try:
         path = inner.save(place)
     finally:
-        engine._trained.beside.file = None
+        engine._parts.schedules_file.file = None
     inner.leave_folders()
     if path is None:
         return False
@@ -84,17 +92,6 @@ def save(
     if save_latest:
         on_main(world, home, lambda: write(home / LATEST, name.encode()))
     return True
-
-
-def _begin_client(engine: Configured, path: Path, client_state: dict[str, Any]) -> None:
-    data = _client_file(engine, client_state)
-    if not engine.world.settings.trial:
-        _begin(path, data)
-
-
-def _begin(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, data)
 
 
 def _tag_of(engine: Configured, tag: str | None) -> str:
@@ -158,7 +155,15 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See DeepSpeedEngine.load_checkpoint."""
     world, inner = engine.world, engine._engine("load_checkpoint")
-    found = world.broadcast_object(_looked_for(Path(folder), tag) if world.is_main else None)
+    found: Any = None
+    if world.is_main:
+        try:
+            found = _found(Path(folder), tag)
+        except CheckpointError as error:  # raised below: the other ranks wait for the answer
+            found = error
+        except (OSError, ValueError) as error:
+            found = CheckpointError(f"{folder} cannot be read: {error}.")
+    found = world.broadcast_object(found)
     if found is None:
         world.say_once(f"load_checkpoint: {folder} has no file {LATEST}: nothing is loaded.")
         return None, None
@@ -195,17 +200,14 @@ def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) ->
             f"{advice}"
         )
     here, there = schedule.state_dict(), state if isinstance(state, dict) else {}
-    if kind is None and not _known_to_users(here) <= there.keys():
+    # Versions of torch add and drop private entries.
+    known = {entry for entry in here if not entry.startswith("_")}
+    if kind is None and not known <= there.keys():
         raise CheckpointMismatch(
             f"{place} has a schedule of another kind than {name}: its state is "
             f"{_listed(there)}, and here {_listed(here)}. Make the schedule that was saved, or "
             f"{advice}"
         )
-
-
-def _known_to_users(state: Iterable[str]) -> set[str]:
-    """The entries that every version of a schedule has: torch adds and drops others."""
-    return {name for name in state if not name.startswith("_")}
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -239,7 +241,14 @@ def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     fault: CheckpointError | None = None
     try:
-        found = _read_deepspeed(engine, place)
+        save = as_checkpoint.opened(place)
+        micro_steps = save.steps * engine.gradient_accumulation_steps()
+        found = {
+            "client_state": save.client_state,
+            "lr_scheduler": save.scheduler,
+            "schedule": None,
+            "counts": save.counts | {"micro_steps": micro_steps},
+        }
     except CheckpointError as error:
         fault = error
     except Exception as error:  # whatever a file of another library makes of reading
@@ -248,30 +257,6 @@ def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
         if each is not None:
             raise each
     return found
-
-
-def _read_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
-    save = as_checkpoint.opened(place)
-    micro_steps = save.steps * engine.gradient_accumulation_steps()
-    return {
-        "client_state": save.client_state,
-        "lr_scheduler": save.scheduler,
-        "schedule": None,
-        "counts": save.counts | {"micro_steps": micro_steps},
-    }
-
-
-def _looked_for(
-    folder: Path, tag: str | None
-) -> tuple[Path, Path, bytes | None] | CheckpointError | None:
-    """What `_found` returns; an error too where a file cannot be read, since other workers wait for
-    the answer of this one."""
-    try:
-        return _found(folder, tag)
-    except CheckpointError as error:
-        return error
-    except (OSError, ValueError) as error:
-        return CheckpointError(f"{folder} cannot be read: {error}.")
 
 
 def _found(
@@ -316,18 +301,13 @@ def _found(
     return place, path, beside.read_bytes()
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with memory of its own: parameters are views of a buffer, which would be saved."""
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-
-
 def save_weights(world: sw.World, state: dict[str, Any], folder: Path, name: str) -> bool:
     """Write `state`, weights by name on the main worker, as one file. Collective."""
 
     def save() -> None:
         buffer = io.BytesIO()
-        torch.save(_copied(state), buffer)
-        _begin(folder / name, buffer.getvalue())
+        torch.save(copied_state(state), buffer)
+        write(folder / name, buffer.getvalue())
 
     on_main(world, folder, save)
     return True

@@ -46,14 +46,9 @@ def join_run(settings: Mapping[str, Any]) -> sw.World:
     if world.size == 1 and not dist.is_initialized():
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
-        exit_handlers.register(_leave)
+        exit_handlers.register(lambda: dist.is_initialized() and dist.destroy_process_group())
         join(settings, "shardwise.deepspeed", in_parts=True)
     return world
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def get_rank(group: Any = None) -> int:

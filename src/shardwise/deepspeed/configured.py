@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.config.deepspeed import Batches, Job
-from shardwise.deepspeed.written_files import KeptBeside
+from shardwise.bridging.written_files import SchedulesFile
+from shardwise.config.deepspeed import Batches, DeepSpeedJob
 from shardwise.errors import UsageError
 
 
@@ -26,14 +26,14 @@ class Counts:
 
 
 @dataclass(kw_only=True)
-class Trained:
-    """What trains a model: None and empty where it has no optimizer."""
+class EngineParts:
+    """What an engine of DeepSpeed is made from: None and empty without an optimizer."""
 
     engine: sw.Engine | None = None
     optimizer: Any = None
     optimizers: Sequence[torch.optim.Optimizer] = field(default_factory=tuple)
     scheduler: Any = None
-    beside: KeptBeside = field(default_factory=KeptBeside)
+    schedules_file: SchedulesFile = field(default_factory=SchedulesFile)
 
 
 class Configured(nn.Module):
@@ -41,14 +41,16 @@ class Configured(nn.Module):
 
     optimizer: Any
 
-    def __init__(self, job: Job, batches: Batches, world: sw.World, trained: Trained) -> None:
+    def __init__(
+        self, job: DeepSpeedJob, batches: Batches, world: sw.World, parts: EngineParts
+    ) -> None:
         super().__init__()
         self.world = world
         self._job = job
         self._batches = batches
-        self._trained = trained
+        self._parts = parts
         self._counts = Counts()
-        self.lr_scheduler = trained.scheduler
+        self.lr_scheduler = parts.scheduler
 
     @property
     def device(self) -> torch.device:
@@ -143,7 +145,7 @@ class Configured(nn.Module):
         return self._job.steps_per_print
 
     def _precision(self) -> str:
-        engine = self._trained.engine
+        engine = self._parts.engine
         return self._job.precision if engine is None else engine.settings.precision
 
     def fp16_enabled(self) -> bool:
@@ -172,7 +174,7 @@ class Configured(nn.Module):
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage of the placement."""
-        engine = self._trained.engine
+        engine = self._parts.engine
         return self._job.stage if engine is None else engine.placement.level
 
     def zero_optimization(self) -> bool:
@@ -196,7 +198,7 @@ class Configured(nn.Module):
         return self._optimizer_tier() in ("cpu", "nvme")
 
     def _optimizer_tier(self) -> str:
-        engine = self._trained.engine
+        engine = self._parts.engine
         return "device" if engine is None else engine.placement.tier("optimizer").kind
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
@@ -221,7 +223,7 @@ class Configured(nn.Module):
 
     def loss_scale(self) -> float:
         """The present loss scale, 1 where there is none."""
-        return 1.0 if self._trained.engine is None else self._trained.engine.loss_scale
+        return 1.0 if self._parts.engine is None else self._parts.engine.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale follows overflows."""
@@ -264,12 +266,12 @@ class Configured(nn.Module):
         return self._of_groups("type")
 
     def _engine(self, call: str) -> sw.Engine:
-        if self._trained.engine is None:
+        if self._parts.engine is None:
             raise UsageError(
                 f"engine.{call}() without an optimizer, or after destroy(): give initialize an "
                 "optimizer, or name one in the JSON."
             )
-        return self._trained.engine
+        return self._parts.engine
 
     def _of_groups(self, name: str) -> list[Any]:
         if self.optimizer is None:

@@ -2,23 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn, optim
+from torch.utils import _pytree as pytree
 
 import shardwise as sw
-from shardwise.config.deepspeed import Batches, Job
-from shardwise.deepspeed import checkpoints, manual_backward, zero_marks
-from shardwise.deepspeed.configured import Configured, Trained
+from shardwise.config.deepspeed import Batches, DeepSpeedJob
+from shardwise.deepspeed import checkpoints, manual_backward
+from shardwise.deepspeed.configured import Configured, EngineParts
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.monitor import MonitorMaster
-from shardwise.deepspeed.outputs import OutputTypes
 from shardwise.errors import UsageError
+
+
+class OutputTypes:
+    """Remembers in which dtypes a module computed its outputs. The engine widens them to fp32, but
+    scripts for DeepSpeed compute losses in the module's own dtypes."""
+
+    def __init__(self, module: nn.Module, *, restores: bool) -> None:
+        self._restores = restores
+        self._dtypes: list[torch.dtype | None] = []
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            leaves = pytree.tree_leaves(output)
+            self._dtypes = [each.dtype if isinstance(each, Tensor) else None for each in leaves]
+
+        # Runs before the hook that widens, which the engine registers later.
+        self._handle = module.register_forward_hook(note)
+
+    def restored(self, output: Any) -> Any:
+        """Return `output` in the dtypes that it was computed in."""
+        if not self._restores:
+            return output
+        leaves, shape = pytree.tree_flatten(output)
+        if len(leaves) != len(self._dtypes):
+            return output
+        found = [
+            each.to(dtype) if dtype in (torch.bfloat16, torch.float16) else each
+            for each, dtype in zip(leaves, self._dtypes, strict=True)
+        ]
+        return pytree.tree_unflatten(found, shape)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+_parameter_ids = count()
+"""Counts the parameters of all engines in this process, because scripts use `ds_id` as a key."""
+
+
+def mark_sharded(parameters: Iterable[Tensor]) -> None:
+    """Give `parameters` the attributes of DeepSpeed's stage 3. By `ds_id` and `ds_status` scripts
+    know that a parameter must be gathered before its values are copied."""
+    for parameter in parameters:
+        parameter.__dict__.update(
+            ds_id=next(_parameter_ids),
+            ds_shape=parameter.shape,
+            ds_numel=parameter.numel(),
+            ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        )
+
+
+def unmark(parameters: Iterable[Tensor]) -> None:
+    """Remove the attributes that `mark_sharded` set."""
+    for parameter in parameters:
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_status"):
+            parameter.__dict__.pop(name, None)
+
+
+@contextmanager
+def marked_whole(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let `ds_status` of `parameters` be AVAILABLE inside the block."""
+    marked = [each for each in parameters if "ds_status" in each.__dict__]
+    before = [each.__dict__["ds_status"] for each in marked]
+    for each in marked:
+        each.__dict__["ds_status"] = ZeroParamStatus.AVAILABLE
+    try:
+        yield
+    finally:
+        for each, status in zip(marked, before, strict=True):
+            each.__dict__["ds_status"] = status
 
 
 class DeepSpeedEngine(Configured):
@@ -32,17 +113,17 @@ class DeepSpeedEngine(Configured):
     def __init__(
         self,
         module: nn.Module,
-        job: Job,
+        job: DeepSpeedJob,
         batches: Batches,
         world: sw.World,
-        trained: Trained,
+        parts: EngineParts,
         outputs: OutputTypes,
         collate_fn: Any = None,
     ) -> None:
-        super().__init__(job, batches, world, trained)
+        super().__init__(job, batches, world, parts)
         self.module = module
-        self.optimizer = trained.optimizer
-        self.basic_optimizer = trained.optimizer
+        self.optimizer = parts.optimizer
+        self.basic_optimizer = parts.optimizer
         self.training_dataloader: DeepSpeedDataLoader | None = None
         self.collate_fn = collate_fn
         self._outputs = outputs
@@ -57,8 +138,8 @@ class DeepSpeedEngine(Configured):
         if not _made:
             manual_backward.lead_backwards(_backwards)
         _made[:] = [each for each in _made if each() is not None] + [ref(self)]
-        if trained.engine is not None and trained.engine.placement.is_sharded("parameters"):
-            zero_marks.mark(module.parameters())
+        if parts.engine is not None and parts.engine.placement.is_sharded("parameters"):
+            mark_sharded(module.parameters())
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -148,7 +229,7 @@ class DeepSpeedEngine(Configured):
         self._counts.micro_steps += 1
 
     def _follow(self, lr_kwargs: dict[str, Any]) -> None:
-        """What comes after an update, or one that was skipped: the schedule, counts, reports."""
+        """Step the schedule, count and report after an update, or a skipped one."""
         counts = self._counts
         if not self._step_applied:
             counts.skipped_steps += 1
@@ -167,19 +248,15 @@ class DeepSpeedEngine(Configured):
                 f"step={counts.global_steps}, skipped={counts.skipped_steps}, lr={self.get_lr()}, "
                 f"mom={self.get_mom()}"
             )
-        self._write_monitor()
-
-    def _write_monitor(self) -> None:
-        if not self.monitor.enabled:
-            return
-        samples = self._counts.global_samples
-        events: list[tuple[str, float, int]] = [
-            ("Train/Samples/train_loss", float(self.losses or 0.0), samples),
-            ("Train/Samples/lr", float(self.get_lr()[0]), samples),
-        ]
-        if self.fp16_enabled():
-            events.append(("Train/Samples/loss_scale", self.loss_scale(), samples))
-        self.monitor.write_events(events)
+        if self.monitor.enabled:
+            samples = counts.global_samples
+            events: list[tuple[str, float, int]] = [
+                ("Train/Samples/train_loss", float(self.losses or 0.0), samples),
+                ("Train/Samples/lr", float(self.get_lr()[0]), samples),
+            ]
+            if self.fp16_enabled():
+                events.append(("Train/Samples/loss_scale", self.loss_scale(), samples))
+            self.monitor.write_events(events)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the parameters."""
@@ -192,8 +269,8 @@ class DeepSpeedEngine(Configured):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last update. Collective."""
         del set_to_none
-        if self._trained.engine is not None:
-            self._trained.engine.zero_grad()
+        if self._parts.engine is not None:
+            self._parts.engine.zero_grad()
 
     # -- data, whole weights, checkpoints, the end ------------------------------------------
 
@@ -225,7 +302,7 @@ class DeepSpeedEngine(Configured):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state_dict with whole tensors, on the main worker; empty on others where
         it is in parts. Collective."""
-        engine = self._trained.engine
+        engine = self._parts.engine
         in_parts = engine is not None and (
             engine.placement.is_sharded("parameters") or not self.world.mesh.is_flat
         )
@@ -308,10 +385,10 @@ class DeepSpeedEngine(Configured):
     def destroy(self) -> None:
         """Give the module and the optimizer back as plain ones. Collective."""
         self.monitor.close()
-        if self._trained.engine is not None:
-            self._trained.engine.close()
-            self._trained.engine = None
-            zero_marks.unmark(self.module.parameters())
+        if self._parts.engine is not None:
+            self._parts.engine.close()
+            self._parts.engine = None
+            unmark(self.module.parameters())
         self._outputs.remove()
 
 
@@ -323,7 +400,7 @@ def _backwards() -> Iterator[tuple[frozenset[int], Callable[..., Tensor]]]:
     """The parameters, by identity, and the backward of each engine that trains now."""
     for each in _made:
         engine = each()
-        if engine is not None and engine._trained.engine is not None:
+        if engine is not None and engine._parts.engine is not None:
             yield engine._trained_ids, engine.backward
 
 
@@ -331,7 +408,7 @@ def engine_of(parameter: Tensor) -> DeepSpeedEngine | None:
     """The engine that trains `parameter`, None without one."""
     for each in reversed(_made):
         engine = each()
-        if engine is None or engine._trained.engine is None:
+        if engine is None or engine._parts.engine is None:
             continue
         if any(parameter is p for p in engine.module.parameters()):
             return engine

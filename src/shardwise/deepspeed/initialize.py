@@ -12,16 +12,16 @@ from torch import nn, optim
 from torch.amp import GradScaler
 
 import shardwise as sw
+from shardwise.bridging.deepspeed_json import say_lines
 from shardwise.bridging.joining import divide
 from shardwise.config import OF_THE_ENGINE, json_of_deepspeed
-from shardwise.config.deepspeed import Job, parse, short_lines
+from shardwise.config.deepspeed import DeepSpeedJob, parse
 from shardwise.deepspeed import optimizers
 from shardwise.deepspeed.checkpoints import BESIDE
 from shardwise.deepspeed.comm import join_run
-from shardwise.deepspeed.configured import Trained
-from shardwise.deepspeed.engine import DeepSpeedEngine
+from shardwise.deepspeed.configured import EngineParts
+from shardwise.deepspeed.engine import DeepSpeedEngine, OutputTypes
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
-from shardwise.deepspeed.outputs import OutputTypes
 from shardwise.deepspeed.pipe.engine import PipelineEngine
 from shardwise.deepspeed.pipe.module import PipelineModule
 from shardwise.deepspeed.pipe.topology import PipelineParallelGrid
@@ -89,7 +89,7 @@ def _checked(model: Any) -> nn.Module:
     return model
 
 
-def _divide(world: sw.World, job: Job, model: Any) -> None:
+def _divide(world: sw.World, job: DeepSpeedJob, model: Any) -> None:
     """Divide replicas as the JSON says. Raises UsageError for a plain model over several stages,
     ConfigError for another number of replicas than the JSON has."""
     if (size := job.settings.get("tensor", 1)) > 1:
@@ -125,10 +125,9 @@ def _json_of(args: Any, config: Json | None) -> Json:
     return found[0]
 
 
-def _say(world: sw.World, job: Job) -> None:
+def _say(world: sw.World, job: DeepSpeedJob) -> None:
     """Say once what of the JSON is ignored, and what "auto" became."""
-    for line in short_lines(job, of_loop=False):
-        world.say_once(f"{job.document.name}: {line}")
+    say_lines(world, job)
     if job.precision == "fp16-mixed" and job.document.get("fp16.enabled"):
         world.say_once(
             f"{job.document.name}: fp16 computes in autocast here, and weights stay fp32; "
@@ -138,7 +137,7 @@ def _say(world: sw.World, job: Job) -> None:
 
 def _build(
     world: sw.World,
-    job: Job,
+    job: DeepSpeedJob,
     model: nn.Module,
     optimizer: Any,
     model_parameters: Any,
@@ -152,17 +151,22 @@ def _build(
     parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
     made = _optimizers(job, model, optimizer, parameters)
     outputs = OutputTypes(model, restores=precision.startswith("bf16"))
-    trained = Trained(optimizers=made)
+    parts = EngineParts(optimizers=made)
     if made:
         scaler = _scaler(job, world) if precision == "fp16-mixed" else None
-        trained.engine = sw.Engine(model, made, scaler=scaler, **settings)
-        trained.engine.track(**{BESIDE: trained.beside})
-        trained.optimizer = made[0] if len(made) == 1 else optimizers.ManyOptimizers(made)
-        trained.scheduler = _schedule(job, trained.optimizer, lr_scheduler)
+        parts.engine = sw.Engine(model, made, scaler=scaler, **settings)
+        parts.engine.track(**{BESIDE: parts.schedules_file})
+        parts.optimizer = made[0] if len(made) == 1 else optimizers.ManyOptimizers(made)
+        if lr_scheduler is not None:
+            given = lr_scheduler
+            parts.scheduler = given(parts.optimizer) if callable(given) else given
+        elif job.schedule is not None:
+            name = job.document.name
+            parts.scheduler = optimizers.schedule_of_json(job.schedule, parts.optimizer, name)
     elif job.stage > 0:
         world.say_once("a model without an optimizer is not sharded: each worker has all of it.")
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-    return kind(model, job, batches, world, trained, outputs, collate_fn)
+    return kind(model, job, batches, world, parts, outputs, collate_fn)
 
 
 def _place(model: nn.Module, world: sw.World, precision: str) -> None:
@@ -181,7 +185,7 @@ def _place(model: nn.Module, world: sw.World, precision: str) -> None:
 
 
 def _optimizers(
-    job: Job, model: nn.Module, optimizer: Any, parameters: list[Any]
+    job: DeepSpeedJob, model: nn.Module, optimizer: Any, parameters: list[Any]
 ) -> list[optim.Optimizer]:
     """What trains the model: the script's, or the JSON's; none where neither has one."""
     if optimizer is None:
@@ -200,7 +204,7 @@ def _optimizers(
     return made
 
 
-def _scaler(job: Job, world: sw.World) -> GradScaler:
+def _scaler(job: DeepSpeedJob, world: sw.World) -> GradScaler:
     scaling = job.scaling
     scale = scaling.static or float(2**scaling.power)
     scaler = GradScaler(world.device.type, init_scale=scale, growth_interval=scaling.window)
@@ -208,14 +212,6 @@ def _scaler(job: Job, world: sw.World) -> GradScaler:
         scaler.set_growth_factor(1.0)
         scaler.set_backoff_factor(1.0)
     return scaler
-
-
-def _schedule(job: Job, optimizer: Any, given: Any) -> Any:
-    if given is not None:
-        return given(optimizer) if callable(given) else given
-    if job.schedule is None:
-        return None
-    return optimizers.schedule_of_json(job.schedule, optimizer, job.document.name)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

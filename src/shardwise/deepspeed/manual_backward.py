@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.bridging.trained_models import graph_nodes
+
 Backward = Callable[[Tensor], Tensor]
 BackwardOf = Callable[..., Any]
 """A backward that takes `retain_graph` too."""
@@ -59,17 +61,13 @@ def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
 def _reached(loss: Tensor, trained: Sequence[Engine]) -> list[BackwardOf]:
     """The backwards of the engines with a parameter in the graph of `loss`."""
     left, found = list(trained), []
-    nodes, seen = [loss.grad_fn], set[Any]()
-    while nodes and left:  # one engine is found after a few nodes: its last layer
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes(loss):
+        if not left:  # usually after a few nodes: those of the last layer
+            break
         if hasattr(node, "variable"):
             reached = [each for each in left if id(node.variable) in each[0]]
             found += [backward for _, backward in reached]
             left = [each for each in left if each not in reached]
-        nodes.extend(child for child, _ in node.next_functions)
     return found
 
 

@@ -23,7 +23,7 @@ MODULES = {
     "utils": "utils",
     "utils.logging": "utils",
     "utils.zero_to_fp32": "zero_to_fp32",
-    "runtime.utils": "runtime_utils",
+    "runtime.utils": "utils",
     "accelerator": "accelerator",
     "accelerator.real_accelerator": "accelerator",
     "checkpointing": "checkpointing",

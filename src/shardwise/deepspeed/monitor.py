@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.deepspeed.job import Job, Monitor
+from shardwise.config.deepspeed.job import DeepSpeedJob, Monitor
 from shardwise.errors import ConfigError
 
 Event = tuple[str, float, int]
@@ -18,7 +18,7 @@ class MonitorMaster:
     """Writes events to what the JSON asks for, on the main worker. Raises ConfigError where
     TensorBoard is asked for and not installed."""
 
-    def __init__(self, job: Job, *, is_main: bool) -> None:
+    def __init__(self, job: DeepSpeedJob, *, is_main: bool) -> None:
         self.enabled = job.tensorboard is not None or job.csv is not None
         self._writers: list[Any] = []
         if is_main and job.tensorboard is not None:

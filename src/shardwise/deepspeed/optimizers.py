@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from shardwise.config.deepspeed.job import Named
+from shardwise.config.deepspeed.job import DeepSpeedJob, Named
 from shardwise.deepspeed import schedules
 from shardwise.deepspeed.ops.adam import FusedAdam
 from shardwise.errors import ConfigError
@@ -32,6 +32,21 @@ def of_json(
         return [_of_torch(named, parameters, name)]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: optimizer {named.name}: {error}.") from None
+
+
+def one_of_json(
+    job: DeepSpeedJob, parameters: Parameters, models: Sequence[nn.Module]
+) -> optim.Optimizer:
+    """Return the optimizer of the JSON over `parameters`. Raises ConfigError for Muon, which is two
+    optimizers here."""
+    assert job.optimizer is not None
+    found = of_json(job.optimizer, parameters, models, job.document.name)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{job.document.name}: {job.optimizer.name} is two optimizers here, and this library "
+            "steps one: take AdamW, or make them in the script."
+        )
+    return found[0]
 
 
 def _adam_of(named: Named, parameters: Parameters) -> optim.Optimizer:
@@ -99,7 +114,10 @@ def _muon(
             f"torch {torch.__version__} has no Muon: take a newer torch, or another optimizer."
         )
     given = dict(params)
-    _check_muon(given)
+    if given.pop("adam_w_mode", True) is False or given.pop("per_head_muon", False):
+        raise ValueError("adam_w_mode=false and per_head_muon are not there: leave them out")
+    if unknown := sorted(set(given) - _MUON_TAKES):
+        raise ValueError(f"it takes {', '.join(sorted(_MUON_TAKES))}, not {unknown[0]}")
     shared = {key: given[key] for key in ("lr", "weight_decay") if key in given}
     by_muon = {"lr": 0.02, "weight_decay": 0.0} | shared
     by_adam: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
@@ -120,13 +138,6 @@ def _muon(
 _MUON_TAKES = {"lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps"}
 
 
-def _check_muon(params: dict[str, Any]) -> None:
-    if params.pop("adam_w_mode", True) is False or params.pop("per_head_muon", False):
-        raise ValueError("adam_w_mode=false and per_head_muon are not there: leave them out")
-    if unknown := sorted(set(params) - _MUON_TAKES):
-        raise ValueError(f"it takes {', '.join(sorted(_MUON_TAKES))}, not {unknown[0]}")
-
-
 def _halves(
     parameters: Parameters, models: Sequence[nn.Module]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -138,7 +149,9 @@ def _halves(
         groups.append({"params": loose})
     halves: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:
-        trained = [p for p in _several(group["params"]) if p.requires_grad]
+        params = group["params"]  # one parameter, or several
+        held = [params] if isinstance(params, torch.Tensor) else list(params)
+        trained = [p for p in held if p.requires_grad]
         for half, taken in zip(halves, (True, False), strict=True):
             chosen = [p for p in trained if (p in matrices) is taken]
             keys = ("lr", "weight_decay") if taken else ("lr", "weight_decay", "betas", "eps")
@@ -154,10 +167,6 @@ def _matrices(model: nn.Module) -> Iterable[nn.Parameter]:
                 shape = tuple(parameter.shape)
                 raise ConfigError(f"torch's Muon takes matrices, and {name} is {shape}.")
             yield parameter
-
-
-def _several(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 class ManyOptimizers:

@@ -1,15 +1,21 @@
-"""deepspeed.utils: whole fp32 parameters, gradients and optimizer state; a log; a loader."""
+"""deepspeed.utils and deepspeed.runtime.utils: whole fp32 parameters, gradients and optimizer
+state; a log; seeds; a line on memory."""
 
 from __future__ import annotations
 
 import logging
+import random
+import resource
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import shardwise as sw
+from shardwise.deepspeed.accelerator import get_accelerator
 from shardwise.deepspeed.engine import DeepSpeedEngine, engine_of
 from shardwise.deepspeed.loader import RepeatingLoader
 from shardwise.errors import UsageError
@@ -24,6 +30,8 @@ __all__ = [
     "safe_get_full_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
+    "see_memory_usage",
+    "set_random_seed",
     "set_z3_leaf_modules",
 ]
 
@@ -102,7 +110,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
         return None
     inner = engine._engine("safe_get_full_optimizer_state")
     found: Tensor | None = None
-    for optimizer in engine._trained.optimizers:
+    for optimizer in engine._parts.optimizers:
         state = inner.optimizer_state_dict(optimizer)["state"]
         held = [p for group in optimizer.param_groups for p in group["params"]]
         for number, each in enumerate(held):
@@ -115,3 +123,27 @@ def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Sequence[An
     """The modules of these classes in `model`. A mixture of experts is one unit by itself, and
     `--units` names others."""
     return [each for each in model.modules() if type(each) in tuple(leaf_module_classes)]
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of random, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log on rank 0, where it is asked for by `force`, `message` and the GB that tensors take on
+    the GPU, the most that they took, and the most that this process had resident."""
+    if not force:
+        return
+    accelerator = get_accelerator()
+    now, most = accelerator.memory_allocated(), accelerator.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # of the kernel's count
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    log_dist(
+        f"{message}: allocated {now / 1e9:.2f} GB, at most {most / 1e9:.2f} GB; "
+        f"resident at most {resident / 1e9:.2f} GB",
+        ranks=[0],
+        level=logging.WARNING,
+    )

@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.deepspeed import zero_marks
-from shardwise.deepspeed.engine import DeepSpeedEngine, engine_of
-from shardwise.deepspeed.zero_marks import ZeroParamStatus
+from shardwise.deepspeed.engine import ZeroParamStatus, engine_of, marked_whole
 from shardwise.errors import UsageError
 from shardwise.model import meta
 
@@ -65,40 +63,33 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self._parameters:
             return
-        engine = engine_of_all(self._parameters)
+        found = {id(engine): engine for engine in map(engine_of, self._parameters)}
+        if len(found) > 1:
+            raise UsageError(
+                "GatheredParameters with parameters of several engines, or of one and of none: "
+                "write a block for each."
+            )
+        engine = next(iter(found.values()))
         if engine is None:
-            _fill(self._parameters)
+            # Built inside `Init`: give memory now, so that what the block writes stays.
+            for parameter in self._parameters:
+                if parameter.is_meta and isinstance(parameter, nn.Parameter):
+                    meta.make_real(parameter, meta.materialise(parameter))
             return
         inner, writes = engine._engine("GatheredParameters"), self._modifier_rank is not None
         part = _smallest(engine.module, self._parameters)
         self._blocks.enter_context(inner.full_parameters(part, write=writes))
-        self._blocks.enter_context(zero_marks.whole(self._parameters))
+        self._blocks.enter_context(marked_whole(self._parameters))
 
     def __exit__(self, *error: Any) -> None:
         if error[0] is None and self._modifier_rank is not None and dist.is_initialized():
-            _give(self._parameters, self._modifier_rank)
+            with torch.no_grad():
+                for parameter in self._parameters:
+                    # By way of this rank's device: a group of GPUs sends nothing else.
+                    value = parameter.data.to(sw.world().device)
+                    dist.broadcast(value, self._modifier_rank)
+                    parameter.data.copy_(value)
         self._blocks.__exit__(*error)
-
-
-def _give(parameters: list[Tensor], rank: int) -> None:
-    """Give every worker the values that `rank` has; by way of where it computes, since a group of
-    GPUs moves nothing else."""
-    with torch.no_grad():
-        for parameter in parameters:
-            value = parameter.data.to(sw.world().device)
-            dist.broadcast(value, rank)
-            parameter.data.copy_(value)
-
-
-def engine_of_all(parameters: Iterable[Tensor]) -> DeepSpeedEngine | None:
-    """The engine that trains `parameters`, None without one. Raises UsageError for several."""
-    found = {id(engine): engine for engine in map(engine_of, parameters)}
-    if len(found) > 1:
-        raise UsageError(
-            "GatheredParameters with parameters of several engines, or of one and of none: write a "
-            "block for each."
-        )
-    return next(iter(found.values()))
 
 
 def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
@@ -110,13 +101,6 @@ def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
         if wanted <= held:
             holders.append((len(held), number, module))
     return min(holders)[2]
-
-
-def _fill(parameters: list[Tensor]) -> None:
-    """Give memory to parameters that were built inside `Init`: what is written to them stays."""
-    for parameter in parameters:
-        if parameter.is_meta and isinstance(parameter, nn.Parameter):
-            meta.make_real(parameter, meta.materialise(parameter))
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

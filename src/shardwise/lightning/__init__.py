@@ -8,10 +8,8 @@ trainer_strategy.py   the Trainer's strategy: setup, a step, whole states
 fabric_strategy.py    Fabric's
 training.py           the engines of one Trainer or Fabric, a step piece by piece
 parts.py              which modules each of several optimizers trains
-forwards.py           a training_step inside the module's forward
-empty_modules.py       modules that have no memory yet
-sharing.py            loaders in their order; an evaluation with every sample once
-exact_mean.py         exact_mean=True: in training, too, every sample counts once and alike
+empty_modules.py      modules that have no memory yet
+sharing.py            loaders in their order, without repeated samples
 refused_mesh.py       scripts that ask for the mesh of ModelParallelStrategy
 environment.py        who this worker is, and what a script asks for
 adoption.py           scripts that name another strategy, or none

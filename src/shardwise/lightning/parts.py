@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn, optim
 
+from shardwise.bridging.trained_models import connected_parts
 from shardwise.errors import UsageError
 
 
@@ -17,22 +18,11 @@ def models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list[
     Raises UsageError for a parameter beside which another optimizer trains one of the same module.
     """
     inside = {id(p) for p in module.parameters()}
-    trained = [part for part in _connected(optimizers) if part & inside]
+    connected = [part.parameters for part in connected_parts([], optimizers)]
+    trained = [part for part in connected if part & inside]
     if len(trained) < 2:
         return [module]
     return [model for part in trained for model in _modules(module, part, trained)]
-
-
-def _connected(optimizers: Sequence[optim.Optimizer]) -> list[set[int]]:
-    """The parameters, by identity, of each set of optimizers that have some in common."""
-    parts: list[set[int]] = []
-    for optimizer in optimizers:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for each in [part for part in parts if part & own]:
-            parts.remove(each)
-            own |= each
-        parts.append(own)
-    return parts
 
 
 def _modules(

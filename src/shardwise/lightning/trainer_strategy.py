@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn, optim
 
 import shardwise as sw
+from shardwise.bridging.exact_mean import ItemsOf
 from shardwise.errors import UsageError
 from shardwise.lightning import refused_mesh
 from shardwise.lightning.empty_modules import casting, give_memory
 from shardwise.lightning.environment import Environment, check_devices
-from shardwise.lightning.exact_mean import ItemsOf
-from shardwise.lightning.forwards import inside_forward
 from shardwise.lightning.sharing import Marked, count_once, share_in_order
-from shardwise.lightning.training import Training, plain
+from shardwise.lightning.training import StrategyTraining, plain
 
 _ELSEWHERE = ("DeepSpeed", "FSDP", "XLA", "TransformerEngine", "Bitsandbytes")
 """How the names of precision plugins begin that convert a model for another engine."""
@@ -59,7 +58,7 @@ class OverEngines:
         exact_mean: bool | ItemsOf = False,
         **settings: Any,
     ) -> None:
-        self.training = Training(settings, self.library, exact_mean)
+        self.training = StrategyTraining(settings, self.library, exact_mean)
         self._devices: list[torch.device] | None = None
         self._failed = False
         super().__init__(  # type: ignore[call-arg]
@@ -188,8 +187,12 @@ class TrainerStrategy(OverEngines):
         self.setup_precision_plugin()  # type: ignore[attr-defined]
         self.training.prepare(self.model, self.optimizers)
         if len(self.optimizers) > 1:
+            # Lightning's own take requires_grad from all other parameters, so the states would be
+            # laid out again at each change. An engine can leave a loss out instead.
+            engines = self.training.engines
             own = vars(self.lightning_module)
-            own["toggle_optimizer"], own["untoggle_optimizer"] = self._toggle, self._untoggle
+            own["toggle_optimizer"] = lambda optimizer: setattr(engines, "only", plain(optimizer))
+            own["untoggle_optimizer"] = lambda optimizer: setattr(engines, "only", None)
 
     def teardown(self) -> None:
         """Give the model and its optimizers back as plain ones, on the CPU. Collective, unless the
@@ -210,18 +213,6 @@ class TrainerStrategy(OverEngines):
         self._failed = True
 
     # -- a step -----------------------------------------------------------------------------
-
-    def _toggle(self, optimizer: Any) -> None:
-        """Let backwards leave gradients for `optimizer` alone.
-
-        Lightning takes requires_grad from all other parameters, and states would be laid out anew
-        at each change; an engine can leave a loss out.
-        """
-        self.training.engines.only = plain(optimizer)
-
-    def _untoggle(self, optimizer: Any) -> None:
-        del optimizer
-        self.training.engines.only = None
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -303,7 +294,7 @@ class TrainerStrategy(OverEngines):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own, inside its forward."""
         if self.training.exact is not None:
-            self.training.exact.computes_with(args[0] if args else next(iter(kwargs.values())))
+            self.training.exact.compute_with(args[0] if args else next(iter(kwargs.values())))
         return self._inside("train", "training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -327,7 +318,7 @@ class TrainerStrategy(OverEngines):
             by_hand = kind == "train" and not self.lightning_module.automatic_optimization
             if by_hand or trained is None or module not in trained.models:
                 return method(*args, **kwargs)
-            return inside_forward(module, method, *args, **kwargs)
+            return _inside_forward(module, method, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """`tensor`, reduced over all workers. Collective.
@@ -382,3 +373,29 @@ def refuse_precision(plugin: Any) -> None:
             f'{name} converts a model for another engine. Write precision="bf16-mixed", '
             '"16-mixed", "bf16-true", "32-true" or "64-true".'
         )
+
+
+def _inside_forward(
+    module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call `module(*args, **kwargs)` with `method` in the place of its forward.
+
+    The hooks by which an engine follows a model then enclose a whole `training_step`, as the
+    wrappers of Lightning's own strategies do. Inside `method`, `module(...)` is its own forward.
+    """
+    own = vars(module)
+    before = {"forward": own["forward"]} if "forward" in own else {}
+
+    def put_back() -> None:
+        own.pop("forward", None)
+        own.update(before)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        put_back()
+        return method(*args, **kwargs)
+
+    own["forward"] = forward
+    try:
+        return module(*args, **kwargs)
+    finally:
+        put_back()

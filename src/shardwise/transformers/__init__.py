@@ -4,7 +4,7 @@ Any other trainer is had by `on`: `SFT = shardwise.transformers.on(SFTTrainer)`;
 already by `prepare_trainer(trainer)`. What is imported here lets TrainingArguments join the run.
 """
 
-from shardwise.transformers.deepspeed_json import take_json
+from shardwise.transformers.deepspeed_argument import take_json
 from shardwise.transformers.joining import join_with_arguments
 from shardwise.transformers.trainer import Seq2SeqTrainer, Trainer, on, prepare_trainer
 

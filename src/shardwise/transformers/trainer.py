@@ -15,10 +15,11 @@ from torch import nn
 from transformers import trainer as stock
 
 from shardwise.accelerate import Accelerator, checkpoints
-from shardwise.accelerate.deepspeed_json import TAKEN, say, settings_of, with_scaling
+from shardwise.accelerate.deepspeed_plugin import TAKEN, with_scaling
+from shardwise.bridging.deepspeed_json import say_settings, settings_of
 from shardwise.bridging.joining import SETTINGS
-from shardwise.transformers.deepspeed_json import OptimizersOfJson, check_plugin, job_of
-from shardwise.transformers.exact_mean import ExactMean, WeighingAccelerator
+from shardwise.transformers.deepspeed_argument import OptimizersOfJson, check_plugin, job_of
+from shardwise.transformers.exact_mean import StepItems, WeighingAccelerator
 from shardwise.transformers.joining import check_arguments
 
 SCHEDULER = "scheduler.pt"
@@ -42,7 +43,7 @@ class Sharded(OptimizersOfJson):
     lr_scheduler: Any
     state: Any
     _settings: dict[str, Any]
-    _exact: ExactMean | None = None
+    _exact: StepItems | None = None
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self._take(keywords)
@@ -54,7 +55,7 @@ class Sharded(OptimizersOfJson):
         self._settings = {name: keywords.pop(name) for name in SETTINGS & keywords.keys()}
         exact = keywords.pop("exact_mean", False)
         if exact:
-            self._exact = ExactMean(self, exact if callable(exact) else None)
+            self._exact = StepItems(self, exact if callable(exact) else None)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator, which is ours."""
@@ -77,7 +78,7 @@ class Sharded(OptimizersOfJson):
             stock.Accelerator = theirs
         check_arguments(self.args, self.accelerator.world.size)
         if job is not None:
-            say(self.accelerator.world, job)
+            say_settings(self.accelerator.world, job)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Place `model`, unless the engine of another Trainer has done so, in parts maybe."""

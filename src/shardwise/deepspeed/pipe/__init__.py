@@ -1,11 +1,9 @@
 """deepspeed.pipe: models as rows of layers, trained over the stages of a pipeline.
 
-layers.py         LayerSpec and TiedLayerSpec: layers that are built later
+layers.py         LayerSpec, TiedLayerSpec: layers that are built later; the stages that run them
 partition.py      which layers a stage has; pure
-stage.py          the layers of one stage, as one module
 module.py         PipelineModule: the model, its stages, its loss
 topology.py       where a worker stands along the axes
-same_batches.py   whether the workers of a pipeline take the same batches
 engine.py         PipelineEngine: train_batch and eval_batch
 """
 

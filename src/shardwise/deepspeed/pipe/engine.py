@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DistributedSampler
 
+import shardwise as sw
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.loader import RepeatingLoader
 from shardwise.deepspeed.pipe.module import PipelineModule
-from shardwise.deepspeed.pipe.same_batches import check_same
 from shardwise.deepspeed.pipe.topology import PipelineParallelGrid
 from shardwise.errors import UsageError
+from shardwise.layout import fingerprints
 
 Batches = Iterator[Any]
 
@@ -111,10 +112,14 @@ class PipelineEngine(DeepSpeedEngine):
         count = self.gradient_accumulation_steps()
         batches = [self._batch(self._data, "train_batch") for _ in range(count)]
         if not self._compared:
-            check_same(self.world, batches)
+            _check_same(self.world, batches)
             self._compared = True
         reduction = "ddp" if self._job.averages else "sum"
-        engine.forward_backward(self._loss_over(count), *batches, reduction=reduction, cut=False)
+
+        def loss(inputs: Any, labels: Any) -> Any:
+            return self.module.loss_of(inputs, labels) / count
+
+        engine.forward_backward(loss, *batches, reduction=reduction, cut=False)
         stats = engine.step(self._job.clipping or None)
         self._grad_norm, self.losses = stats.grad_norm, stats.loss
         self._step_applied = not stats.skipped
@@ -123,9 +128,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._follow({})
         self.agg_train_loss = torch.tensor(stats.loss, dtype=torch.float32, device=self.device)
         return self.agg_train_loss
-
-    def _loss_over(self, count: int) -> Callable[[Any, Any], Any]:
-        return lambda inputs, labels: self.module.loss_of(inputs, labels) / count
 
     @torch.no_grad()
     def eval_batch(
@@ -197,3 +199,30 @@ def _of_batches(call: str) -> UsageError:
         f"engine.{call}() of a PipelineModule, whose stages are in different micro-batches: write "
         "engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
     )
+
+
+def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
+    """Raise UsageError on all workers where two of one replica have unlike tensors in `batches`.
+    Collective."""
+    found = world.gather([_described(leaf) for leaf in pytree.tree_leaves(list(batches))])
+    for rank, tensors in enumerate(found):
+        first = rank - rank % world.mesh.replica
+        if tensors != found[first]:
+            raise UsageError(
+                f"engine.train_batch has other batches on worker {rank} than on worker {first}, "
+                f"which is of the same pipeline: the {world.mesh.replica} workers of each take the "
+                "same ones. Give a sampler num_replicas=engine.world.data_size and "
+                "rank=engine.world.data_rank, and let no worker draw its own augmentation; or let "
+                "deepspeed.initialize read the training_data."
+            )
+
+
+def _described(leaf: Any) -> tuple[Any, ...]:
+    """What tells `leaf` from another: of tensors their bits, where these can be read."""
+    if not isinstance(leaf, Tensor):
+        return (type(leaf).__name__,)
+    form = (str(leaf.dtype), tuple(leaf.shape))
+    if not fingerprints.can_be_taken(leaf):
+        return form
+    taken = fingerprints.of(leaf)
+    return (*form, taken.bits, taken.placed)

@@ -12,9 +12,14 @@ from torch import nn
 from shardwise.bridging.joining import divide
 from shardwise.deepspeed import checkpointing
 from shardwise.deepspeed.comm import join_run
-from shardwise.deepspeed.pipe.layers import LayerSpec, TiedLayerSpec
+from shardwise.deepspeed.pipe.layers import (
+    LayerSpec,
+    PlacedLayer,
+    Recomputing,
+    Stage,
+    TiedLayerSpec,
+)
 from shardwise.deepspeed.pipe.partition import starts_of
-from shardwise.deepspeed.pipe.stage import Place, Recomputing, Stage
 from shardwise.deepspeed.pipe.topology import (
     AXES,
     PipelineParallelGrid,
@@ -85,31 +90,28 @@ class PipelineModule(nn.Module):
 
     def _place(
         self, number: int, layer: Any, seed: Callable[[int], Any] | None, base: int
-    ) -> Place:
+    ) -> PlacedLayer:
         """What is called in place `number`; its module is registered under DeepSpeed's name."""
         if seed is not None:
             seed(base + number)
         if isinstance(layer, PipelineModule):
             raise UsageError(f"Layer {number} is a PipelineModule: give its layers themselves.")
         if isinstance(layer, TiedLayerSpec):
-            return self._tied(number, layer)
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            module = self.tied_modules[layer.key]
+            call = module if layer.forward_fn is None else partial(layer.forward_fn, module)
+            return PlacedLayer(number, call, module, layer.typename.__name__)
         if isinstance(layer, LayerSpec | nn.Module):
             module = layer.build() if isinstance(layer, LayerSpec) else layer
             self.add_module(str(number), module)
-            return Place(number, module, module, type(module).__name__)
+            return PlacedLayer(number, module, module, type(module).__name__)
         if not callable(layer):
             raise UsageError(
                 f"Layer {number} of a PipelineModule is a module, a LayerSpec or a function, not "
                 f"{layer!r}."
             )
-        return Place(number, layer, None, getattr(layer, "__name__", type(layer).__name__))
-
-    def _tied(self, number: int, layer: TiedLayerSpec) -> Place:
-        if layer.key not in self.tied_modules:
-            self.tied_modules[layer.key] = layer.build()
-        module = self.tied_modules[layer.key]
-        call = module if layer.forward_fn is None else partial(layer.forward_fn, module)
-        return Place(number, call, module, layer.typename.__name__)
+        return PlacedLayer(number, layer, None, getattr(layer, "__name__", type(layer).__name__))
 
     def _starts(self, stages: int) -> list[int]:
         known = [place.module or nn.Identity() for place in self._places]

@@ -27,7 +27,8 @@ def starts_of(
         )
     word = method.lower()
     if word == "uniform":
-        return _uniform(len(names), stages)
+        least, more = divmod(len(names), stages)
+        return [stage * least + min(stage, more) for stage in range(stages)]
     if word == "parameters":
         return with_trainable_stages(balanced_starts([float(size) for size in sizes], stages), adds)
     if word.startswith("type:"):
@@ -35,11 +36,6 @@ def starts_of(
     raise UsageError(
         f'partition_method={method!r} is not there: write "parameters", "uniform" or "type:REGEX".'
     )
-
-
-def _uniform(count: int, stages: int) -> list[int]:
-    least, more = divmod(count, stages)
-    return [stage * least + min(stage, more) for stage in range(stages)]
 
 
 def _matches(pattern: str, names: Sequence[str]) -> list[float]:

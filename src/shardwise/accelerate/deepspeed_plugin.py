@@ -21,8 +21,9 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn, optim
 
 import shardwise as sw
-from shardwise.bridging.trained_engine import Trained
-from shardwise.config.deepspeed import Job, parse, short_lines
+from shardwise.bridging.deepspeed_json import made_twice, parse_for_loop, say_settings
+from shardwise.bridging.trained_engine import TrainedEngine
+from shardwise.config.deepspeed import DeepSpeedJob
 from shardwise.deepspeed import optimizers
 from shardwise.errors import ConfigError, UsageError
 
@@ -38,20 +39,15 @@ for _kind in (DummyOptim, DummyScheduler):
     # Where scripts import them from: without deepspeed Accelerate leaves them out there.
     setattr(utils, _kind.__name__, _kind)
 
-_INTERVAL = "pipeline.activation_checkpoint_interval"
 
-_OF_LOADERS = ("micro_batch_size",)
-"""Settings that the loaders of a script have already decided."""
-
-
-def taken_from(given: MutableMapping[str, Any]) -> OfJson | None:
+def taken_from(given: MutableMapping[str, Any]) -> PluginJson | None:
     """The JSON among the arguments of an Accelerator, or in the variables that `accelerate launch
     --use_deepspeed` sets; None without one. Its plugin is taken out of `given`, and what the JSON
     says to Accelerate itself is put in."""
     plugin = _plugin_of(given)
     if plugin is None:
         return None
-    found = OfJson(plugin, given)
+    found = PluginJson(plugin, given)
     handlers = with_scaling(given.get("kwargs_handlers"), found.job)
     given.update(found.arguments | ({} if handlers is None else {"kwargs_handlers": handlers}))
     return found
@@ -74,7 +70,7 @@ def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
 
 def _plugin_of_process(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
     """That of an Accelerator before this one, whose precision holds on, or of the variables."""
-    kept: OfJson | None = AcceleratorState._shared_state.get(_KEPT)
+    kept: PluginJson | None = AcceleratorState._shared_state.get(_KEPT)
     if kept is None:
         return DeepSpeedPlugin() if _is_asked() else None
     if given.get("mixed_precision") is None:
@@ -98,7 +94,7 @@ def without_switch() -> Iterator[bool]:
             os.environ[VARIABLE] = before
 
 
-class OfJson:
+class PluginJson:
     """What the JSON of `plugin` means for an Accelerator with the arguments `given`.
 
     Raises ConfigError as `config.deepspeed.parse` does, and where an argument contradicts a key.
@@ -114,14 +110,11 @@ class OfJson:
             if self._auto[f"{word}.enabled"]:
                 self._tree.setdefault(word, {"enabled": True})
         self._made: dict[int, tuple[DummyOptim, optim.Optimizer]] = {}
-        self.job: Job = self._parsed({})
+        self.job = parse_for_loop(self._tree, self._auto)
         self._check(given)
 
-    def _parsed(self, more: Mapping[str, Any]) -> Job:
-        return parsed(self._tree, {**self._auto, **more})
-
     def _check(self, given: Mapping[str, Any]) -> None:
-        """Raise ConfigError where an argument of the Accelerator says another thing."""
+        """Raise ConfigError if an argument of the Accelerator contradicts the JSON."""
         steps = _steps_of(given)
         of_json = self.job.document.get("gradient_accumulation_steps", steps)
         if steps not in (1, of_json):
@@ -135,16 +128,6 @@ class OfJson:
                 f"{self.job.document.name} computes in {self.job.precision}, and Accelerator has "
                 f'mixed_precision={precision!r}: write "auto" as {precision}.enabled.'
             )
-
-    @property
-    def max_norm(self) -> float:
-        """What each step clips to, 0 for nothing."""
-        return self.job.clipping
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of Shardwise that come of it."""
-        return settings_of(self.job)
 
     @property
     def mixed_precision(self) -> str:
@@ -169,8 +152,9 @@ class OfJson:
 
     def say(self, world: sw.World) -> None:
         """Print once what came of it."""
-        say(world, self.job)
-        clips = f"each step clips to {self.max_norm:g}" if self.max_norm else "nothing is clipped"
+        say_settings(world, self.job)
+        norm = self.job.clipping
+        clips = f"each step clips to {norm:g}" if norm else "nothing is clipped"
         world.say_once(f"{self.job.document.name}: {clips}")
 
     # -- optimizers and schedules of the JSON ------------------------------------------------
@@ -180,15 +164,17 @@ class OfJson:
         Raises ConfigError for what the JSON has too."""
         self._check_own(objects)
         models = [each for each in objects if isinstance(each, nn.Module)]
+        # Optimizers first: a dummy schedule may stand before its dummy optimizer in the call.
         for each in objects:
             if isinstance(each, DummyOptim):
                 self._made[id(each)] = each, self._optimizer(each, models)
-        return tuple(
-            self._stepped(each, accelerator)
-            if isinstance(each, DummyScheduler)
-            else self._in_place_of(each)
-            for each in objects
-        )
+        found = []
+        for each in objects:
+            if isinstance(each, DummyScheduler):
+                optimizer = self._in_place_of(each.optimizer)
+                each = SteppedSchedule(self._schedule(each, optimizer), optimizer, accelerator)
+            found.append(self._in_place_of(each))
+        return tuple(found)
 
     def _check_own(self, objects: tuple[Any, ...]) -> None:
         for each in objects:
@@ -207,16 +193,12 @@ class OfJson:
         params = "optimizer.params"
         auto = {f"{params}.lr": dummy.lr, f"{params}.weight_decay": dummy.weight_decay}
         self._auto |= auto | {f"{params}.{name}": value for name, value in dummy.kwargs.items()}
-        self.job = self._parsed({})
+        self.job = parse_for_loop(self._tree, self._auto)
         if self.job.optimizer is None:
             raise ConfigError(
                 "DummyOptim stands for the optimizer of a DeepSpeed JSON without one."
             )
-        return one_optimizer(self.job, list(dummy.params), models)
-
-    def _stepped(self, given: DummyScheduler, accelerator: Any) -> SteppedSchedule:
-        optimizer = self._in_place_of(given.optimizer)
-        return SteppedSchedule(self._schedule(given, optimizer), optimizer, accelerator)
+        return optimizers.one_of_json(self.job, list(dummy.params), models)
 
     def _schedule(self, given: DummyScheduler, optimizer: Any) -> Any:
         if given.lr_scheduler_callable is not None:
@@ -228,7 +210,7 @@ class OfJson:
             f"{params}.warmup_min_lr": 0,
             f"{params}.warmup_max_lr": optimizer.param_groups[0]["lr"],
         }
-        self.job = self._parsed({})
+        self.job = parse_for_loop(self._tree, self._auto)
         if self.job.schedule is None:
             raise ConfigError(
                 "DummyScheduler stands for the scheduler of a DeepSpeed JSON without one."
@@ -242,79 +224,31 @@ class SteppedSchedule:
 
     def __init__(self, schedule: Any, optimizer: Any, accelerator: Any) -> None:
         self.scheduler = schedule
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)
+        plain = getattr(optimizer, "optimizer", optimizer)
         accelerator._schedulers.append(self)  # so that save_state has it
-        accelerator._trained.followers.append(self._follow)
+
+        def follow(trained: TrainedEngine) -> None:
+            if any(each is plain for each in trained.optimizers):
+                schedule.step()
+
+        accelerator._trained.followers.append(follow)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
 
-    def _follow(self, trained: Trained) -> None:
-        if any(each is self._optimizer for each in trained.optimizers):
-            self.scheduler.step()
-
     def step(self, *arguments: Any, **keywords: Any) -> None:
-        """Do nothing: the step of the optimizer, which was before, has done it."""
+        """Do nothing: the optimizer's step has stepped it already."""
 
     def state_dict(self) -> Any:
-        """The schedule's."""
+        """Return the schedule's state."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from the schedule's `state`."""
+        """Load the schedule's `state`."""
         self.scheduler.load_state_dict(state)
 
 
-def parsed(tree: Any, auto: Mapping[str, Any]) -> Job:
-    """What the JSON `tree` asks a loop of Accelerate or Trainer for; raises ConfigError as
-    `config.deepspeed.parse` does, and for what such a loop does otherwise."""
-    job = parse(tree, auto)
-    if not job.averages:
-        raise ConfigError(
-            f"{job.document.name} has gradient_allreduce_op sum, and here losses of the workers "
-            "are averaged: leave it out, and multiply the loss by their number."
-        )
-    return job
-
-
-def made_twice(job: Job, what: str, where: str, dummy: str = "") -> ConfigError:
-    """The error for an optimizer or scheduler that is both in the JSON and in the script."""
-    instead = f", or give accelerate.utils.{dummy} in its place" if dummy else ""
-    return ConfigError(
-        f"{job.document.name} has {what}.type, and {where} is given one of the script: take it "
-        f"out of the JSON, or leave the script's out{instead}."
-    )
-
-
-def settings_of(job: Job) -> dict[str, Any]:
-    """Settings of Shardwise that come of a JSON."""
-    return {name: value for name, value in job.settings.items() if name not in _OF_LOADERS}
-
-
-def say(world: sw.World, job: Job) -> None:
-    """Print once which settings come of a JSON, "auto" with what it became, what is ignored."""
-    settings = " ".join(f"{name}={value}" for name, value in settings_of(job).items())
-    world.say_once(f"{job.document.name} is taken as {settings or 'no settings'}")
-    for line in short_lines(job, of_loop=False):
-        world.say_once(f"{job.document.name}: {line}")
-    if left := without_effect(job):
-        world.say_once(f"{job.document.name}: ignored, which this library does by itself: {left}")
-
-
-def without_effect(job: Job) -> str:
-    """The keys of a JSON, that are on, which only an engine of DeepSpeed's face follows."""
-    keys = {
-        "managed_gradient_accumulation": not job.manages_accumulation,
-        "dataloader_drop_last": job.drop_last,
-        "tensorboard": job.tensorboard is not None,
-        "csv_monitor": job.csv is not None,
-        "checkpoint.tag_validation": "checkpoint.tag_validation" in job.document.values,
-        _INTERVAL: job.document.get(_INTERVAL, 0) > 0,
-    }
-    return ", ".join(key for key, is_on in keys.items() if is_on)
-
-
-def with_scaling(given: list[Any] | None, job: Job) -> list[Any] | None:
+def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None:
     """`kwargs_handlers` with the loss scale of a JSON's fp16, unless there is one. Raises
     ConfigError for a scale that stays."""
     several = list(given or [])
@@ -328,18 +262,6 @@ def with_scaling(given: list[Any] | None, job: Job) -> list[Any] | None:
         )
     scale, window = float(2**job.scaling.power), job.scaling.window
     return [*several, GradScalerKwargs(init_scale=scale, growth_interval=window)]
-
-
-def one_optimizer(job: Job, parameters: list[Any], models: list[nn.Module]) -> optim.Optimizer:
-    """The optimizer of the JSON over `parameters`. Raises ConfigError for one that is two."""
-    assert job.optimizer is not None
-    found = optimizers.of_json(job.optimizer, parameters, models, job.document.name)
-    if len(found) > 1:
-        raise ConfigError(
-            f"{job.document.name}: {job.optimizer.name} is two optimizers here, and this library "
-            "steps one: take AdamW, or make them in the script."
-        )
-    return found[0]
 
 
 def _steps_of(given: Mapping[str, Any]) -> int:

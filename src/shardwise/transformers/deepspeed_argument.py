@@ -16,8 +16,9 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import optim
 from transformers import TrainingArguments
 
-from shardwise.accelerate.deepspeed_json import made_twice, one_optimizer, parsed, without_switch
-from shardwise.config.deepspeed import Job
+from shardwise.accelerate.deepspeed_plugin import without_switch
+from shardwise.bridging.deepspeed_json import made_twice, parse_for_loop
+from shardwise.config.deepspeed import DeepSpeedJob
 from shardwise.deepspeed import optimizers
 from shardwise.errors import ConfigError, UsageError
 
@@ -76,7 +77,7 @@ def json_of(arguments: Any) -> Any:
     return getattr(arguments, _KEPT, None)
 
 
-def job_of(arguments: Any, steps: int | None = None) -> Job | None:
+def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
     """What it asks for, "auto" being what `arguments` say, for a training of so many `steps`.
 
     None without a JSON. Raises ConfigError where a key and an argument say different things.
@@ -86,7 +87,7 @@ def job_of(arguments: Any, steps: int | None = None) -> Job | None:
         return None
     tree = dict(source) | {"steps_per_print": None} if isinstance(source, dict) else source
     auto = _auto_of(arguments, steps)
-    job = parsed(tree, auto)
+    job = parse_for_loop(tree, auto)
     for key, argument in _SAME.items():
         found = _value(job, key)
         if found is not None and key in auto and found != auto[key]:
@@ -97,7 +98,7 @@ def job_of(arguments: Any, steps: int | None = None) -> Job | None:
     return job
 
 
-def _value(job: Job, key: str) -> Any:
+def _value(job: DeepSpeedJob, key: str) -> Any:
     """What the JSON says of `key`; None where it says nothing."""
     section, _, name = key.rpartition(".")
     if section.endswith(".params"):
@@ -176,7 +177,7 @@ class OptimizersOfJson:
         if self.optimizer is None and job is not None and job.optimizer is not None:
             trained = self.model if model is None else model
             parameters = [p for p in trained.parameters() if p.requires_grad]
-            self.optimizer = made = one_optimizer(job, parameters, [trained])
+            self.optimizer = made = optimizers.one_of_json(job, parameters, [trained])
             return made
         return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
 
