@@ -1,8 +1,8 @@
 """allreduce: reduces every rank's tensors to one, equal on all ranks.
 
-allreduce        a new tensor; differentiable         allreduce_async     a handle to it
+allreduce        a new tensor, differentiable         allreduce_async     a handle to it
 allreduce_       in place                             allreduce_async_    a handle to it
-grouped_...      several tensors in one operation: all are ready, or none is
+grouped_...      several tensors in one operation: it waits for all of them
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.autograd import Function
 from shardwise.errors import BadCall
 from shardwise.horovod.compression import Compression, Compressor, compressed
 from shardwise.horovod.context import current
-from shardwise.horovod.operation_handle import OperationHandle
 from shardwise.horovod.operations import (
+    OperationHandle,
     ReduceOp,
     as_group,
     check_numbers,
@@ -40,17 +40,15 @@ def _submit_allreduce(
 ) -> OperationHandle:
     check_numbers("allreduce", tensors)
     if op == ReduceOp.Adasum:
-        _check_adasum(tensors, process_set)
+        size = process_set.size()
+        if size & (size - 1):
+            raise BadCall(
+                f"Adasum joins pairs of pairs: it takes 1, 2, 4, 8 ... ranks, not {size}."
+            )
+        if not all(tensor.is_floating_point() for tensor in tensors):
+            raise BadCall("Adasum takes floating tensors: others have no direction.")
     current().reduces = True
     return submit("allreduce", tensors, name, process_set, op=op.name, scale=scale, **more)
-
-
-def _check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
-    size = process_set.size()
-    if size & (size - 1):
-        raise BadCall(f"Adasum joins pairs of pairs: it takes 1, 2, 4, 8 ... ranks, not {size}.")
-    if not all(tensor.is_floating_point() for tensor in tensors):
-        raise BadCall("Adasum takes floating tensors: others have no direction.")
 
 
 def allreduce_async(
@@ -62,10 +60,11 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """Handle to the reduction of every rank's `tensor` of one shape and dtype, a new tensor.
+    """Return a handle to the reduction of every rank's `tensor`, which is a new tensor.
 
-    `op` is hvd.Average without any; `average` is its older form. Values are multiplied by
-    `prescale_factor` before and `postscale_factor` after. Integers are truncated towards zero.
+    All tensors have one shape and dtype. `op` is hvd.Average by default; `average` is its older
+    form. Values are multiplied by `prescale_factor` before and `postscale_factor` after the
+    reduction. Integers are truncated towards zero.
     """
     scale = prescale_factor, postscale_factor
     return _submit_allreduce(
@@ -112,7 +111,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """`allreduce_async` of several tensors in one operation; the result is a list of new ones."""
+    """`allreduce_async` of several tensors in one operation. The result is a list."""
     tensors, scale = as_group("allreduce", tensors), (prescale_factor, postscale_factor)
     return _submit_allreduce(tensors, name, resolve_op(op, average), scale, process_set)
 
@@ -149,7 +148,7 @@ def grouped_allreduce_(
 
 
 class _Allreduce(Function):
-    """Differentiable allreduce; its gradient is the same reduction of the gradients."""
+    """Differentiable allreduce. Its gradient is the same reduction of the gradients."""
 
     @staticmethod
     def forward(
@@ -178,7 +177,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce every rank's `tensor` to a new one; differentiable."""
+    """Reduce every rank's `tensor` to a new one. Differentiable."""
     scale = prescale_factor, postscale_factor
     return grouped_allreduce([tensor], average, name, compression, op, *scale, process_set)[0]
 

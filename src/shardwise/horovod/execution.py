@@ -64,9 +64,8 @@ def execute(operation: AgreedOperation) -> list[Tensor]:
     if operation.in_place:
         pairs = zip(operation.tensors, results, strict=True)
         return [tensor.detach().copy_(result) for tensor, result in pairs]
-    homes = [
-        tensor.device for tensor in [*operation.tensors, operation.tensors[0]]
-    ]  # alltoall has one more
+    # An alltoall has one result more: the numbers of rows.
+    homes = [tensor.device for tensor in [*operation.tensors, operation.tensors[0]]]
     return [result.to(home) for result, home in zip(results, homes, strict=False)]
 
 
@@ -86,12 +85,14 @@ def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor
 
 def _allreduce(operation: AgreedOperation) -> list[Tensor]:
     results = [t.detach() if operation.in_place else _copy(t) for t in operation.tensors]
-    for alike in _by_dtype(results):
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in results:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
         if operation.request.op == "Adasum":
+            scale = math.prod(operation.request.scale)
             for tensor in alike:
-                tensor.copy_(
-                    adasum_reduce(tensor, operation.group, math.prod(operation.request.scale))
-                )
+                tensor.copy_(adasum_reduce(tensor, operation.group, scale))
         elif len(alike) == 1 and alike[0].is_contiguous():
             _reduce(operation, alike[0].view(-1))
         else:
@@ -114,9 +115,13 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def _reduce(operation: AgreedOperation, flat: Tensor) -> None:
     """Reduce `flat` over all ranks, in place."""
     before, after = operation.request.scale
-    if operation.request.op in _JOINED_BY_GATHER:
+    if operation.request.op in _REDUCED_ROWS:  # ops that the transport cannot reduce
         _scale(flat, before)
-        _reduce_by_gather(operation, flat, _JOINED_BY_GATHER[operation.request.op])
+        for part in torch.split(flat, CHUNK):
+            rows = part.new_empty((operation.size, part.numel()))
+            rows[operation.rank] = part
+            _gather(operation, rows.view(-1), [part.numel()] * operation.size)
+            part.copy_(_REDUCED_ROWS[operation.request.op](rows))
         _scale(flat, after)
     elif _is_floating(flat):
         first, then = _factors(operation, flat.dtype)
@@ -135,14 +140,12 @@ def _is_floating(tensor: Tensor) -> bool:
 
 
 def _factors(operation: AgreedOperation, dtype: torch.dtype) -> tuple[float, float]:
-    """The factors of floating values before their sum and after it.
-
-    Before it goes the power of two in the user's factor, which rounds nothing: then a sum stays
-    finite where all of the factor before it would keep it so. The rest goes into the one rounding
-    after it. Sums of fp16 are made in fp32, where none of them overflows.
-    """
+    """Return the factors of floating values before their sum and after it."""
     before, after = operation.request.scale
     first = 1.0
+    # Before the sum only the power of two in the user's factor, because it rounds nothing and yet
+    # keeps the sum as far from overflow as the whole factor. The rest goes into the one rounding
+    # after the sum. Not for fp16, whose sums are made in fp32 and cannot overflow there.
     if before not in (0.0, 1.0) and math.isfinite(before) and dtype != torch.float16:
         most = math.frexp(torch.finfo(dtype).max)[1] - 2
         first = math.ldexp(1.0, max(-most, min(math.frexp(before)[1] - 1, most)))
@@ -163,33 +166,12 @@ def _scale(flat: Tensor, factor: float) -> None:
         flat.copy_(flat.to(torch.float64) * factor)
 
 
-def _reduce_by_gather(
-    operation: AgreedOperation, flat: Tensor, join: Callable[[Tensor], Tensor]
-) -> None:
-    for part in torch.split(flat, CHUNK):
-        rows = part.new_empty((operation.size, part.numel()))
-        rows[operation.rank] = part
-        _gather(operation, rows.view(-1), [part.numel()] * operation.size)
-        part.copy_(join(rows))
-
-
-def _product(rows: Tensor) -> Tensor:
-    wide = torch.float32 if rows.dtype in NARROW else rows.dtype
-    return rows.prod(0, dtype=wide)
-
-
-def _minimum(rows: Tensor) -> Tensor:
-    return rows.amin(0)
-
-
-def _maximum(rows: Tensor) -> Tensor:
-    return rows.amax(0)
-
-
-_JOINED_BY_GATHER: dict[str, Callable[[Tensor], Tensor]] = {
-    "Min": _minimum,
-    "Max": _maximum,
-    "Product": _product,
+_REDUCED_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Min": lambda rows: rows.amin(0),
+    "Max": lambda rows: rows.amax(0),
+    "Product": lambda rows: rows.prod(
+        0, dtype=torch.float32 if rows.dtype in NARROW else rows.dtype
+    ),
 }
 
 
@@ -267,12 +249,6 @@ def row_counts(rows: int, size: int) -> list[int]:
     return [rows // size + (place < rows % size) for place in range(size)]
 
 
-def _barrier(operation: AgreedOperation) -> list[Tensor]:
-    """Do nothing: the barrier is that all ranks have requested it."""
-    del operation
-    return []
-
-
 _COLLECTIVES: dict[str, Callable[[AgreedOperation], list[Tensor]]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,
@@ -280,7 +256,7 @@ _COLLECTIVES: dict[str, Callable[[AgreedOperation], list[Tensor]]] = {
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,
     "sparse_allreduce": _allgather,
-    "barrier": _barrier,
+    "barrier": lambda _: [],  # all ranks have requested it, which is all that a barrier waits for
 }
 
 
