@@ -124,7 +124,7 @@ class Accelerator(Clipping, Stock):
         return [each.engine for each in self._trained]
 
     def is_trained(self, model: nn.Module) -> bool:
-        """Whether an engine trains `model`, of this Accelerator or of another one."""
+        """Return whether an engine trains `model`, of this Accelerator or of another one."""
         return self._trained.of_model(model) is not None
 
     # -- what is prepared -------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Accelerator(Clipping, Stock):
         return loader if self._batches is None else self._batches.watch(loader)
 
     def _is_training(self) -> bool:
-        """Whether a batch that is given now is to train on."""
+        """Return whether a batch that is given now is to train on."""
         models = (model for each in self._trained for model in each.models)
         return torch.is_grad_enabled() and any(model.training for model in models)
 
@@ -296,8 +296,8 @@ class Accelerator(Clipping, Stock):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state_dict of a prepared model, a copy: where its parameters are sharded, whole on
-        rank 0 and empty on the others. Collective."""
+        """Return the state_dict of a prepared model, a copy: where its parameters are sharded,
+        whole on rank 0 and empty on the others. Collective."""
         if self._leaves_weights:
             return {}
         trained = None if self._are_whole else self._trained.of_model(model)
@@ -387,7 +387,7 @@ class Accelerator(Clipping, Stock):
                 self._optimizers = optimizers
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader that leaves out the first batches, as Accelerate's.
+        """Return a loader that leaves out the first batches, as Accelerate's.
 
         A loop over a DataLoader draws a seed as it begins. That is drawn from a copy of torch's
         generator here, so that what a resumed run draws next is what the first one drew.
@@ -413,7 +413,7 @@ class Accelerator(Clipping, Stock):
 
 
 def _bound(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of Accelerate's constructor by name. Raises TypeError as that does."""
+    """Return the arguments of Accelerate's constructor by name. Raises TypeError as that does."""
     signature = inspect.signature(Stock.__init__)
     for name in keywords.keys() - signature.parameters.keys():
         if sentence := hint(name):

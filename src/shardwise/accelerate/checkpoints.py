@@ -1,4 +1,4 @@
-"""save_state and load_state: the engines' checkpoints beside what Accelerate itself keeps.
+"""save_state and load_state: the engines' checkpoints next to Accelerate's own files.
 
 output_dir/
 ├── step-100/                   weights and optimizer state, as engine.save writes them
@@ -49,7 +49,7 @@ def save(engines: Sequence[sw.Engine], folder: Path, world: sw.World) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether `save` has written into `folder`, to the end."""
+    """Return whether `save` has written into `folder`, to the end."""
     return (folder / MARK).is_file()
 
 
@@ -98,7 +98,7 @@ def _load_stock(trained: Sequence[TrainedEngine], folder: Path, world: sw.World)
 
 
 def _first(folder: Path, safe: str, plain: str, number: int) -> Path:
-    """The file of the `number`-th model or optimizer. Raises BrokenCheckpoint where there is
+    """Return the file of the `number`-th model or optimizer. Raises BrokenCheckpoint if there is
     none."""
     ending = f"_{number}" if number else ""
     for path in (folder / f"{safe}{ending}.safetensors", folder / f"{plain}{ending}.bin"):

@@ -41,9 +41,9 @@ for _kind in (DummyOptim, DummyScheduler):
 
 
 def taken_from(given: MutableMapping[str, Any]) -> PluginJson | None:
-    """The JSON among the arguments of an Accelerator, or in the variables that `accelerate launch
-    --use_deepspeed` sets; None without one. Its plugin is taken out of `given`, and what the JSON
-    says to Accelerate itself is put in."""
+    """Return the JSON among the arguments of an Accelerator, or in the variables that `accelerate
+    launch --use_deepspeed` sets; None without one. Its plugin is taken out of `given`, and what the
+    JSON says to Accelerate itself is put in."""
     plugin = _plugin_of(given)
     if plugin is None:
         return None
@@ -186,7 +186,7 @@ class PluginJson:
                 raise made_twice(self.job, "scheduler", "prepare()", "DummyScheduler")
 
     def _in_place_of(self, given: Any) -> Any:
-        """The optimizer that was made for a dummy; anything else as it is."""
+        """Return the optimizer that was made for a dummy; anything else as it is."""
         return self._made[id(given)][1] if id(given) in self._made else given
 
     def _optimizer(self, dummy: DummyOptim, models: list[nn.Module]) -> optim.Optimizer:

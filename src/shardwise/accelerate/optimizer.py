@@ -26,13 +26,13 @@ class ShardedOptimizer(AcceleratedOptimizer):
         self._trained = trained
 
     def move_to(self, trained: TrainedModels) -> None:
-        """Belong to the Accelerator of `trained` from now on."""
+        """Belong to the Accelerator of `trained`."""
         self._trained = trained
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update, in the last micro-batch of a step. Collective.
 
-        Raises UsageError where no engine trains with it.
+        Raises UsageError if no engine trains with it.
         """
         if not self.gradient_state.sync_gradients:
             return
@@ -51,7 +51,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
                 self.optimizer.zero_grad(set_to_none is not False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, on every rank. Collective."""
+        """Return the whole state, on every rank. Collective."""
         if (trained := self._trained.of(self.optimizer)) is None:
             return self.optimizer.state_dict()  # type: ignore[no-any-return]
         return trained.engine.optimizer_state_dict(self.optimizer)

@@ -81,7 +81,7 @@ def check_compiler(plugin: Any) -> None:
 
 
 def uneven_batches() -> UsageError:
-    """The error for training on other numbers of batches on other ranks."""
+    """Return the error for training on other numbers of batches on other ranks."""
     return UsageError(
         "join_uneven_inputs with even_batches=False: a worker that has no batch left would have to "
         "make the backwards of the others. Leave even_batches on, which repeats samples; or give "

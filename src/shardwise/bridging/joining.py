@@ -21,7 +21,8 @@ SETTINGS = frozenset(FIELDS)
 
 
 def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -> sw.World:
-    """The world of this process, which is made by `sw.init` where the script has not called it.
+    """Return the world of this process, which is made by `sw.init` where the script has not called
+    it.
 
     Generators stay the script's own then, since these libraries seed and save them themselves. Of
     `settings`, those of a run go to `sw.init`. Raises UsageError for settings of a run that has
@@ -44,7 +45,7 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
 
 
 def joined() -> sw.World | None:
-    """The world that this process has joined already; None before."""
+    """Return the world that this process has joined already; None before."""
     with suppress(UsageError):
         return sw.world()
     return None
@@ -62,8 +63,8 @@ def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> Non
 
 
 def divide(world: sw.World, library: str, **axes: int) -> None:
-    """Let a replica be of `pipeline` or `tensor` workers from now on: for libraries that say so
-    after they have joined the run. Collective. Raises UsageError on all workers where an engine of
+    """Let a replica be of `pipeline` or `tensor` workers: for libraries that say so
+    after they have joined the run. Collective. Raises UsageError on all workers if an engine of
     one trains already: which engines are left is up to each worker's garbage collector."""
     if initialize.mesh_after(world, axes) != world.mesh and world.any(bool(living)):
         raise UsageError(

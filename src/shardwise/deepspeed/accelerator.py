@@ -14,9 +14,9 @@ __all__ = ["get_accelerator", "is_current_accelerator_supported"]
 
 
 class DeepSpeedAccelerator:
-    """The device of this worker: of the run where it is joined, else a GPU where there is one.
+    """The device of this rank: that of the run once it is joined, else a GPU if there is one.
 
-    What is not here is torch.cuda's, or torch.cpu's.
+    Other attributes are those of torch.cuda or torch.cpu.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -30,7 +30,7 @@ class DeepSpeedAccelerator:
         return torch.cuda if self.device_name() == "cuda" else torch.cpu
 
     def device_name(self, device_index: int | None = None) -> str:
-        """cpu or cuda, with a number where one is given."""
+        """Return cpu or cuda, with a number if given."""
         try:
             kind = sw.world().device.type
         except UsageError:
@@ -38,27 +38,27 @@ class DeepSpeedAccelerator:
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which tensors are made on a GPU; the device itself on a CPU."""
+        """Return a context in which tensors are made on a GPU; the device itself on a CPU."""
         if self.device_name() == "cuda":
             return torch.cuda.device(device_index)
         return torch.device("cpu")
 
     def set_device(self, device_index: int) -> None:
-        """Nothing to do: the run has chosen a device for each worker."""
+        """Do nothing: the run has chosen a device for each rank."""
         del device_index
 
     def current_device(self) -> Any:
-        """The number of the GPU, or "cpu"."""
+        """Return the number of the GPU, or "cpu"."""
         return torch.cuda.current_device() if self.device_name() == "cuda" else "cpu"
 
     def current_device_name(self) -> str:
-        """Such as cuda:0, or cpu."""
+        """Return the device, such as cuda:0 or cpu."""
         if self.device_name() == "cuda":
             return f"cuda:{torch.cuda.current_device()}"
         return "cpu"
 
     def device_count(self) -> int:
-        """How many GPUs this process sees; on a CPU how many workers the host has."""
+        """Return how many GPUs this process sees; on a CPU how many workers the host has."""
         if self.device_name() == "cuda":
             return torch.cuda.device_count()
         try:
@@ -67,29 +67,29 @@ class DeepSpeedAccelerator:
             return 1
 
     def is_available(self) -> bool:
-        """Whether it computes at all."""
+        """Return True."""
         return True
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until what was asked of a GPU is done."""
+        """Wait until a GPU has finished all work."""
         if self.device_name() == "cuda":
             torch.cuda.synchronize(device_index)
 
     def empty_cache(self) -> None:
-        """Give memory of a GPU back that nothing uses."""
+        """Free unused memory of a GPU."""
         if self.device_name() == "cuda":
             torch.cuda.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes that tensors take on a GPU; 0 on a CPU."""
+        """Return the bytes that tensors take on a GPU; 0 on a CPU."""
         return torch.cuda.memory_allocated(device_index) if self._is_cuda else 0
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes that tensors took on a GPU; 0 on a CPU."""
+        """Return the most bytes that tensors took on a GPU; 0 on a CPU."""
         return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else 0
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin to count the most bytes anew."""
+        """Reset the count of the most bytes."""
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(device_index)
 
@@ -98,19 +98,19 @@ class DeepSpeedAccelerator:
         return self.device_name() == "cuda"
 
     def is_bf16_supported(self) -> bool:
-        """Whether it computes in bf16."""
+        """Return whether the device computes in bf16."""
         return not self._is_cuda or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16."""
+        """Return whether the device computes in fp16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The dtypes that models may be trained in."""
+        """Return the dtypes that models may be trained in."""
         return [torch.float, torch.bfloat16, torch.half]
 
     def communication_backend_name(self) -> str:
-        """The backend of torch.distributed."""
+        """Return the backend of torch.distributed."""
         return "nccl" if self._is_cuda else "gloo"
 
     def manual_seed(self, seed: int) -> None:
@@ -123,29 +123,29 @@ class DeepSpeedAccelerator:
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """The state of the generator of this device."""
+        """Return the state of the generator of this device."""
         if self._is_cuda:
             return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Put the generator of this device where it was."""
+        """Set the state of the generator of this device."""
         if self._is_cuda:
             torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
         else:
             torch.set_rng_state(new_state)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is on this device."""
+        """Return whether `tensor` is on this device."""
         return tensor.device.type == self.device_name()
 
 
 @cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The one of this process."""
+    """Return the accelerator of this process."""
     return DeepSpeedAccelerator()
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether this device can be trained on: always."""
+    """Return True: any device can be trained on."""
     return True

@@ -25,8 +25,8 @@ from shardwise.errors import UsageError
 
 
 class OutputTypes:
-    """Remembers in which dtypes a module computed its outputs. The engine widens them to fp32, but
-    scripts for DeepSpeed compute losses in the module's own dtypes."""
+    """Remembers the dtypes that a module computed its outputs in. The engine widens them to fp32,
+    but scripts for DeepSpeed compute losses in the module's own dtypes."""
 
     def __init__(self, module: nn.Module, *, restores: bool) -> None:
         self._restores = restores
@@ -90,7 +90,7 @@ def unmark(parameters: Iterable[Tensor]) -> None:
 
 @contextmanager
 def marked_whole(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let `ds_status` of `parameters` be AVAILABLE inside the block."""
+    """Set `ds_status` of `parameters` to AVAILABLE inside the block."""
     marked = [each for each in parameters if "ds_status" in each.__dict__]
     before = [each.__dict__["ds_status"] for each in marked]
     for each in marked:
@@ -155,14 +155,14 @@ class DeepSpeedEngine(Configured):
     # -- forward and backward ---------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs, in the dtypes that it computed them in."""
+        """Return the module's outputs, in the dtypes that it computed them in."""
         return self._outputs.restored(self.module(*inputs, **kwargs))
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Add the gradient of `loss`, a scalar, over the accumulation steps; returns what it
-        added, unscaled. Collective where gradients are sharded. Raises UsageError without an
+        """Add the gradient of the scalar `loss`, divided by the accumulation steps. Returns the
+        divided loss. Collective if gradients are sharded. Raises UsageError without an
         optimizer."""
         engine = self._engine("backward")
         self._unmanaged_backwards += 1
@@ -179,8 +179,8 @@ class DeepSpeedEngine(Configured):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the block backwards only accumulate, in every stage. Raises UsageError for a
-        block in a block."""
+        """Only accumulate gradients inside the block, in every stage. Raises UsageError if
+        nested."""
         if self._inside_no_sync:
             raise UsageError("no_sync() inside no_sync(): leave the inner block out.")
         self._inside_no_sync = True
@@ -190,13 +190,13 @@ class DeepSpeedEngine(Configured):
             self._inside_no_sync = False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """A scalar of the value of `loss` whose backward(), once, does what `engine.backward(loss)`
-        does. Raises UsageError without an optimizer."""
+        """Return a scalar of the value of `loss` whose backward(), once, does what
+        `engine.backward(loss)` does. Raises UsageError without an optimizer."""
         self._engine("scale")
         return manual_backward.as_loss(loss, self.backward)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` updates."""
+        """Return whether the next `step` updates."""
         if self._boundary is not None:
             return self._boundary
         if not self._job.manages_accumulation:
@@ -204,7 +204,7 @@ class DeepSpeedEngine(Configured):
         return (self._counts.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say by hand whether the next `step` updates. Raises UsageError where every one does."""
+        """Set whether the next `step` updates. Raises UsageError if every step does."""
         if not self._job.manages_accumulation:
             raise UsageError(
                 "set_gradient_accumulation_boundary with managed_gradient_accumulation=false, "
@@ -259,15 +259,16 @@ class DeepSpeedEngine(Configured):
             self.monitor.write_events(events)
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` updated the parameters."""
+        """Return whether the last `step` updated the parameters."""
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """The gradient's 2-norm in the last update, before clipping; None before the first."""
+        """Return the gradient's 2-norm in the last update, before clipping; None before the
+        first."""
         return self._grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last update. Collective."""
+        """Clear the gradients since the last update. Collective."""
         del set_to_none
         if self._parts.engine is not None:
             self._parts.engine.zero_grad()
@@ -284,9 +285,9 @@ class DeepSpeedEngine(Configured):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader that gives this worker its share of `dataset`, in batches of `batch_size`
-        (default: the micro-batch); shuffled for the `route` "train". Raises UsageError for what is
-        no dataset."""
+        """Return a loader of this rank's share of `dataset`, in batches of `batch_size` (default:
+        the micro-batch), shuffled for the `route` "train". Raises UsageError if it is no
+        dataset."""
         return DeepSpeedDataLoader(
             dataset,
             self._batches.micro if batch_size is None else batch_size,
@@ -300,8 +301,8 @@ class DeepSpeedEngine(Configured):
         )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The module's state_dict with whole tensors, on the main worker; empty on others where
-        it is in parts. Collective."""
+        """Return the module's whole state_dict. If the model is in parts, only the main rank gets
+        it, and the others an empty one. Collective."""
         engine = self._parts.engine
         in_parts = engine is not None and (
             engine.placement.is_sharded("parameters") or not self.world.mesh.is_flat
@@ -315,21 +316,20 @@ class DeepSpeedEngine(Configured):
         return {name: value for name, value in found.items() if name not in drop}
 
     def _zero3_consolidated_16bit_state_dict(self) -> dict[str, Any] | None:
-        """What scripts for DeepSpeed save after training: `module_state_dict` on the main worker,
-        None on others. Collective."""
+        """Return `module_state_dict` on the main rank, None on others: scripts save it.
+        Collective."""
         state = self.module_state_dict()
         return state if self.world.is_main else None
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
-        """The state_dict that the optimizer would have in one process, whole on every worker; where
-        states are sharded `optimizer.state_dict()` cannot give it. Collective."""
+        """Return the state_dict that the optimizer would have in one process, whole on every
+        worker; where states are sharded `optimizer.state_dict()` cannot give it. Collective."""
         return self._engine("optimizer_state_dict").optimizer_state_dict(optimizer)
 
     def load_optimizer_state_dict(
         self, state: dict[str, Any] | None, optimizer: optim.Optimizer | None = None
     ) -> None:
-        """Let the optimizer go on from `state`, whole, of a plain one; the main worker's counts.
-        Collective."""
+        """Load the whole `state` of a plain optimizer, from the main rank. Collective."""
         self._engine("load_optimizer_state_dict").load_optimizer_state_dict(state, optimizer)
 
     def save_16bit_model(
@@ -370,8 +370,8 @@ class DeepSpeedEngine(Configured):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from what `save_checkpoint` has saved in `load_dir`, or DeepSpeed itself; returns
-        the path and the client_state, or None twice where nothing is saved there. Collective."""
+        """Load a save of `save_checkpoint`, or of DeepSpeed itself, from `load_dir`. Returns its
+        path and the client_state, or None and None if nothing is saved there. Collective."""
         if custom_load_fn is not None:
             raise UsageError("load_checkpoint(custom_load_fn=...): load into the model before.")
         wanted = checkpoints.Wanted(
@@ -383,7 +383,7 @@ class DeepSpeedEngine(Configured):
         return checkpoints.load(self, load_dir, tag, wanted)
 
     def destroy(self) -> None:
-        """Give the module and the optimizer back as plain ones. Collective."""
+        """Turn the module and the optimizer back into plain ones. Collective."""
         self.monitor.close()
         if self._parts.engine is not None:
             self._parts.engine.close()
@@ -393,11 +393,12 @@ class DeepSpeedEngine(Configured):
 
 
 _made: list[ref[DeepSpeedEngine]] = []
-"""The engines of this process, in the order of their making."""
+"""The engines of this process, oldest first. Weak, because a script that drops an engine ends
+it."""
 
 
 def _backwards() -> Iterator[tuple[frozenset[int], Callable[..., Tensor]]]:
-    """The parameters, by identity, and the backward of each engine that trains now."""
+    """Yield the parameter ids and the backward of each engine that trains."""
     for each in _made:
         engine = each()
         if engine is not None and engine._parts.engine is not None:
@@ -405,7 +406,7 @@ def _backwards() -> Iterator[tuple[frozenset[int], Callable[..., Tensor]]]:
 
 
 def engine_of(parameter: Tensor) -> DeepSpeedEngine | None:
-    """The engine that trains `parameter`, None without one."""
+    """Return the engine that trains `parameter`, None without one."""
     for each in reversed(_made):
         engine = each()
         if engine is None or engine._parts.engine is None:

@@ -45,14 +45,23 @@ def initialize(
     mesh_param: Any = None,
     config_params: Json | None = None,
 ) -> tuple[DeepSpeedEngine, Any, DeepSpeedDataLoader | None, Any]:
-    """An engine over `model`, its optimizer, the loader of `training_data`, and the schedule.
+    """Return an engine over `model`, its optimizer, the loader of `training_data`, and the
+    schedule.
 
-    `config` is the JSON, as a file or a dict; left out, it is `args.deepspeed_config`, or the file
-    of `shardwise run --deepspeed`. `optimizer` and `lr_scheduler` are objects, or functions that
-    make them of the parameters and of the optimizer; left out, the JSON's. `model_parameters` are
-    what is trained (default: all). Flags of the command win over the JSON. Collective.
+    Flags of the command win over the JSON. Collective.
 
-    Raises ConfigError for a JSON that cannot be had, UsageError for a model in parts.
+    Args:
+        config: the JSON, as a file or a dict (default: `args.deepspeed_config`, or the file of
+            `shardwise run --deepspeed`)
+        optimizer: an optimizer, or a function that makes one from the parameters (default: the
+            JSON's)
+        lr_scheduler: a schedule, or a function that makes one from the optimizer (default: the
+            JSON's)
+        model_parameters: the parameters to train (default: all)
+
+    Raises:
+        ConfigError: for a JSON that this engine cannot follow
+        UsageError: for a plain model over several pipeline stages
     """
     del distributed_port, dist_init_required  # the run is joined by its launcher's variables
     model = _checked(model)
@@ -75,7 +84,7 @@ def initialize(
 
 
 def _checked(model: Any) -> nn.Module:
-    """`model`. Raises UsageError for what is none, and for one of DeepSpeed's own."""
+    """Return `model`. Raises FailedAssertion if it is no module, UsageError for DeepSpeed's own."""
     if not isinstance(model, nn.Module):
         raise FailedAssertion(
             f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {model!r}."
@@ -91,7 +100,7 @@ def _checked(model: Any) -> nn.Module:
 
 def _divide(world: sw.World, job: DeepSpeedJob, model: Any) -> None:
     """Divide replicas as the JSON says. Raises UsageError for a plain model over several stages,
-    ConfigError for another number of replicas than the JSON has."""
+    ConfigError if the number of replicas is not the JSON's."""
     if (size := job.settings.get("tensor", 1)) > 1:
         divide(world, f"{job.document.name}: tensor_parallel.autotp_size", tensor=size)
     if world.pipeline_size > 1 and not isinstance(model, PipelineModule):
@@ -107,7 +116,7 @@ def _divide(world: sw.World, job: DeepSpeedJob, model: Any) -> None:
 
 
 def _json_of(args: Any, config: Json | None) -> Json:
-    """The one JSON that is given. Raises UsageError for none, and for two."""
+    """Return the one JSON that is given. Raises UsageError for none, and for two."""
     names = ("deepspeed_config", "deepscale_config")
     given = [config, *(getattr(args, name, None) for name in names)]
     found: list[Json] = [each for each in given if each is not None]
@@ -126,7 +135,7 @@ def _json_of(args: Any, config: Json | None) -> Json:
 
 
 def _say(world: sw.World, job: DeepSpeedJob) -> None:
-    """Say once what of the JSON is ignored, and what "auto" became."""
+    """Print once which keys of the JSON are ignored, and the values of "auto"."""
     say_lines(world, job)
     if job.precision == "fp16-mixed" and job.document.get("fp16.enabled"):
         world.say_once(
@@ -170,13 +179,13 @@ def _build(
 
 
 def _place(model: nn.Module, world: sw.World, precision: str) -> None:
-    """Move `model` to where this worker computes. Under bf16 its weights are rounded, as DeepSpeed
-    does: masters begin with what the first forward has."""
+    """Move `model` to this rank's device, and round its weights under bf16."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        return  # the engine makes and places what has no memory yet
+        return  # the engine gives meta tensors memory on the device
     model.to(world.device)
     if precision != "bf16":
         return
+    # As in DeepSpeed, the fp32 masters begin with the rounded weights of the first forward.
     for module in model.modules():
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             for parameter in module.parameters(recurse=False):
@@ -187,7 +196,7 @@ def _place(model: nn.Module, world: sw.World, precision: str) -> None:
 def _optimizers(
     job: DeepSpeedJob, model: nn.Module, optimizer: Any, parameters: list[Any]
 ) -> list[optim.Optimizer]:
-    """What trains the model: the script's, or the JSON's; none where neither has one."""
+    """Return the script's optimizer, or the JSON's; an empty list if neither has one."""
     if optimizer is None:
         if job.optimizer is None:
             return []
@@ -215,7 +224,7 @@ def _scaler(job: DeepSpeedJob, world: sw.World) -> GradScaler:
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add --deepspeed and --deepspeed_config to `parser`, and their old names; returns it."""
+    """Add --deepspeed and --deepspeed_config to `parser`, and their old names; return it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     for name in ("deepspeed", "deepscale"):
         group.add_argument(f"--{name}", action="store_true", help="train with DeepSpeed's engine")

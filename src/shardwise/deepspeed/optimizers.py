@@ -21,9 +21,8 @@ Parameters = Sequence[Any]
 def of_json(
     named: Named, parameters: Parameters, models: Sequence[nn.Module], name: str
 ) -> list[optim.Optimizer]:
-    """The optimizers that the JSON called `name` asks for, over `parameters`: two for Muon, which
-    leaves what is no matrix to AdamW. Raises ConfigError for one that does not exist, and for
-    keywords that it does not take."""
+    """Return the optimizers of the JSON called `name` over `parameters`. Muon becomes two, because
+    AdamW trains what is not a matrix. Raises ConfigError for unknown names and keywords."""
     try:
         if named.name == "Muon":
             return _muon(named.params, parameters, models)
@@ -76,7 +75,7 @@ def _of_torch(named: Named, parameters: Parameters, name: str) -> optim.Optimize
 
 
 def _check_keywords(kind: Any, params: Mapping[str, Any]) -> None:
-    """Raise ValueError for one of `params` that `kind` does not take beside its first argument."""
+    """Raise ValueError for a keyword that `kind` does not take."""
     _, *known = inspect.signature(kind).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in known):
         return
@@ -86,8 +85,8 @@ def _check_keywords(kind: Any, params: Mapping[str, Any]) -> None:
 
 
 def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
-    """The schedule that the JSON called `name` asks for: DeepSpeed's or torch's. Raises ConfigError
-    for one that does not exist, and for keywords that it does not take."""
+    """Return the schedule of the JSON called `name`, DeepSpeed's or torch's. Raises ConfigError for
+    unknown names and keywords."""
     kind: Any = schedules.BY_NAME.get(named.name) or getattr(optim.lr_scheduler, named.name, None)
     if not isinstance(kind, type):
         raise ConfigError(
@@ -107,7 +106,7 @@ def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
 def _muon(
     params: Mapping[str, Any], parameters: Parameters, models: Sequence[nn.Module]
 ) -> list[optim.Optimizer]:
-    """Muon over matrices, but for embeddings and the head, and AdamW over the rest."""
+    """Return Muon over matrices except embeddings and the head, and AdamW over the rest."""
     kind = getattr(optim, "Muon", None)
     if kind is None:
         raise ConfigError(
@@ -141,7 +140,7 @@ _MUON_TAKES = {"lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", 
 def _halves(
     parameters: Parameters, models: Sequence[nn.Module]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The groups of `parameters` that Muon has, and those of the rest."""
+    """Return the parameter groups for Muon, and the groups for AdamW."""
     matrices = {p for model in models for p in _matrices(model)}
     loose = [each for each in parameters if not isinstance(each, Mapping)]
     groups = [dict(each) for each in parameters if isinstance(each, Mapping)]
@@ -170,7 +169,7 @@ def _matrices(model: nn.Module) -> Iterable[nn.Parameter]:
 
 
 class ManyOptimizers:
-    """The face of several optimizers that step together: their parameter groups in one list."""
+    """Several optimizers that step together, with one list of parameter groups."""
 
     def __init__(self, optimizers: Sequence[optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -178,10 +177,10 @@ class ManyOptimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all, which are the optimizers' own."""
+        """The groups of all optimizers, not copies."""
         return [group for each in self.optimizers for group in each.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all."""
+        """Clear all gradients."""
         for each in self.optimizers:
             each.zero_grad(set_to_none)

@@ -32,11 +32,11 @@ class Schedule:
         self._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups after so many steps."""
+        """Return the rates of the groups after so many steps."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were set last."""
+        """Return the rates that were set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -48,7 +48,7 @@ class Schedule:
         self._set(self.get_lr())
 
     def state_dict(self) -> dict[str, int]:
-        """The count of steps."""
+        """Return the count of steps."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -99,7 +99,7 @@ class WarmupLR(Schedule):
             self._set(self.get_lr())
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups after so many steps."""
+        """Return the rates of the groups after so many steps."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         share = self._share()
@@ -168,7 +168,7 @@ class WarmupCosineLR(Schedule):
             self._set(self.get_lr())
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups after so many steps."""
+        """Return the rates of the groups after so many steps."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
@@ -212,7 +212,7 @@ class LRRangeTest(Schedule):
             self._set(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups after so many steps."""
+        """Return the rates of the groups after so many steps."""
         intervals = (self.last_batch_iteration + 1) / self.step_size
         if self.staircase:
             intervals = math.floor(intervals)
@@ -284,7 +284,7 @@ class OneCycle(Schedule):
             self._set_momentum([beta for beta, _ in moments])
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups after so many steps."""
+        """Return the rates of the groups after so many steps."""
         if self.last_batch_iteration < self.total_size:
             height = self._height()
             return [
@@ -295,7 +295,7 @@ class OneCycle(Schedule):
         return [rate / factor for rate in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of the groups after so many steps, None where they are not cycled."""
+        """Return the betas of the groups after so many steps, None if they are not cycled."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
@@ -310,7 +310,7 @@ class OneCycle(Schedule):
         return [(first, _SECOND_BETA) for first in firsts]
 
     def _decays(self) -> float:
-        """How many times the decay has acted since the end of the cycle."""
+        """Return how many times the decay has acted since the end of the cycle."""
         if not self._decay_step_size:
             return 0.0
         return (self.last_batch_iteration - self.total_size + 1) / self._decay_step_size
@@ -335,7 +335,7 @@ _SECOND_BETA = 0.99
 
 
 def _warmed_up(done: int, steps: int, kind: str) -> float:
-    """The share of a warmup of `steps` after `done` of them, from 0 to 1."""
+    """Return the share of a warmup of `steps` after `done` of them, from 0 to 1."""
     return math.log(done + 1) / math.log(steps) if kind == "log" else done / steps
 
 

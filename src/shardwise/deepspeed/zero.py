@@ -1,4 +1,4 @@
-"""deepspeed.zero: models built without memory, and whole parameters for a moment."""
+"""deepspeed.zero: models built without memory, and gathered parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_p
 
 
 class Init:
-    """Inside the block models are built without memory, and get it when their engine is made.
+    """Builds models without memory inside the block; they get memory when their engine is made.
 
-    The values are those of a plain build. Of the arguments, which are DeepSpeed's, `enabled` counts
-    and a `module` that is built already stays as it is.
+    Their values are the same as without the block. Of DeepSpeed's arguments only `enabled` is used;
+    a `module` that exists already does not change.
     """
 
     def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **options: Any):
@@ -40,11 +40,11 @@ class Init:
 
 
 class GatheredParameters:
-    """Inside the block `params`, one or several, are whole on every worker. With `modifier_rank`
-    what that worker has written is everyone's afterwards. Collective.
+    """Makes one or more `params` whole on every rank inside the block. With `modifier_rank` all
+    ranks get the values that this rank has written. Collective.
 
-    Before their engine is made, parameters that have no memory yet get theirs. Raises UsageError
-    for parameters of several engines.
+    Parameters without memory get it if their engine is not made yet. Raises UsageError for
+    parameters of several engines.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GatheredParameters:
             )
         engine = next(iter(found.values()))
         if engine is None:
-            # Built inside `Init`: give memory now, so that what the block writes stays.
+            # Built inside `Init`: give memory now, so that writes of the block are kept.
             for parameter in self._parameters:
                 if parameter.is_meta and isinstance(parameter, nn.Parameter):
                     meta.make_real(parameter, meta.materialise(parameter))
@@ -93,7 +93,7 @@ class GatheredParameters:
 
 
 def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
-    """The module with the fewest parameters that has all of these."""
+    """Return the module with the fewest parameters that has all of these."""
     wanted = {id(parameter) for parameter in parameters}
     holders = []
     for number, module in enumerate(model.modules()):
@@ -104,5 +104,5 @@ def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a unit is found by the parameters that its forward uses."""
+    """Do nothing: a unit is found by the parameters that its forward uses."""
     del module, parameter

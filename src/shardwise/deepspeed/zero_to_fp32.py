@@ -28,9 +28,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights that save_checkpoint wrote into `checkpoint_dir` under `tag` (default: the latest
-    one), floating-point ones in fp32: masters where there are some. Needs no other worker. Raises
-    CheckpointError where there is none, and UsageError for the two last words."""
+    """Return the weights that save_checkpoint wrote into `checkpoint_dir` under `tag` (default: the
+    latest), in fp32: masters if it has some. Needs one process. Raises CheckpointError without a
+    save, UsageError for the last two arguments."""
     _refuse_words(exclude_frozen_parameters=exclude_frozen_parameters, lazy_mode=lazy_mode)
     home = Path(checkpoint_dir)
     latest = home / "latest"
@@ -66,8 +66,8 @@ def _wide(value: Tensor) -> Tensor:
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load those weights into `model`, on the CPU, and return it. As DeepSpeed's, it leaves alone
-    what only one of the two has."""
+    """Load those weights into `model`, on the CPU, and return it. As in DeepSpeed, missing and
+    additional names are no error."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.cpu().load_state_dict(state, strict=False)
     return model
@@ -84,7 +84,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write those weights into the folder `output_dir`, as `pytorch_model.bin` or, with
     `safe_serialization`, `model.safetensors`.
 
-    Raises UsageError for weights of more than `max_shard_size` bytes, and to leave frozen ones out.
+    Raises UsageError for more than `max_shard_size`, and for excluding frozen parameters.
     """
     _refuse_words(exclude_frozen_parameters=exclude_frozen_parameters)
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)

@@ -399,6 +399,9 @@ class BackgroundThread:
         self._handles.clear()
 
 
-os.register_at_fork(
-    after_in_child=lambda: [background._leave_in_child() for background in list(_living)]
-)
+def _leave_all_in_child() -> None:
+    for background in list(_living):
+        background._leave_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_all_in_child)

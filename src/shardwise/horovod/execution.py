@@ -70,7 +70,7 @@ def execute(operation: AgreedOperation) -> list[Tensor]:
 
 
 def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor]:
-    """The zeros with which a rank that has joined takes part; without rows, where rows may
+    """Return the zeros with which a rank that has joined takes part; without rows, where rows may
     differ."""
     shapes = request.shapes
     if request.kind in UNEVEN_ROWS:
@@ -270,8 +270,8 @@ def _bytes(flat: Tensor) -> Tensor:
 
 
 def adasum_reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Tensor:
-    """The adaptive sum of every rank's floating `tensor`, times `scale`: gradients that point the
-    same way are averaged, those at right angles added.
+    """Return the adaptive sum of every rank's floating `tensor`, times `scale`: gradients that
+    point the same way are averaged, those at right angles added.
 
         a + b  becomes  (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
@@ -288,12 +288,12 @@ def adasum_reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Ten
 
 
 def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
-    """The adaptive sum of two flat tensors."""
+    """Return the adaptive sum of two flat tensors."""
     dot = torch.dot(a, b)
     return _adasum_factor(dot, a) * a + _adasum_factor(dot, b) * b
 
 
 def _adasum_factor(dot: Tensor, of: Tensor) -> Tensor:
-    """The factor of `of`: 1 where it is zero, and adds nothing."""
+    """Return the factor of `of`: 1 where it is zero, and adds nothing."""
     square = torch.dot(of, of)
     return torch.where(square > 0, 1 - dot / (2 * square), torch.ones_like(square))

@@ -75,7 +75,7 @@ class OperationHandle:
         return self._done.is_set()
 
     def succeed(self, result: Any, finished: StreamEvent) -> None:
-        """Set the result. No other rank reads the inputs or the result from now on."""
+        """Set the result. No other rank reads the inputs or the result."""
         self._result, self._finished, self.tensors = result, finished, ()
         self._done.set()
 

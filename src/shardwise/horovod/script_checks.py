@@ -175,7 +175,7 @@ def _sample_digest() -> str:
     for one in gc.get_objects():
         if type(one).__mro__[-2:-1] == (_BaseDataLoaderIter,):
             sampler = getattr(getattr(one, "_index_sampler", None), "sampler", None)
-            dataset = getattr(one, "_dataset", None)
+            dataset: Any = getattr(one, "_dataset", None)
             if isinstance(sampler, data.RandomSampler | data.SequentialSampler):
                 # Only of tensors: reading the user's own dataset would run the user's code.
                 tensors = dataset.tensors if type(dataset) is data.TensorDataset else (dataset,)

@@ -29,7 +29,7 @@ trees.register()
 
 
 def __getattr__(name: str) -> Any:
-    """The strategies, of the class tree that the script has imported."""
+    """Return the strategies, of the class tree that the script has imported."""
     if name == "ShardwiseStrategy":
         return trees.trainer_strategy(trees.in_use(trees.TRAINERS))
     if name == "ShardwiseFabricStrategy":

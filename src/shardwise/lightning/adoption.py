@@ -57,7 +57,7 @@ def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
 
 
 def _is_ours(strategy: Any) -> bool:
-    """Whether `strategy` is ours; raises UsageError for one that ours cannot stand for."""
+    """Return whether `strategy` is ours; raises UsageError for one that ours cannot stand for."""
     if isinstance(strategy, str):
         if strategy == NAME:
             return True

@@ -32,25 +32,25 @@ class Environment:
         return False
 
     def world_size(self) -> int:
-        """The number of workers of the run."""
+        """Return the number of workers of the run."""
         return self._world.size
 
     def set_world_size(self, size: int) -> None:
         """The launcher has decided that."""
 
     def global_rank(self) -> int:
-        """The rank of this worker."""
+        """Return the rank of this worker."""
         return self._world.rank
 
     def set_global_rank(self, rank: int) -> None:
         """The launcher has decided that."""
 
     def local_rank(self) -> int:
-        """The rank among the workers of this host."""
+        """Return the rank among the workers of this host."""
         return self._world.local_rank
 
     def node_rank(self) -> int:
-        """The number of this host among those of the run."""
+        """Return the number of this host among those of the run."""
         return self._world.rank // max(self._world.local_size, 1)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:

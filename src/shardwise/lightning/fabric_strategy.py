@@ -136,8 +136,8 @@ class FabricStrategy(OverEngines):
     # -- whole states -----------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The module's state_dict with whole tensors; where parameters are sharded, on rank 0
-        alone. Collective."""
+        """Return the module's state_dict with whole tensors; where parameters are sharded, on rank
+        0 alone. Collective."""
         return self.training.state_dict(module)
 
     def load_module_state_dict(
@@ -160,7 +160,7 @@ class FabricStrategy(OverEngines):
         return rest
 
     def get_optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        """The whole state of `optimizer`, as it is in one process. Collective."""
+        """Return the whole state of `optimizer`, as it is in one process. Collective."""
         return self.training.optimizer_state(optimizer)
 
 

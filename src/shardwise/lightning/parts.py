@@ -11,8 +11,8 @@ from shardwise.errors import UsageError
 
 
 def models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list[nn.Module]:
-    """The parts of `module` that have an engine of their own: `module` itself, where its optimizers
-    have parameters in common or there is one.
+    """Return the parts of `module` that have an engine of their own: `module` itself, where its
+    optimizers have parameters in common or there is one.
 
     Else the largest modules whose parameters are trained by one optimizer, and by no other one.
     Raises UsageError for a parameter beside which another optimizer trains one of the same module.

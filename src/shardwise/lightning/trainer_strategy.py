@@ -262,7 +262,7 @@ class TrainerStrategy(OverEngines):
     def _step_by_closure(
         self, optimizer: optim.Optimizer, closure: Callable[[], Any], module: Any
     ) -> Any:
-        """An optimizer that computes the loss as often as it wants."""
+        """Return an optimizer that computes the loss as often as it wants."""
         if module.trainer.gradient_clip_val:
             raise UsageError(
                 "gradient_clip_val with LBFGS, which computes gradients by itself in a step: "
@@ -292,21 +292,21 @@ class TrainerStrategy(OverEngines):
         return nullcontext()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, inside its forward."""
+        """Return the module's own, inside its forward."""
         if self.training.exact is not None:
             self.training.exact.compute_with(args[0] if args else next(iter(kwargs.values())))
         return self._inside("train", "training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, inside its forward."""
+        """Return the module's own, inside its forward."""
         return self._inside("val", "validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, inside its forward."""
+        """Return the module's own, inside its forward."""
         return self._inside("test", "test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, inside its forward."""
+        """Return the module's own, inside its forward."""
         return self._inside("predict", "predict_step", *args, **kwargs)
 
     def _inside(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -343,8 +343,8 @@ class TrainerStrategy(OverEngines):
     # -- whole states -----------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state_dict with whole tensors; where parameters are sharded, on rank 0
-        alone. Collective."""
+        """Return the module's state_dict with whole tensors; where parameters are sharded, on rank
+        0 alone. Collective."""
         return self.training.state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -354,7 +354,7 @@ class TrainerStrategy(OverEngines):
         )
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole state of `optimizer`, as it is in one process. Collective."""
+        """Return the whole state of `optimizer`, as it is in one process. Collective."""
         return self.training.optimizer_state(plain(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ FABRICS = ("lightning.fabric", "lightning_fabric")
 
 @cache
 def trainer_strategy(tree: str) -> Any:
-    """The strategy of the Trainer of `tree`, one of TRAINERS."""
+    """Return the strategy of the Trainer of `tree`, one of TRAINERS."""
     from shardwise.lightning.trainer_strategy import TrainerStrategy
 
     theirs = import_module(tree)
@@ -38,7 +38,7 @@ def trainer_strategy(tree: str) -> Any:
 
 @cache
 def fabric_strategy(tree: str) -> Any:
-    """The strategy of the Fabric of `tree`, one of FABRICS."""
+    """Return the strategy of the Fabric of `tree`, one of FABRICS."""
     from shardwise.lightning.fabric_strategy import FabricStrategy
 
     base = import_module(f"{tree}.strategies").DDPStrategy
@@ -53,7 +53,8 @@ def _class(name: str, ours: type[Any], base: Any, hooks: tuple[Any, ...]) -> Any
 
 
 def in_use(trees: tuple[str, ...]) -> str:
-    """Which of `trees` the script has imported; the first that is installed where none is."""
+    """Return which of `trees` the script has imported; the first that is installed where none
+    is."""
     for tree in trees:
         if tree in sys.modules:
             return tree
@@ -100,7 +101,7 @@ class _Waiting(MetaPathFinder):
         self.calls: dict[str, list[Callable[[str], None]]] = {}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """The spec that the other finders have, its loader enclosed by ours."""
+        """Return the spec that the other finders have, its loader enclosed by ours."""
         if name not in self.calls:
             return None
         for finder in sys.meta_path:

@@ -29,7 +29,7 @@ _MARK = "_keeps_deepspeed_json"
 
 
 def take_json() -> None:
-    """Let TrainingArguments keep a `deepspeed` to themselves; once more does nothing."""
+    """Let TrainingArguments keep a `deepspeed` to themselves; a second call does nothing."""
     theirs = TrainingArguments.__post_init__
     if not hasattr(theirs, _MARK):
         TrainingArguments.__post_init__ = _keeping(theirs)
@@ -73,14 +73,14 @@ def check_plugin(plugin: Any) -> None:
 
 
 def json_of(arguments: Any) -> Any:
-    """The JSON, as a file or a dict, that `arguments` were given; None without one."""
+    """Return the JSON, as a file or a dict, that `arguments` were given; None without one."""
     return getattr(arguments, _KEPT, None)
 
 
 def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
     """What it asks for, "auto" being what `arguments` say, for a training of so many `steps`.
 
-    None without a JSON. Raises ConfigError where a key and an argument say different things.
+    None without a JSON. Raises ConfigError if a key and an argument say different things.
     """
     source = json_of(arguments)
     if source is None:
@@ -99,7 +99,7 @@ def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
 
 
 def _value(job: DeepSpeedJob, key: str) -> Any:
-    """What the JSON says of `key`; None where it says nothing."""
+    """What the JSON says of `key`; None if it says nothing."""
     section, _, name = key.rpartition(".")
     if section.endswith(".params"):
         found = job.document.get(section, {}).get(name)
@@ -172,7 +172,7 @@ class OptimizersOfJson:
             raise made_twice(job, "scheduler", "the Trainer")
 
     def create_optimizer(self, model: Any = None) -> optim.Optimizer:
-        """The JSON's, over all that is trained; without one, the trainer's own."""
+        """Return the JSON's, over all that is trained; without one, the trainer's own."""
         job = job_of(self.args)
         if self.optimizer is None and job is not None and job.optimizer is not None:
             trained = self.model if model is None else model
@@ -182,7 +182,7 @@ class OptimizersOfJson:
         return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The JSON's, stepped once with each update; without one, the trainer's own."""
+        """Return the JSON's, stepped once with each update; without one, the trainer's own."""
         job = job_of(self.args, num_training_steps)
         if self.lr_scheduler is None and job is not None and job.schedule is not None:
             face = self.optimizer if optimizer is None else optimizer

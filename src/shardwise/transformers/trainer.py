@@ -88,8 +88,8 @@ class Sharded(OptimizersOfJson):
     # -- a step -----------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The batches of a step and the number of their items; with `exact_mean` without repeated
-        samples. Collective."""
+        """Return the batches of a step and the number of their items; with `exact_mean` without
+        repeated samples. Collective."""
         read = super().get_batch_samples  # type: ignore[misc]
         if self._exact is None:
             return read(epoch_iterator, num_batches, device)
@@ -223,7 +223,7 @@ def on(trainer: type[Any]) -> type[Any]:
 
 
 def prepare_trainer(trainer: Any, **settings: Any) -> Any:
-    """Let `trainer`, which is made and has not trained, train by engines; returns it.
+    """Let `trainer`, which is made and has not trained, train by engines; return it.
 
     `settings` are those of Shardwise, such as zero=3, and `exact_mean`.
     """

@@ -57,7 +57,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def read(self, dataset: Any) -> Any:
         """Take batches of `dataset`, in its own order and again from its start, where
-        `train_batch` is given none; returns the loader."""
+        `train_batch` is given none; return the loader."""
         sampler: Any = DistributedSampler(
             dataset, self.world.data_size, self.world.data_rank, shuffle=False
         )
@@ -81,7 +81,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Nothing to do: forms are followed from batch to batch."""
 
     def _batch(self, source: Batches | None, call: str) -> tuple[Any, Any]:
-        """The next pair of inputs and labels, where this worker computes."""
+        """Return the next pair of inputs and labels, where this worker computes."""
         if source is None:
             raise UsageError(
                 f"engine.{call} has no batches on worker {self.world.rank}: give every worker of a "
@@ -103,7 +103,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def train_batch(self, data_iter: Batches | None = None) -> Tensor:
         """Train on the next batches of `data_iter`, and update; returns their mean loss over all
-        workers, fp32, 0-dim. Collective. Raises UsageError where the first batches of a pipeline's
+        workers, fp32, 0-dim. Collective. Raises UsageError if the first batches of a pipeline's
         workers differ."""
         engine = self._engine("train_batch")
         if data_iter is not None:
@@ -139,7 +139,7 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of the next batches of `data_iter`, over all workers, in evaluation.
+        """Return the mean loss of the next batches of `data_iter`, over all workers, in evaluation.
 
         Without `compute_loss` it is of the outputs; with `reduce_output` None the list of each
         batch's. With `return_logits` the outputs of the last batch come second. All workers get
@@ -186,11 +186,11 @@ class PipelineEngine(DeepSpeedEngine):
         raise _of_batches("step")
 
     def is_first_stage(self) -> bool:
-        """Whether this worker has the first stage."""
+        """Return whether this worker has the first stage."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this worker has the last stage."""
+        """Return whether this worker has the last stage."""
         return self.stage_id == self.num_stages - 1
 
 

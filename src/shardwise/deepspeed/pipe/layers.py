@@ -23,7 +23,7 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """A new module."""
+        """Return a new module."""
         del log
         return self.typename(*self.module_args, **self.module_kwargs)
 
@@ -78,7 +78,7 @@ class Recomputing:
     """Types of layers that may be run again; None: all rows that have parameters."""
 
     def applies_to(self, row: Sequence[PlacedLayer]) -> bool:
-        """Whether the layers of `row` are run again."""
+        """Return whether the layers of `row` are run again."""
         if self.types is not None:
             return all(place.name in self.types for place in row)
         return any(

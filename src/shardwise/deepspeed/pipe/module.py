@@ -121,8 +121,8 @@ class PipelineModule(nn.Module):
         return starts_of(self._method, names, sizes, adds_parameters(layers), stages)
 
     def modules_of_stages(self, stages: int) -> list[tuple[str, nn.Module]]:
-        """The layers of each of `stages` stages as one module, with its name: what the pipeline
-        runs."""
+        """Return the layers of each of `stages` stages as one module, with its name: what the
+        pipeline runs."""
         edges = [*self._starts(stages), len(self._places)]
         cut = [self._places[a:b] for a, b in pairwise(edges)]
         # Not among the module's children, which have the names that DeepSpeed gives them.
@@ -141,25 +141,25 @@ class PipelineModule(nn.Module):
     # -- what scripts ask -------------------------------------------------------------------
 
     def loss_of(self, inputs: Any, labels: Any) -> Any:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         outputs = self(inputs)
         return outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
 
     def partitions(self) -> list[int]:
-        """The first layer of each stage, and the number of all."""
+        """Return the first layer of each stage, and the number of all."""
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The worker along the pipeline that has layer `layer_idx`."""
+        """Return the worker along the pipeline that has layer `layer_idx`."""
         stage = sum(layer_idx >= start for start in self.parts[:-1]) - 1
         return stage % self.num_stages
 
     def num_pipeline_stages(self) -> int:
-        """How many stages there are."""
+        """Return how many stages there are."""
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Run so many layers in a row again in backward from now on; 0 for none."""
+        """Run so many layers in a row again in backward; 0 for none."""
         self._recomputing.interval = interval
 
     @property
@@ -175,12 +175,13 @@ class PipelineModule(nn.Module):
         )
 
     def mpu(self) -> PipelineParallelGrid:
-        """This worker's place."""
+        """Return this worker's place."""
         return PipelineParallelGrid(self._world)
 
 
 def _axes(num_stages: int | None, topology: ProcessTopology | None, workers: int) -> dict[str, int]:
-    """The axes that a script asks for. Raises UsageError where it names none, or a wrong size."""
+    """Return the axes that a script asks for. Raises UsageError if it names none, or a wrong
+    size."""
     if topology is not None:
         if unknown := [axis for axis in topology.get_axis_names() if axis not in AXES]:
             raise UsageError(

@@ -12,7 +12,7 @@ from shardwise.parallel.pipeline.partition import balanced_starts, with_trainabl
 def starts_of(
     method: str, names: Sequence[str], sizes: Sequence[int], adds: Sequence[bool], stages: int
 ) -> list[int]:
-    """The first layer of each of `stages` stages.
+    """Return the first layer of each of `stages` stages.
 
     `names` are the layers' types, `sizes` their numbers of trained elements, and `adds` says which
     have something to train that no earlier one has. `method` is "uniform" (as many layers in each),

@@ -37,17 +37,17 @@ class ProcessTopology:
         }
 
     def get_rank(self, **coordinates: int) -> int:
-        """The worker at `coordinates`, one for each axis."""
+        """Return the worker at `coordinates`, one for each axis."""
         if set(coordinates) != set(self.axes):
             raise UsageError(f"get_rank takes one number for each of {', '.join(self.axes)}.")
         return self.mapping[self.ProcessCoord(**coordinates)]
 
     def get_axis_names(self) -> list[str]:
-        """The axes, as they were given."""
+        """Return the axes, as they were given."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """The length of `axis`; 0 for one that is not there."""
+        """Return the length of `axis`; 0 for one that is not there."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
@@ -55,7 +55,7 @@ class ProcessTopology:
         return next(place for place, number in self.mapping.items() if number == rank)
 
     def world_size(self) -> int:
-        """How many workers there are."""
+        """Return how many workers there are."""
         return len(self.mapping)
 
 
@@ -85,35 +85,35 @@ class PipelineParallelGrid:
         self.stage_id = world.pipeline_rank
 
     def get_stage_id(self) -> int:
-        """The stage of this worker."""
+        """Return the stage of this worker."""
         return self.stage_id
 
     def get_global_rank(self) -> int:
-        """This worker's number."""
+        """Return this worker's number."""
         return self._world.rank
 
     def get_data_parallel_id(self) -> int:
-        """Which replica this worker is of."""
+        """Return which replica this worker is of."""
         return self.data_parallel_id
 
     def get_pipe_parallel_rank(self) -> int:
-        """The stage of this worker."""
+        """Return the stage of this worker."""
         return self.stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """How many stages there are."""
+        """Return how many stages there are."""
         return self.pipe_parallel_size
 
     def get_data_parallel_rank(self) -> int:
-        """Which replica this worker is of."""
+        """Return which replica this worker is of."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
-        """How many replicas there are."""
+        """Return how many replicas there are."""
         return self.data_parallel_size
 
     def get_model_parallel_rank(self) -> int:
-        """Which part of every split layer this worker has."""
+        """Return which part of every split layer this worker has."""
         return self._world.tensor_rank
 
     def get_model_parallel_world_size(self) -> int:
