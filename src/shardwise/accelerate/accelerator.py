@@ -44,19 +44,23 @@ _PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 
 
 class Accelerator(Clipping, Stock):
-    """Accelerate's own, over engines: ZeRO and offload by flags, environment, TOML or keywords.
+    """Accelerate's Accelerator over engines: ZeRO and offload by flags, environment or keywords.
 
-    Takes what Accelerate's takes, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
-    `prepare` gives models back as they are, not wrapped. Losses are reduced as Accelerate does with
-    DistributedDataParallel, and generators are the script's own. docs/from_accelerate.md says what
-    differs.
+    Takes Accelerate's arguments, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
+    `prepare` returns models as they are, not wrapped. Losses are reduced as in Accelerate with
+    DistributedDataParallel, and generators are the script's own. docs/from_accelerate.md lists the
+    differences.
 
-    With `exact_mean=True` losses are means over samples that count once and alike: no division by
-    the accumulation steps, no repeated samples, `backward(loss, weight=...)` for means over other
-    items.
+    With `exact_mean=True` each sample of a step counts once: repeated samples are dropped, losses
+    are not divided by the accumulation steps, and `backward(loss, weight=...)` takes means over
+    other items.
 
-    Attributes: `world`, and `engines`, one for each set of models and optimizers that have
-    parameters in common. Raises UsageError for plugins of other engines.
+    Attributes:
+        world: the run
+        engines: one for each set of models and optimizers with parameters in common
+
+    Raises:
+        UsageError: for plugins of other engines
     """
 
     _optimizers: list[Any]
@@ -94,14 +98,14 @@ class Accelerator(Clipping, Stock):
         """Whether weights are the engines' to save: nobody needs them whole."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs: who this one is. Nothing is prepared in a copy."""
+        """Return the state for another process, without what is prepared."""
         prepared = dict.fromkeys(_PREPARED_LISTS, ())
         is_exact = self._batches is not None
         return vars(self) | prepared | {"world": None, "_trained": None, "_batches": is_exact}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {name: list(state[name]) for name in _PREPARED_LISTS})
-        # None in a process that has no rank, such as a DataLoader worker.
+        # None in a process without a rank, such as a DataLoader worker.
         self.world = joined()  # type: ignore[assignment]
         self._trained = TrainedModels(self._make_engine)
         self._batches = (
@@ -120,19 +124,18 @@ class Accelerator(Clipping, Stock):
 
     @property
     def engines(self) -> list[sw.Engine]:
-        """The engines, in the order in which their models came to be complete."""
+        """The engines, in the order of their making."""
         return [each.engine for each in self._trained]
 
     def is_trained(self, model: nn.Module) -> bool:
         """Return whether an engine trains `model`, of this Accelerator or of another one."""
         return self._trained.of_model(model) is not None
 
-    # -- what is prepared -------------------------------------------------------------------
+    # -- preparing ----------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Models come
-        back as they are; an engine is made as soon as the models of an optimizer are there.
-        Collective."""
+        """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Models are
+        not wrapped. An engine is made once all models of an optimizer are prepared. Collective."""
         if self._json is not None:
             args = self._json.replaced(args, self)
         prepared = super().prepare(*args, device_placement=device_placement)
@@ -151,8 +154,8 @@ class Accelerator(Clipping, Stock):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Place `model` on the device, in the precision asked for. `prepare` makes its engine."""
-        del evaluation_mode  # nothing wraps it in either mode
+        """Place `model` on the device. `prepare` makes its engine, with the precision."""
+        del evaluation_mode  # a model is wrapped in neither mode
         if self.is_trained(model):
             device_placement = False  # an engine has placed it, in parts maybe
         plugin = self.state.dynamo_plugin
@@ -165,7 +168,7 @@ class Accelerator(Clipping, Stock):
     def prepare_optimizer(
         self, optimizer: optim.Optimizer, device_placement: bool | None = None
     ) -> optim.Optimizer:
-        """Give `optimizer` the face that a script expects. `prepare` makes its engine."""
+        """Wrap `optimizer` for the script. `prepare` makes its engine."""
         del device_placement  # its state is the engine's to place
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             optimizer = ShardedOptimizer(optimizer, self._trained)
@@ -176,12 +179,12 @@ class Accelerator(Clipping, Stock):
         return optimizer
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; with `exact_mean` batches to train on have no repeated samples."""
+        """Prepare a loader; with `exact_mean` batches to train on have no repeated samples."""
         loader = super().prepare_data_loader(*args, **kwargs)
         return loader if self._batches is None else self._batches.watch(loader)
 
     def _is_training(self) -> bool:
-        """Return whether a batch that is given now is to train on."""
+        """Return whether the next batch is for training."""
         models = (model for each in self._trained for model in each.models)
         return torch.is_grad_enabled() and any(model.training for model in models)
 
@@ -202,14 +205,20 @@ class Accelerator(Clipping, Stock):
     # -- a step -----------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of `loss`, divided by the accumulation steps, in every engine that it reaches.
+        """Run the backward of `loss`, divided by the accumulation steps, in every engine it
+        reaches.
 
-        In a script that prepares no optimizer, gradients of prepared models are averaged instead,
-        and are in `p.grad`. Collective then, in the last micro-batch of a step.
+        Without a prepared optimizer, gradients of prepared models are averaged instead and are in
+        `p.grad`; that is collective, in the last micro-batch of a step.
 
-        Takes `retain_graph`; with `exact_mean`, where nothing is divided, also `weight`, the number
-        of items that the loss is a mean over (default: the samples of the batch), and `same_items`
-        as the engine's backward does. Raises UsageError for other arguments of torch's backward.
+        Args:
+            retain_graph: as in torch
+            weight: with `exact_mean`, the number of items that the loss is a mean over (default:
+                the samples of the batch); the loss is not divided then
+            same_items: with `exact_mean`, as in the engine's backward
+
+        Raises:
+            UsageError: for other arguments of torch's backward
         """
         retain_graph = bool(kwargs.pop("retain_graph", False))
         weight = self._items_of(kwargs)
@@ -240,8 +249,7 @@ class Accelerator(Clipping, Stock):
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Inside the block a backward is not the last one of its step, which saves communication
-        and changes no result."""
+        """Declare that more backwards of this step follow the block, to communicate only once."""
         del model
         self._more_to_come += 1
         try:
@@ -253,7 +261,8 @@ class Accelerator(Clipping, Stock):
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Batches are as many on every rank, in training: raises UsageError for other wishes."""
+        """Set `even_batches` inside the block. Raises UsageError for uneven batches on several
+        ranks."""
         del joinables
         even = self.even_batches if even_batches is None else even_batches
         if self.use_distributed and not even:
@@ -272,10 +281,10 @@ class Accelerator(Clipping, Stock):
 
     @contextmanager
     def uneven(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Inside the block ranks may run other numbers of forwards: `generate`, an evaluation on
-        rank 0 alone. All ranks enter and leave.
+        """Allow ranks to run different numbers of forwards inside the block, as for `generate` or
+        an evaluation on rank 0. All ranks enter and leave.
 
-        It is for the models that are trained here, and for `model`, whoever trains it now.
+        It applies to the models that are trained here, and to `model`.
         """
         engines = self.engines
         if model is not None and (trained := self._trained.of_model(model)) is not None:
@@ -287,7 +296,7 @@ class Accelerator(Clipping, Stock):
 
     @contextmanager
     def full_parameters(self, model: nn.Module, write: bool = False) -> Iterator[None]:
-        """Inside the block the parameters of `model` are whole, to read or to write. Collective."""
+        """Make the parameters of `model` whole inside the block, to read or write. Collective."""
         trained = self._trained.of_model(model)
         if trained is None:
             yield
@@ -296,8 +305,8 @@ class Accelerator(Clipping, Stock):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the state_dict of a prepared model, a copy: where its parameters are sharded,
-        whole on rank 0 and empty on the others. Collective."""
+        """Return a copy of the whole state_dict of a prepared model. If parameters are sharded,
+        only rank 0 gets it and the others an empty one. Collective."""
         if self._leaves_weights:
             return {}
         trained = None if self._are_whole else self._trained.of_model(model)
@@ -308,8 +317,8 @@ class Accelerator(Clipping, Stock):
         return trained.engine.model_state_dict(model)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's; with `exact_mean` also of batches to train on, whose last ones have
-        other numbers of rows on the ranks."""
+        """Gather as Accelerate does; with `exact_mean` also training batches, whose last ones have
+        different numbers of rows on the ranks."""
         last = None if self._batches is None else self._batches.last
         at_end = self.gradient_state.end_of_dataloader
         if last is None or not at_end or not self.world.any(last.is_cut):
@@ -325,8 +334,8 @@ class Accelerator(Clipping, Stock):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """Save all that is prepared and registered, as Accelerate does; weights and optimizers in
-        the engine's format, which any placement and number of workers loads. Collective.
+        """Save all prepared and registered objects, as Accelerate does. Weights and optimizers are
+        in the engine's format, for any placement and number of ranks. Collective.
 
         Raises UsageError between micro-batches of a step.
         """
@@ -336,7 +345,7 @@ class Accelerator(Clipping, Stock):
                 "of those before it. Write before it: if accelerator.sync_gradients:"
             )
         if not safe_serialization:
-            self.world.say_once("save_state writes safetensors, whatever safe_serialization says.")
+            self.world.say_once("save_state writes safetensors: safe_serialization is not used.")
         if self.world.settings.trial:
             return output_dir
 
@@ -351,7 +360,7 @@ class Accelerator(Clipping, Stock):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Go on from what `save_state` has written, here or in stock Accelerate. Collective."""
+        """Load a save of `save_state`, of this class or of stock Accelerate. Collective."""
         found: list[str] = []
 
         def take(models: list[nn.Module], folder: str) -> None:
@@ -363,14 +372,14 @@ class Accelerator(Clipping, Stock):
         self.load_engines(found[0])
 
     def load_engines(self, folder: str, *, model_only: bool = False) -> None:
-        """Load the weights in `folder`, which `save_state` has written, and unless `model_only` the
-        state of the optimizers; nothing else. Collective."""
+        """Load only the weights in `folder`, which `save_state` has written, and unless
+        `model_only` the optimizers. Collective."""
         checkpoints.load(list(self._trained), Path(folder), self.world, model_only=model_only)
 
     @contextmanager
     def _hooks_see_whole(self, hooks: Any, last: Any, write: bool = False) -> Iterator[None]:
-        """Inside the block the user's `hooks` see whole weights, then `last` is called; optimizers
-        are left out, which the engines save."""
+        """Show whole weights to the user's `hooks` inside the block, and add the hook `last`. Hides
+        optimizers, which the engines save."""
         optimizers, self._optimizers = self._optimizers, []
         key = object()
         with ExitStack() as blocks:
@@ -387,14 +396,12 @@ class Accelerator(Clipping, Stock):
                 self._optimizers = optimizers
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that leaves out the first batches, as Accelerate's.
-
-        A loop over a DataLoader draws a seed as it begins. That is drawn from a copy of torch's
-        generator here, so that what a resumed run draws next is what the first one drew.
-        """
+        """Return a loader without the first batches, as Accelerate does."""
         loader = super().skip_first_batches(dataloader, num_batches)
         if self._batches is not None:
             self._batches.watch(loader)
+        # A loop over a DataLoader draws a seed when it begins. Draw it from a copy of torch's
+        # generator, so that a resumed run goes on with the numbers of the first run.
         plain = getattr(loader, "base_dataloader", loader)
         if getattr(plain, "generator", None) is None:
             plain.generator = torch.Generator()
@@ -402,7 +409,7 @@ class Accelerator(Clipping, Stock):
         return loader
 
     def free_memory(self, *objects: Any) -> Any:
-        """Give models and optimizers back as plain ones, and forget them. Collective."""
+        """Turn models and optimizers back into plain ones, and forget them. Collective."""
         self._trained.close()
         return super().free_memory(*objects)
 
@@ -413,7 +420,7 @@ class Accelerator(Clipping, Stock):
 
 
 def _bound(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Accelerate's constructor by name. Raises TypeError as that does."""
+    """Return the arguments of Accelerate's constructor by name. Raises TypeError as it does."""
     signature = inspect.signature(Stock.__init__)
     for name in keywords.keys() - signature.parameters.keys():
         if sentence := hint(name):

@@ -49,18 +49,18 @@ def save(engines: Sequence[sw.Engine], folder: Path, world: sw.World) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return whether `save` has written into `folder`, to the end."""
+    """Return whether `folder` has a complete save of `save`."""
     return (folder / MARK).is_file()
 
 
 def load(
     trained: Sequence[TrainedEngine], folder: Path, world: sw.World, *, model_only: bool = False
 ) -> None:
-    """Load what `save` has written, or what stock Accelerate has; `model_only`: the weights alone.
+    """Load a save of `save`, or of stock Accelerate; with `model_only` only its weights.
     Collective.
 
-    Raises BrokenCheckpoint for a folder whose save was killed, CheckpointMismatch for one of
-    another number of engines.
+    Raises BrokenCheckpoint for a save that was cut off, CheckpointMismatch for another number of
+    engines.
     """
     names = None  # of the engines' folders; None if Accelerate itself has saved here
     if world.is_main and is_ours(folder):
@@ -98,8 +98,8 @@ def _load_stock(trained: Sequence[TrainedEngine], folder: Path, world: sw.World)
 
 
 def _first(folder: Path, safe: str, plain: str, number: int) -> Path:
-    """Return the file of the `number`-th model or optimizer. Raises BrokenCheckpoint if there is
-    none."""
+    """Return the file of the `number`-th model or optimizer. Raises BrokenCheckpoint without
+    one."""
     ending = f"_{number}" if number else ""
     for path in (folder / f"{safe}{ending}.safetensors", folder / f"{plain}{ending}.bin"):
         if path.is_file():

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON that an Accelerator is given: settings of its engines, and what a loop does.
+"""The DeepSpeed JSON of an Accelerator: settings of its engines, and a loop's optimizers.
 
     Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config="ds.json"))     # in the script
     accelerate launch --use_deepspeed --zero_stage 2 script.py                # by its variables
@@ -30,10 +30,10 @@ from shardwise.errors import ConfigError, UsageError
 VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 
 TAKEN: Any = object()
-"""The `deepspeed_plugin` of an Accelerator whose Trainer has taken the JSON already."""
+"""The `deepspeed_plugin` of an Accelerator whose Trainer has read the JSON already."""
 
 _KEPT = "_shardwise_json"
-"""Where Accelerate's own state has the JSON of this process, for a second Accelerator."""
+"""The entry of Accelerate's own state with the JSON, for a second Accelerator."""
 
 for _kind in (DummyOptim, DummyScheduler):
     # Where scripts import them from: without deepspeed Accelerate leaves them out there.
@@ -42,8 +42,8 @@ for _kind in (DummyOptim, DummyScheduler):
 
 def taken_from(given: MutableMapping[str, Any]) -> PluginJson | None:
     """Return the JSON among the arguments of an Accelerator, or in the variables that `accelerate
-    launch --use_deepspeed` sets; None without one. Its plugin is taken out of `given`, and what the
-    JSON says to Accelerate itself is put in."""
+    launch --use_deepspeed` sets; None without one. Replaces its plugin in `given` by Accelerate's
+    own arguments."""
     plugin = _plugin_of(given)
     if plugin is None:
         return None
@@ -69,7 +69,7 @@ def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
 
 
 def _plugin_of_process(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
-    """That of an Accelerator before this one, whose precision holds on, or of the variables."""
+    """Return the plugin of an earlier Accelerator, with its precision, or of the variables."""
     kept: PluginJson | None = AcceleratorState._shared_state.get(_KEPT)
     if kept is None:
         return DeepSpeedPlugin() if _is_asked() else None
@@ -84,8 +84,8 @@ def _is_asked() -> bool:
 
 @contextmanager
 def without_switch() -> Iterator[bool]:
-    """Inside the block the variable that asks for DeepSpeed is away, where Accelerate would import
-    deepspeed; yields whether it asks."""
+    """Remove the variable that asks for DeepSpeed inside the block, because Accelerate would import
+    deepspeed. Yields whether it asks."""
     asked, before = _is_asked(), os.environ.pop(VARIABLE, None)
     try:
         yield asked
@@ -95,9 +95,9 @@ def without_switch() -> Iterator[bool]:
 
 
 class PluginJson:
-    """What the JSON of `plugin` means for an Accelerator with the arguments `given`.
+    """The JSON of `plugin` for an Accelerator with the arguments `given`.
 
-    Raises ConfigError as `config.deepspeed.parse` does, and where an argument contradicts a key.
+    Raises ConfigError as `config.deepspeed.parse` does, and if an argument contradicts a key.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, given: Mapping[str, Any]) -> None:
@@ -131,12 +131,12 @@ class PluginJson:
 
     @property
     def mixed_precision(self) -> str:
-        """In which dtype it computes, as Accelerate calls it: "no" for fp32."""
+        """The precision under Accelerate's name: "no" for fp32."""
         return {"fp32": "no", "bf16": "bf16", "bf16-mixed": "bf16"}.get(self.job.precision, "fp16")
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of an Accelerator that come of it."""
+        """The arguments of Accelerate that the JSON sets."""
         found: dict[str, Any] = {"mixed_precision": self.mixed_precision}
         steps = self.job.document.get("gradient_accumulation_steps")
         if steps is None:
@@ -147,11 +147,11 @@ class PluginJson:
         return found | {"gradient_accumulation_plugin": plugin}
 
     def keep(self) -> None:
-        """Be the JSON of further Accelerators too, as long as Accelerate keeps its state."""
+        """Keep the JSON for later Accelerators, in Accelerate's own state."""
         AcceleratorState._shared_state[_KEPT] = self
 
     def say(self, world: sw.World) -> None:
-        """Print once what came of it."""
+        """Print once which settings the JSON sets."""
         say_settings(world, self.job)
         norm = self.job.clipping
         clips = f"each step clips to {norm:g}" if norm else "nothing is clipped"
@@ -160,8 +160,8 @@ class PluginJson:
     # -- optimizers and schedules of the JSON ------------------------------------------------
 
     def replaced(self, objects: tuple[Any, ...], accelerator: Any) -> tuple[Any, ...]:
-        """`objects` to prepare, with the JSON's optimizer and schedule in the place of dummies.
-        Raises ConfigError for what the JSON has too."""
+        """Return the `objects` to prepare, with the JSON's optimizer and schedule instead of
+        dummies. Raises ConfigError for an optimizer or schedule that the JSON has too."""
         self._check_own(objects)
         models = [each for each in objects if isinstance(each, nn.Module)]
         # Optimizers first: a dummy schedule may stand before its dummy optimizer in the call.
@@ -219,8 +219,8 @@ class PluginJson:
 
 
 class SteppedSchedule:
-    """A schedule of a JSON in a loop of Accelerate: it steps with each update of its optimizer, as
-    inside of DeepSpeed's engine, however often the loop calls `step`."""
+    """A JSON's schedule in a loop of Accelerate. As in DeepSpeed's engine it steps with each update
+    of its optimizer, not when the loop calls `step`."""
 
     def __init__(self, schedule: Any, optimizer: Any, accelerator: Any) -> None:
         self.scheduler = schedule
@@ -249,8 +249,8 @@ class SteppedSchedule:
 
 
 def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None:
-    """`kwargs_handlers` with the loss scale of a JSON's fp16, unless there is one. Raises
-    ConfigError for a scale that stays."""
+    """Return `kwargs_handlers` with the loss scale of a JSON's fp16, unless they have one. Raises
+    ConfigError for a static scale."""
     several = list(given or [])
     known = any(isinstance(each, GradScalerKwargs) for each in several)
     if not job.precision.startswith("fp16") or known:
@@ -265,14 +265,14 @@ def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None
 
 
 def _steps_of(given: Mapping[str, Any]) -> int:
-    """Into how many micro-batches the arguments of an Accelerator cut a step."""
+    """Return the number of micro-batches of a step, from the arguments of an Accelerator."""
     plugin = given.get("gradient_accumulation_plugin")
     steps = given.get("gradient_accumulation_steps") if plugin is None else plugin.num_steps
     return steps or 1
 
 
 def _auto_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What "auto" means to an Accelerator with these arguments."""
+    """Return the values of "auto" for an Accelerator with these arguments."""
     precision = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return {
         "gradient_accumulation_steps": _steps_of(given),

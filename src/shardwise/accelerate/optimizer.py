@@ -14,11 +14,11 @@ from shardwise.errors import UsageError
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """Stands where Accelerate's own does: `step` and `zero_grad` count in the last micro-batch of
-    a step alone, and go to the engine.
+    """Replaces Accelerate's own: `step` and `zero_grad` act only in the last micro-batch of a step,
+    on the engine.
 
-    Before its engine is made it is the plain optimizer. `state_dict` and `load_state_dict` have the
-    whole state, and are collective then.
+    Before its engine is made it is the plain optimizer. With an engine `state_dict` and
+    `load_state_dict` are collective and have the whole state.
     """
 
     def __init__(self, optimizer: optim.Optimizer, trained: TrainedModels) -> None:
@@ -42,8 +42,8 @@ class ShardedOptimizer(AcceleratedOptimizer):
             self._trained.tell_followers(trained)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients since the last step, in the last micro-batch of one. What the step
-        has used is cleared already."""
+        """Clear the gradients since the last step, in the last micro-batch of a step. The step
+        itself clears the gradients that it used."""
         if self.gradient_state.sync_gradients:
             if (trained := self._trained.of(self.optimizer)) is not None:
                 trained.clear()
@@ -57,7 +57,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
         return trained.engine.optimizer_state_dict(self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of a plain optimizer over the same parameters. Collective."""
+        """Load the state of a plain optimizer over the same parameters. Collective."""
         if (trained := self._trained.of(self.optimizer)) is None:
             self.optimizer.load_state_dict(state_dict)
         else:
@@ -66,7 +66,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step updated nothing. Raises UsageError while it waits for the other
-        optimizers of its model: a scheduler would be a step ahead."""
+        optimizers of its model, because a scheduler would be a step ahead."""
         trained = self._trained.of(self.optimizer)
         if trained is None:
             return False

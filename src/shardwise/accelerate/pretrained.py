@@ -1,8 +1,8 @@
-"""Watches two methods of transformers' models that engines train: one saves them, one resizes.
+"""Replaces two methods of transformers' models: `save_pretrained`, `resize_token_embeddings`.
 
-Scripts for Accelerate call `save_pretrained(..., is_main_process=...)` on all ranks, and say by
-that argument which one writes: so all are there to gather sharded weights. Without it a rank may be
-alone, and the engine's error says what to do.
+Scripts for Accelerate call `save_pretrained(..., is_main_process=...)` on all ranks, so that all
+can gather sharded weights, and one writes. Without that argument a rank may be alone, and the
+engine's error says what to do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.errors import UsageError
 Method = Callable[..., Any]
 
 _FOLLOWED = "_shardwise_follows"
-"""The attribute by which a method of ours is known."""
+"""The attribute that marks our methods."""
 
 
 def follow(model: nn.Module) -> None:
@@ -36,7 +36,7 @@ def follow(model: nn.Module) -> None:
 
 
 def _gathering(stock: Method) -> Method:
-    """`save_pretrained`, which gathers what is sharded where all ranks call it."""
+    """Return a `save_pretrained` that gathers sharded weights if all ranks call it."""
 
     @wraps(stock)
     def save_pretrained(model: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -73,7 +73,8 @@ def _saved(
 
 
 def _refusing(stock: Method) -> Method:
-    """`resize_token_embeddings`, which is an error where an optimizer would keep the old ones."""
+    """Return a `resize_token_embeddings` that raises UsageError while an engine trains the
+    model."""
 
     @wraps(stock)
     def resize_token_embeddings(model: Any, *arguments: Any, **keywords: Any) -> Any:

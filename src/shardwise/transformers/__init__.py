@@ -1,7 +1,7 @@
 """The Hugging Face Trainer over this engine: `from shardwise.transformers import Trainer`.
 
-Any other trainer is had by `on`: `SFT = shardwise.transformers.on(SFTTrainer)`; one that is made
-already by `prepare_trainer(trainer)`. What is imported here lets TrainingArguments join the run.
+`SFT = shardwise.transformers.on(SFTTrainer)` converts another trainer class, and
+`prepare_trainer(trainer)` a trainer. Importing the package makes TrainingArguments join the run.
 """
 
 from shardwise.transformers.deepspeed_argument import take_json

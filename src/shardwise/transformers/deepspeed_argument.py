@@ -1,8 +1,8 @@
-"""A DeepSpeed JSON among TrainingArguments: "auto" is what the other arguments say.
+"""The DeepSpeed JSON of TrainingArguments, where "auto" takes the value of another argument.
 
     TrainingArguments(deepspeed="ds.json", ...)     # DeepSpeed need not be installed
 
-Transformers itself is not told of it: what it would hand to DeepSpeed is done by engines.
+It is hidden from transformers itself, which would pass it to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MARK = "_keeps_deepspeed_json"
 
 
 def take_json() -> None:
-    """Let TrainingArguments keep a `deepspeed` to themselves; a second call does nothing."""
+    """Make TrainingArguments hide `deepspeed` from transformers. A second call does nothing."""
     theirs = TrainingArguments.__post_init__
     if not hasattr(theirs, _MARK):
         TrainingArguments.__post_init__ = _keeping(theirs)
@@ -50,21 +50,20 @@ def _keeping(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_object(given: Any) -> Any:
-    """`given`, or what it says where it is JSON itself, as on a command line. Raises
-    ConfigError."""
+    """Return `given`, parsed if it is JSON text, as on a command line. Raises ConfigError."""
     if not (isinstance(given, str) and given.lstrip().startswith("{")):
         return given
     try:
         return json.loads(given)
     except ValueError as error:
         raise ConfigError(
-            f"TrainingArguments(deepspeed={given[:60]!r}) begins as JSON and is none: {error}. "
-            "Mend it, or name a file."
+            f"TrainingArguments(deepspeed={given[:60]!r}) is not valid JSON: {error}. Correct it, "
+            "or name a file."
         ) from None
 
 
 def check_plugin(plugin: Any) -> None:
-    """Raise UsageError where TrainingArguments have a `plugin` made by transformers itself."""
+    """Raise UsageError if TrainingArguments have a `plugin` made by transformers itself."""
     if plugin is not None:
         raise UsageError(
             "TrainingArguments have a deepspeed_plugin, which DeepSpeed would train by. Import "
@@ -78,9 +77,9 @@ def json_of(arguments: Any) -> Any:
 
 
 def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
-    """What it asks for, "auto" being what `arguments` say, for a training of so many `steps`.
+    """Parse the JSON of `arguments` for a training of `steps`, with their values for "auto".
 
-    None without a JSON. Raises ConfigError if a key and an argument say different things.
+    Returns None without a JSON. Raises ConfigError if a key contradicts an argument.
     """
     source = json_of(arguments)
     if source is None:
@@ -99,7 +98,7 @@ def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
 
 
 def _value(job: DeepSpeedJob, key: str) -> Any:
-    """What the JSON says of `key`; None if it says nothing."""
+    """Return the JSON's value of `key`, None without one."""
     section, _, name = key.rpartition(".")
     if section.endswith(".params"):
         found = job.document.get(section, {}).get(name)
@@ -152,7 +151,7 @@ def _auto_of(arguments: Any, steps: int | None) -> dict[str, Any]:
 
 
 class OptimizersOfJson:
-    """The part of a Trainer that takes the optimizer and the schedule of its JSON."""
+    """The part of a Trainer that makes the optimizer and the schedule of its JSON."""
 
     args: Any
     model: Any
@@ -161,7 +160,7 @@ class OptimizersOfJson:
     _created_lr_scheduler: bool
 
     def check_optimizers(self) -> None:
-        """Raise ConfigError for an optimizer or a schedule of the script beside the JSON's."""
+        """Raise ConfigError if both the script and the JSON have an optimizer or a schedule."""
         job = job_of(self.args)
         if job is None:
             return

@@ -1,9 +1,9 @@
-"""Lets every item of a step count once and alike, with `Trainer(exact_mean=True)`.
+"""`Trainer(exact_mean=True)`: every item of a step counts once.
 
-Items are labels that count (not -100), or samples where there are no such labels. The model is told
-of the items of its own micro-batch, so that its loss is a mean over them, whether it divides a sum
-by their number or takes the mean by itself. Each backward is weighed by that number, and nothing is
-divided by micro-batches or multiplied by workers:
+Items are labels that count (not -100), or samples if there are no labels of classes. The model gets
+the number of items of its micro-batch, so that its loss is a mean over them, whether it divides a
+sum by that number or takes the mean. Each backward is weighed by that number; nothing is divided by
+micro-batches or multiplied by ranks:
 
     micro-batches of 5, 2 and 9 labels     here                  a model that ignores their number
     loss of the second                     its mean, weight 2    its mean, as much as the others
@@ -29,7 +29,7 @@ from shardwise.bridging.trained_engine import LossItems
 from shardwise.errors import UsageError
 
 IGNORED = -100
-"""The label that losses leave out."""
+"""The label that losses ignore."""
 
 _UNSHIFTED = {
     *(f"{name}ForCausalLM" for name in ("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall")),
@@ -38,7 +38,7 @@ _UNSHIFTED = {
     "XLMWithLMHeadModel",
     "XLNetLMHeadModel",
 }
-"""Causal models of transformers whose forward compares labels with logits of the same place."""
+"""Causal models of transformers whose forward compares labels with logits of the same position."""
 
 
 class WeighingAccelerator(Accelerator):

@@ -1,4 +1,4 @@
-"""TrainingArguments ask which rank this is before there is a Trainer: then the run is joined."""
+"""Joins the run when TrainingArguments ask for their rank, before there is a Trainer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Joining(cached_property):  # type: ignore[type-arg]
 
 
 def check_arguments(arguments: Any, workers: int) -> None:
-    """Raise UsageError for what a Trainer over engines cannot have."""
+    """Raise UsageError for arguments that a Trainer over engines cannot follow."""
     if arguments.n_gpu > 1:
         raise UsageError(
             f"This process sees {arguments.n_gpu} GPUs and is alone, where Trainer would take "
