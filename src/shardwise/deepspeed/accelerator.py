@@ -13,6 +13,16 @@ from shardwise.errors import UsageError
 __all__ = ["get_accelerator", "is_current_accelerator_supported"]
 
 
+_ON_CPU = {
+    "synchronize": None,
+    "empty_cache": None,
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "reset_peak_memory_stats": None,
+}
+"""What functions that only torch.cuda has return on a CPU."""
+
+
 class DeepSpeedAccelerator:
     """The device of this rank: that of the run once it is joined, else a GPU if there is one.
 
@@ -20,14 +30,13 @@ class DeepSpeedAccelerator:
     """
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name, None) or getattr(torch, name, None)
+        if name in _ON_CPU and not self._is_cuda:
+            return lambda *arguments, **keywords: _ON_CPU[name]
+        module = torch.cuda if self._is_cuda else torch.cpu
+        found = getattr(module, name, None) or getattr(torch, name, None)
         if found is None:
             raise AttributeError(f"Shardwise's accelerator has no {name!r}.")
         return found
-
-    @property
-    def _module(self) -> Any:
-        return torch.cuda if self.device_name() == "cuda" else torch.cpu
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return cpu or cuda, with a number if given."""
@@ -39,7 +48,7 @@ class DeepSpeedAccelerator:
 
     def device(self, device_index: int | None = None) -> Any:
         """Return a context in which tensors are made on a GPU; the device itself on a CPU."""
-        if self.device_name() == "cuda":
+        if self._is_cuda:
             return torch.cuda.device(device_index)
         return torch.device("cpu")
 
@@ -49,17 +58,17 @@ class DeepSpeedAccelerator:
 
     def current_device(self) -> Any:
         """Return the number of the GPU, or "cpu"."""
-        return torch.cuda.current_device() if self.device_name() == "cuda" else "cpu"
+        return torch.cuda.current_device() if self._is_cuda else "cpu"
 
     def current_device_name(self) -> str:
         """Return the device, such as cuda:0 or cpu."""
-        if self.device_name() == "cuda":
+        if self._is_cuda:
             return f"cuda:{torch.cuda.current_device()}"
         return "cpu"
 
     def device_count(self) -> int:
         """Return how many GPUs this process sees; on a CPU how many workers the host has."""
-        if self.device_name() == "cuda":
+        if self._is_cuda:
             return torch.cuda.device_count()
         try:
             return sw.world().local_size
@@ -69,29 +78,6 @@ class DeepSpeedAccelerator:
     def is_available(self) -> bool:
         """Return True."""
         return True
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until a GPU has finished all work."""
-        if self.device_name() == "cuda":
-            torch.cuda.synchronize(device_index)
-
-    def empty_cache(self) -> None:
-        """Free unused memory of a GPU."""
-        if self.device_name() == "cuda":
-            torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes that tensors take on a GPU; 0 on a CPU."""
-        return torch.cuda.memory_allocated(device_index) if self._is_cuda else 0
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the most bytes that tensors took on a GPU; 0 on a CPU."""
-        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else 0
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Reset the count of the most bytes."""
-        if self._is_cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
 
     @property
     def _is_cuda(self) -> bool:

@@ -3,13 +3,16 @@
 allreduce        a new tensor, differentiable         allreduce_async     a handle to it
 allreduce_       in place                             allreduce_async_    a handle to it
 grouped_...      several tensors in one operation: it waits for all of them
+
+All but allreduce and grouped_allreduce take the arguments of allreduce_async.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.autograd import Function
@@ -29,15 +32,21 @@ from shardwise.horovod.operations import (
 )
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def _submit_allreduce(
+
+def _start(
     tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    scale: tuple[float, float],
-    process_set: ProcessSet,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
     **more: Any,
 ) -> OperationHandle:
+    """Request the reduction of `tensors` in one operation."""
+    op = resolve_op(op, average)
     check_numbers("allreduce", tensors)
     if op == ReduceOp.Adasum:
         size = process_set.size()
@@ -48,6 +57,7 @@ def _submit_allreduce(
         if not all(tensor.is_floating_point() for tensor in tensors):
             raise BadCall("Adasum takes floating tensors: others have no direction.")
     current().reduces = True
+    scale = prescale_factor, postscale_factor
     return submit("allreduce", tensors, name, process_set, op=op.name, scale=scale, **more)
 
 
@@ -66,85 +76,49 @@ def allreduce_async(
     form. Values are multiplied by `prescale_factor` before and `postscale_factor` after the
     reduction. Integers are truncated towards zero.
     """
-    scale = prescale_factor, postscale_factor
-    return _submit_allreduce(
-        [tensor], name, resolve_op(op, average), scale, process_set, finish=only_result
-    )
+    factors = prescale_factor, postscale_factor
+    return _start([tensor], average, name, op, *factors, process_set, finish=only_result)
 
 
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> OperationHandle:
+def _with_signature_of(shown: Callable[..., Any]) -> Callable[[F], F]:
+    """Let help() show the arguments of `shown` for a function that passes them on."""
+
+    def decorate(function: F) -> F:
+        function.__signature__ = inspect.signature(shown)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+@_with_signature_of(allreduce_async)
+def allreduce_async_(tensor: Tensor, *how: Any, **named: Any) -> OperationHandle:
     """`allreduce_async` in place: the result is in `tensor`."""
-    scale, op = (prescale_factor, postscale_factor), resolve_op(op, average)
-    return _submit_allreduce(
-        [tensor], name, op, scale, process_set, in_place=True, finish=lambda _: tensor
-    )
+    return _start([tensor], *how, **named, in_place=True, finish=lambda _: tensor)
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
+@_with_signature_of(allreduce_async)
+def allreduce_(tensor: Tensor, *how: Any, **named: Any) -> Tensor:
     """Reduce in place, and wait."""
-    scale = prescale_factor, postscale_factor
-    return wait(allreduce_async_(tensor, average, name, op, *scale, process_set))  # type: ignore[no-any-return]
+    return wait(allreduce_async_(tensor, *how, **named))  # type: ignore[no-any-return]
 
 
-def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> OperationHandle:
+@_with_signature_of(_start)
+def grouped_allreduce_async(tensors: Sequence[Tensor], *how: Any, **named: Any) -> OperationHandle:
     """`allreduce_async` of several tensors in one operation. The result is a list."""
-    tensors, scale = as_group("allreduce", tensors), (prescale_factor, postscale_factor)
-    return _submit_allreduce(tensors, name, resolve_op(op, average), scale, process_set)
+    return _start(as_group("allreduce", tensors), *how, **named)
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> OperationHandle:
+@_with_signature_of(_start)
+def grouped_allreduce_async_(tensors: Sequence[Tensor], *how: Any, **named: Any) -> OperationHandle:
     """`grouped_allreduce_async` in place."""
-    given, scale = as_group("allreduce", tensors), (prescale_factor, postscale_factor)
-    op = resolve_op(op, average)
-    return _submit_allreduce(
-        given, name, op, scale, process_set, in_place=True, finish=lambda _: given
-    )
+    group = as_group("allreduce", tensors)
+    return _start(group, *how, **named, in_place=True, finish=lambda _: group)
 
 
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+@_with_signature_of(_start)
+def grouped_allreduce_(tensors: Sequence[Tensor], *how: Any, **named: Any) -> list[Tensor]:
     """Reduce several tensors in place, and wait."""
-    scale = prescale_factor, postscale_factor
-    return wait(grouped_allreduce_async_(tensors, average, name, op, *scale, process_set))  # type: ignore[no-any-return]
+    return wait(grouped_allreduce_async_(tensors, *how, **named))  # type: ignore[no-any-return]
 
 
 class _Allreduce(Function):
@@ -159,27 +133,12 @@ class _Allreduce(Function):
         process_set: ProcessSet,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.how = op, scale, process_set
-        return tuple(wait(_submit_allreduce(tensors, name, op, scale, process_set)))
+        ctx.how = op, *scale, process_set
+        return tuple(wait(_start(tensors, None, name, *ctx.how)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, None, *wait(_submit_allreduce(grads, None, *ctx.how))
-
-
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Reduce every rank's `tensor` to a new one. Differentiable."""
-    scale = prescale_factor, postscale_factor
-    return grouped_allreduce([tensor], average, name, compression, op, *scale, process_set)[0]
+        return None, None, None, None, *wait(_start(grads, None, None, *ctx.how))
 
 
 def grouped_allreduce(
@@ -196,3 +155,18 @@ def grouped_allreduce(
     scale = prescale_factor, postscale_factor
     reduce = partial(_Allreduce.apply, name, resolve_op(op, average), scale, process_set)
     return compressed(compression, as_group("allreduce", tensors), reduce)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce every rank's `tensor` to a new one. Differentiable."""
+    scale = prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], average, name, compression, op, *scale, process_set)[0]

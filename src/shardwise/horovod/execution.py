@@ -104,14 +104,6 @@ def _allreduce(operation: AgreedOperation) -> list[Tensor]:
     return results
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group tensors that can share a buffer."""
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
-    return list(found.values())
-
-
 def _reduce(operation: AgreedOperation, flat: Tensor) -> None:
     """Reduce `flat` over all ranks, in place."""
     before, after = operation.request.scale

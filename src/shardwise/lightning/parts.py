@@ -11,11 +11,11 @@ from shardwise.errors import UsageError
 
 
 def models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list[nn.Module]:
-    """Return the parts of `module` that have an engine of their own: `module` itself, where its
-    optimizers have parameters in common or there is one.
+    """Return the parts of `module` that get separate engines.
 
-    Else the largest modules whose parameters are trained by one optimizer, and by no other one.
-    Raises UsageError for a parameter beside which another optimizer trains one of the same module.
+    With one optimizer, or optimizers with common parameters, that is `module` itself. Otherwise it
+    is the largest modules whose parameters only one optimizer trains. Raises UsageError if two
+    optimizers train parameters of the same innermost module.
     """
     inside = {id(p) for p in module.parameters()}
     connected = [part.parameters for part in connected_parts([], optimizers)]
@@ -40,9 +40,9 @@ def _modules(
         if id(parameter) in part:
             path = f"{name}.{key}".lstrip(".")
             raise UsageError(
-                f"{path} lies in {type(module).__name__} beside parameters of another optimizer, "
-                "and each optimizer is to step on its own: put what one optimizer trains into "
-                "modules of its own (self.generator, self.discriminator)."
+                f"{path} is in {type(module).__name__} together with parameters of another "
+                "optimizer, and each optimizer steps alone: put the parameters of each optimizer "
+                "into separate modules (self.generator, self.discriminator)."
             )
     for key, child in module.named_children():
         yield from _modules(child, part, trained, f"{name}.{key}")
