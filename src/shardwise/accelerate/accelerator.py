@@ -266,7 +266,11 @@ class Accelerator(Clipping, Stock):
         del joinables
         even = self.even_batches if even_batches is None else even_batches
         if self.use_distributed and not even:
-            raise refusals.uneven_batches()
+            raise UsageError(
+                "join_uneven_inputs with even_batches=False: a worker without a batch would have "
+                "to run the backwards of the others. Leave even_batches on, which repeats samples; "
+                "or use a shardwise.Loader, which gives such a worker a sample of weight 0."
+            )
         samplers: list[Any] = [getattr(each, "batch_sampler", None) for each in self._dataloaders]
         found = [(s, s.even_batches) for s in samplers if hasattr(s, "even_batches")]
         try:

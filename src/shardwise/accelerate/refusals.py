@@ -80,15 +80,6 @@ def check_compiler(plugin: Any) -> None:
         )
 
 
-def uneven_batches() -> UsageError:
-    """Return the error for different numbers of batches on the ranks."""
-    return UsageError(
-        "join_uneven_inputs with even_batches=False: a worker that has no batch left would have to "
-        "make the backwards of the others. Leave even_batches on, which repeats samples; or give "
-        "the script a shardwise.Loader, which gives such a worker a sample that counts nothing."
-    )
-
-
 def refuse_local_steps(kind: type[Any]) -> None:
     """Make Accelerate's LocalSGD raise UsageError for an accelerator of `kind`. It would look for a
     method of DistributedDataParallel on a model that is not wrapped."""

@@ -145,6 +145,7 @@ class TrainedModels:
         """Run the backward of `loss` in every engine that it reaches. Without a `weight` losses are
         averaged over the workers as in DistributedDataParallel; with one, over all items."""
         reached = self._reached(loss)
+        # The engines run one backward each over the same graph: only the last may free it.
         for number, each in enumerate(reached, 1):
             each.check_complete("A backward")
             how: dict[str, Any] = (
@@ -189,6 +190,7 @@ class TrainedModels:
         # Not for an engine without gradients: its limit would wait for its next backward.
         chosen = [each for each in chosen if each.has_gradients("clip_grad_norm_()")]
         for each in chosen:
+            # A second clip in a step uses the norm that the first has reduced: one collective.
             if each.max_norm is None:
                 each.norm = each.engine.reduce()
         norm = math.hypot(*(each.clipped_norm() for each in chosen))

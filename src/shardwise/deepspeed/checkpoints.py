@@ -89,7 +89,7 @@ def save(
     if path is None:
         return False
     on_main(world, place, lambda: _remove_others(place, path, client))
-    if save_latest:
+    if save_latest:  # last: it must never name a tag that is not complete
         on_main(world, home, lambda: write(home / LATEST, name.encode()))
     return True
 

@@ -43,7 +43,7 @@ def join_run(settings: Mapping[str, Any]) -> sw.World:
     if "LOCAL_SIZE" in os.environ:  # how DeepSpeed's launcher calls it
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
     world = join(settings, "shardwise.deepspeed", in_parts=True)
-    if world.size == 1 and not dist.is_initialized():
+    if world.size == 1 and not dist.is_initialized():  # Shardwise itself needs no group then
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
         exit_handlers.register(lambda: dist.is_initialized() and dist.destroy_process_group())

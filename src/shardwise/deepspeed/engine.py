@@ -134,8 +134,9 @@ class DeepSpeedEngine(Configured):
         self._grad_norm: float | None = None
         self.losses: float | None = None
         self.monitor = MonitorMaster(job, is_main=world.is_main)
+        # Once: walking all parameters at every backward would take longer than a small model's.
         self._trained_ids = frozenset(map(id, module.parameters()))
-        if not _made:
+        if not _made:  # Tensor.backward is replaced once, for all engines
             manual_backward.lead_backwards(_backwards)
         _made[:] = [each for each in _made if each() is not None] + [ref(self)]
         if parts.engine is not None and parts.engine.placement.is_sharded("parameters"):
@@ -168,6 +169,8 @@ class DeepSpeedEngine(Configured):
         self._unmanaged_backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
+        # Only the last backward of an update starts communication, unless the script decides when
+        # to step: then `step` communicates.
         last = self._job.manages_accumulation and self.is_gradient_accumulation_boundary()
         engine.backward(
             loss,

@@ -102,15 +102,12 @@ class WarmupLR(Schedule):
         """Return the rates of the groups after so many steps."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
-        share = self._share()
+        done, steps = self.last_batch_iteration, self.warmup_num_steps
+        is_warm = done >= steps
+        share = self._after_warmup() if is_warm else _warmed_up(done, steps, self.warmup_type)
         return [
             low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
         ]
-
-    def _share(self) -> float:
-        if self.last_batch_iteration < self.warmup_num_steps:
-            return _warmed_up(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
-        return self._after_warmup()
 
     def _after_warmup(self) -> float:
         return 1.0

@@ -81,6 +81,8 @@ class BackgroundThread:
         self._links = links
         self._coordinator = Coordinator(group.size) if group.rank == 0 else None
         self._script_comparison = ScriptComparison()
+        # Guards the handles, the calls and the failure, which any thread reads and writes. What
+        # only the communication thread uses needs no lock.
         self._lock = threading.Lock()
         self._handles: dict[OperationKey, OperationHandle] = {}
         self._executing: OperationHandle | None = None
@@ -127,7 +129,7 @@ class BackgroundThread:
         future: Future[T] = Future()
 
         def answer() -> None:
-            if future.done():
+            if future.done():  # `_fail_all` was faster
                 return
             try:
                 future.set_result(function())
@@ -144,10 +146,6 @@ class BackgroundThread:
         finally:
             with self._lock:
                 self._calls.discard(future)
-
-    def members(self, number: int) -> tuple[int, ...]:
-        """Return the ranks of a process set."""
-        return self._members[number]
 
     def group(self, number: int) -> Collectives:
         """Return the transport of a process set, for `call`."""
@@ -169,6 +167,7 @@ class BackgroundThread:
         if not self._thread.is_alive():
             self._selector.close()
             os.close(self._wakeup)
+            # Process sets first: their transports are parts of the one of all ranks.
             for number in sorted(self._groups, reverse=True):
                 self._groups[number].close()
 
@@ -195,6 +194,7 @@ class BackgroundThread:
 
     def _wait_for_events(self) -> None:
         """Wait for messages from other ranks or calls from other threads, and handle them."""
+        # The select must also return once a socket has room again for unsent bytes.
         for link in self._links.values():
             if link.is_open:
                 rank = self._selector.get_key(link.socket).data
@@ -245,6 +245,8 @@ class BackgroundThread:
         if self._coordinator is not None:
             self._send_responses(self._coordinator.remove_rank(rank, why))
         else:
+            # Rank 0 has ended: no further operation can be agreed on. It takes its turn behind the
+            # responses that rank 0 has sent before, which the other ranks execute too.
             self._responses.append((why, {}))
 
     def _request(self, request: OperationRequest) -> None:
@@ -263,13 +265,16 @@ class BackgroundThread:
             write_warning(line)
 
     def _send_responses(self, responses: list[Response]) -> None:
-        """Send responses to the ranks that they are for, in one order."""
+        """Send responses to the ranks that they are for."""
+        # Every rank gets them in this order and executes them in it, its own rank 0 included. Two
+        # ranks that entered two collectives in different orders would wait for each other for ever.
         for response in responses:
             for line in self._script_comparison.compare(response.notes):
                 write_warning(line)
             others = [rank for rank in response.ranks if rank != 0 and self._links[rank].is_open]
+            message = {"response": response.as_json()} if others else {}
             for rank in others:
-                self._links[rank].send({"response": response.as_json()})
+                self._links[rank].send(message)
             if 0 in response.ranks:
                 self._responses.append(
                     (response, {rank: self._links[rank].queued_bytes for rank in others})
@@ -336,7 +341,7 @@ class BackgroundThread:
         except Exception as error:
             if handle is not None:
                 handle.fail(f"{request.kind} {request.name!r} failed: {error}")
-            raise
+            raise  # ends the thread: other ranks may be anywhere in this collective
 
     def _change_process_sets(self, response: Response) -> None:
         number = response.number

@@ -15,7 +15,7 @@ communicates or reads the time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardwise.watch.wait_graph import named
@@ -143,9 +143,7 @@ class Response:
 
     def as_json(self) -> dict[str, Any]:
         """Return the response as plain values, for a message."""
-        names = ("ranks", "rows", "number", "error", "is_bad_call")
-        rest = {name: getattr(self, name) for name in names}
-        return {**rest, "request": self.request.as_json()}
+        return asdict(replace(self, notes={}))
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> Response:
@@ -261,7 +259,7 @@ class Coordinator:
         requests = self._pending[key].requests
         members = self.members[key[0]]
         joined = [rank for rank in members if rank not in requests]
-        request = requests[min(requests)]
+        request = requests[min(requests)]  # any would do, since all match
         if found := difference(requests):
             return self._fail(key, found, names_it=True)
         if joined and (request.kind not in REDUCTIONS or request.op == "Adasum"):
@@ -275,7 +273,7 @@ class Coordinator:
             return self._fail(key, fault, names_it=True, is_bad_call=True)
         number = self._change_process_sets(request)
         del self._pending[key]
-        nothing = [0] * len(request.rows())
+        nothing = [0] * len(request.rows())  # what a rank that has joined contributes
         rows = [requests[rank].rows() if rank in requests else nothing for rank in members]
         notes = {rank: one.note for rank, one in requests.items() if one.note}
         return Response(ranks=members, request=request, rows=rows, number=number, notes=notes)

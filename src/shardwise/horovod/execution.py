@@ -70,10 +70,9 @@ def execute(operation: AgreedOperation) -> list[Tensor]:
 
 
 def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor]:
-    """Return the zeros with which a rank that has joined takes part; without rows, where rows may
-    differ."""
+    """Return the zeros that a rank contributes after it has joined."""
     shapes = request.shapes
-    if request.kind in UNEVEN_ROWS:
+    if request.kind in UNEVEN_ROWS:  # no rows at all, which need not be summed
         shapes = tuple((0, *shape[1:]) for shape in shapes)
     tensors = zip(shapes, request.dtypes, strict=True)
     here = device if request.device == device.type else torch.device(request.device)
@@ -85,6 +84,7 @@ def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor
 
 def _allreduce(operation: AgreedOperation) -> list[Tensor]:
     results = [t.detach() if operation.in_place else _copy(t) for t in operation.tensors]
+    # One collective for all tensors of a dtype, not one for each tensor.
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in results:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -202,7 +202,7 @@ def _broadcast(operation: AgreedOperation) -> list[Tensor]:
 
 
 def _alltoall(operation: AgreedOperation) -> list[Tensor]:
-    """Returns the received rows, and how many came from each rank."""
+    """Return the received rows, and the number of rows from each rank."""
     (tensor,) = operation.tensors
     inner = math.prod(tensor.shape[1:]) * tensor.itemsize
     received = [row[operation.rank] for row in operation.rows]
@@ -271,6 +271,8 @@ def adasum_reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Ten
     with Adaptive Summation"). Dot products are of whole tensors, in fp64. The result has the
     tensor's shape and is equal on all ranks. `group` has a power of two of ranks.
     """
+    # Every rank gathers all tensors and folds them in the same tree, so the result is equal
+    # everywhere. Exchanging halves would send less, but needs point-to-point messages.
     rows = tensor.new_empty((group.size, tensor.numel()))
     rows[group.rank] = tensor.reshape(-1)
     cuts = [rank * tensor.numel() for rank in range(group.size + 1)]
@@ -286,6 +288,7 @@ def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _adasum_factor(dot: Tensor, of: Tensor) -> Tensor:
-    """Return the factor of `of`: 1 where it is zero, and adds nothing."""
+    """Return the factor of `of` in the adaptive sum."""
     square = torch.dot(of, of)
+    # A zero tensor has no direction, and any factor will do: 1 avoids the division by 0.
     return torch.where(square > 0, 1 - dot / (2 * square), torch.ones_like(square))

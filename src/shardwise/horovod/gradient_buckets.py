@@ -36,7 +36,7 @@ Note = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionOptions:
-    """How gradients are reduced, and over which ranks."""
+    """The options of a reduction, and its ranks."""
 
     op: ReduceOp
     scale: tuple[float, float]
@@ -196,12 +196,14 @@ class FlatBucket(HorovodBucket):
     def _copy(self, positions: Sequence[int]) -> None:
         """Copy gradients into the buffer, except those that backward has accumulated there."""
         grads = {position: self._dense_gradient(position) for position in positions}
+        # Unless the script sets it to None, `param.grad` is still a view of the buffer from the
+        # step before, and backward has written there.
         moved = [p for p in positions if grads[p].data_ptr() != self._views[p].data_ptr()]
         if moved:
             torch._foreach_copy_([self._views[p] for p in moved], [grads[p] for p in moved])
         for position in positions:
             self._copied[position] = True
-            if self._wide is None:
+            if self._wide is None:  # else `param.grad` would have the dtype of the buffer
                 self.named[position].parameter.grad = self._views[position]
 
 

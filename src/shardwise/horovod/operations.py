@@ -93,6 +93,7 @@ class OperationHandle:
     def wait(self, timeout: float) -> Any:
         """Wait for the result and return it. Raises HorovodInternalError if the operation fails or
         rank 0 does not answer, BadCall if the request is invalid."""
+        # Rank 0 reports a time-out with the names of the missing ranks, so this wait is longer.
         if not self._done.wait(timeout + MARGIN if self.is_bounded else None):
             raise HorovodInternalError(
                 f"{self.request.kind} {self.request.name!r}: rank 0, which coordinates, has not "

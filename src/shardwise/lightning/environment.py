@@ -38,12 +38,11 @@ class Environment:
     def set_world_size(self, size: int) -> None:
         """Do nothing: the launcher has decided that."""
 
+    set_global_rank = set_world_size
+
     def global_rank(self) -> int:
         """Return the rank of this worker."""
         return self._world.rank
-
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher has decided that."""
 
     def local_rank(self) -> int:
         """Return the rank among the workers of this host."""

@@ -28,17 +28,17 @@ from shardwise.messages.other_libraries import hint as hint_at_other_library
 
 
 class StrategyEngines(TrainedModels):
-    """Engines that remember which of them have gradients since their last step."""
+    """Engines that a loop of plain optimizers steps and clears."""
 
     def __init__(self, make: Make) -> None:
         super().__init__(make)
         self.only: optim.Optimizer | None = None
         """The only optimizer that backwards are for, if the script has toggled one."""
-        self._pending: list[TrainedEngine] = []
 
     def has_gradients(self, optimizer: optim.Optimizer) -> bool:
         """Return whether a backward has reached what `optimizer` trains since its last step."""
-        return any(each is self.of(optimizer) for each in self._pending)
+        trained = self.of(optimizer)
+        return trained is not None and trained.engine.has_gradients
 
     def _reached(self, loss: Tensor) -> list[TrainedEngine]:
         reached = super()._reached(loss)
@@ -50,17 +50,15 @@ class StrategyEngines(TrainedModels):
                     "This loss reaches nothing that the toggled optimizer trains: toggle the "
                     "optimizer whose loss it is, or untoggle before the backward."
                 )
-        self._pending += [each for each in reached if each not in self._pending]
         return reached
 
     def forget_cleared(self) -> None:
-        """Forget gradients that the script has cleared by `zero_grad` since they were made."""
-        for each in list(self._pending):
+        """Clear the engines whose gradients the script has cleared by a plain `zero_grad`."""
+        for each in self:
             groups = (group for o in each.optimizers for group in o.param_groups)
             trained = [p for group in groups for p in group["params"] if p.requires_grad]
-            if all(parameter.grad is None for parameter in trained):
+            if each.engine.has_gradients and all(p.grad is None for p in trained):
                 each.clear()
-                self._pending.remove(each)
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Step `optimizer`. Without gradients it does nothing, as a plain optimizer. Collective.
@@ -75,28 +73,19 @@ class StrategyEngines(TrainedModels):
                 f"{type(optimizer).__name__}.step() trains nothing: its parameters belong to no "
                 "model that was set up. Make it of the parameters of the model that was."
             )
-        if closure is None and trained not in self._pending and not trained.waits:
-            return
-        trained.step(optimizer, closure)
-        if not trained.waits and trained in self._pending:
-            self._pending.remove(trained)
+        if closure is not None or trained.engine.has_gradients or trained.waits:
+            trained.step(optimizer, closure)
 
     def forget(self) -> None:
-        """Forget the gradients since the last step."""
-        for each in self._pending:
-            each.clear()
-        self._pending.clear()
+        """Clear the gradients since the last step."""
+        for each in self:
+            if each.engine.has_gradients:
+                each.clear()
 
     def close(self) -> None:
-        """Give models and optimizers back as plain ones. Collective."""
+        """Turn models and optimizers back into plain ones. Collective."""
         self.forget()
         super().close()
-
-    def _end(self, trained: TrainedEngine) -> None:
-        # Another Trainer may take the model in the middle of a step: a closed engine cannot clear
-        # its gradients later.
-        self._pending = [each for each in self._pending if each is not trained]
-        super()._end(trained)
 
 
 class StrategyTraining:
@@ -177,7 +166,7 @@ class StrategyTraining:
         settled = self.world.settle(**self._engine_settings)
         return settled.placement.is_sharded("parameters")
 
-    # -- what is trained --------------------------------------------------------------------
+    # -- setup ------------------------------------------------------------------------------
 
     def prepare(self, module: nn.Module | None, optimizers: Sequence[optim.Optimizer]) -> None:
         """Train `module` with `optimizers`, in addition to earlier ones. Collective.
@@ -204,7 +193,7 @@ class StrategyTraining:
         make_alike(left, self.world.collectives)
 
     def close(self) -> None:
-        """Give models and optimizers back as plain ones. Collective."""
+        """Turn models and optimizers back into plain ones. Collective."""
         self.engines.close()
         self.engines.only = None
         self._modules, self._models, self._optimizers = [], [], []

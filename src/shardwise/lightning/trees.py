@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -62,22 +62,16 @@ def in_use(trees: tuple[str, ...]) -> str:
 
 def register() -> None:
     """Register strategy="shardwise" in every tree, now or when it is imported."""
+
+    def into(name: str, strategy: Callable[[str], Any], tree: str) -> None:
+        registry = getattr(import_module(f"{tree}.strategies"), name)
+        if NAME not in registry:
+            registry.register(NAME, strategy(tree), description="Shardwise")
+
     for tree in TRAINERS:
-        when_imported(tree, _register_trainer)
+        when_imported(tree, partial(into, "StrategyRegistry", trainer_strategy))
     for tree in FABRICS:
-        when_imported(tree, _register_fabric)
-
-
-def _register_trainer(tree: str) -> None:
-    registry = import_module(f"{tree}.strategies").StrategyRegistry
-    if NAME not in registry:
-        registry.register(NAME, trainer_strategy(tree), description="Shardwise")
-
-
-def _register_fabric(tree: str) -> None:
-    registry = import_module(f"{tree}.strategies").STRATEGY_REGISTRY
-    if NAME not in registry:
-        registry.register(NAME, fabric_strategy(tree), description="Shardwise")
+        when_imported(tree, partial(into, "STRATEGY_REGISTRY", fabric_strategy))
 
 
 # -- later imports ----------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class PipelineModule(nn.Module):
         self.loss_fn = loss_fn
         self.tied_modules = nn.ModuleDict()
         seed = (seed_fn or randomness.seed_everything) if seed_layers else None
+        # Every rank builds all layers in order, so that all draw the same random numbers.
         self._places = [self._place(n, layer, seed, base_seed) for n, layer in enumerate(layers)]
         self.forward_funcs = [place.call for place in self._places]
         self._method = partition_method

@@ -74,7 +74,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """This worker's place, as scripts ask for it (Megatron's `mpu`)."""
+    """This rank's place under the names of Megatron's `mpu`."""
 
     def __init__(self, world: sw.World) -> None:
         self._world = world
@@ -96,17 +96,9 @@ class PipelineParallelGrid:
         """Return which replica this worker is of."""
         return self.data_parallel_id
 
-    def get_pipe_parallel_rank(self) -> int:
-        """Return the stage of this worker."""
-        return self.stage_id
-
     def get_pipe_parallel_world_size(self) -> int:
         """Return how many stages there are."""
         return self.pipe_parallel_size
-
-    def get_data_parallel_rank(self) -> int:
-        """Return which replica this worker is of."""
-        return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
         """Return how many replicas there are."""
@@ -117,8 +109,10 @@ class PipelineParallelGrid:
         return self._world.tensor_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Over how many workers each layer is split."""
+        """Return over how many ranks each layer is split."""
         return self.model_parallel_size
 
+    get_pipe_parallel_rank = get_stage_id
+    get_data_parallel_rank = get_data_parallel_id
     get_slice_parallel_rank = get_model_parallel_rank
     get_slice_parallel_world_size = get_model_parallel_world_size
