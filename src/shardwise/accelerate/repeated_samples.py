@@ -22,7 +22,7 @@ from shardwise.errors import UsageError
 class PreparedBatches(CountedBatches):
     """Drops repeated rows from the batches of prepared loaders.
 
-    `is_training` returns whether the next batch is to train on. Batches of an evaluation keep
+    `is_training` returns whether the next batch is for training. Batches of an evaluation keep
     their rows, for gather_for_metrics.
     """
 
@@ -43,7 +43,7 @@ class PreparedBatches(CountedBatches):
         return loader
 
     def count(self, loader: Any, batch: Any) -> tuple[Any, CountedBatch]:
-        """Count the last batch that `loader` gave; cut it if it is to train on."""
+        """Count the last batch that `loader` gave; cut it if it is for training."""
         return last_batch(loader, batch, self._world, cuts=self._is_training())
 
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON in a loop of another library: what it asks for, and what the user is told.
+"""A DeepSpeed JSON in a loop of another library: its settings, and the lines for the user.
 
 config/deepspeed/               parses the JSON
 accelerate/deepspeed_plugin.py  the plugin of an Accelerator, `accelerate launch --use_deepspeed`
@@ -45,13 +45,13 @@ def settings_of(job: DeepSpeedJob) -> dict[str, Any]:
 
 
 def say_lines(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print once which keys of a JSON are ignored, and what "auto" became."""
+    """Print once the ignored keys of a JSON, and the values of "auto"."""
     for line in short_lines(job, of_loop=False):
         world.say_once(f"{job.document.name}: {line}")
 
 
 def say_settings(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print once which settings a JSON sets, what "auto" became, and what is ignored."""
+    """Print once the settings of a JSON, the values of "auto", and ignored keys."""
     settings = " ".join(f"{name}={value}" for name, value in settings_of(job).items())
     world.say_once(f"{job.document.name} is taken as {settings or 'no settings'}")
     say_lines(world, job)

@@ -80,7 +80,7 @@ class CountedBatches:
         return bool(self._open)
 
     def items(self, number: float | Tensor | None, same_items: bool | None) -> LossItems:
-        """Return what a loss is a mean over: `number` items, or the items of its batch if None.
+        """Return the items of a loss: `number` items, or the items of its batch if None.
 
         A batch whose samples have all counted before has no items.
         """

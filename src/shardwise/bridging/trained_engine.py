@@ -24,7 +24,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class LossItems:
-    """What a loss is a mean over: a `number` of items, of one `batch` if that is known."""
+    """The items that a loss is a mean over: their `number`, and their `batch` if known."""
 
     number: float | Tensor
     batch: object = None
@@ -36,7 +36,7 @@ class LossItems:
 
 @dataclass(eq=False)
 class TrainedEngine:
-    """An engine, what it was made from, and what the script asked of it since its last step."""
+    """An engine with its models and optimizers, and the requests since its last step."""
 
     engine: sw.Engine
     models: list[nn.Module]
@@ -50,7 +50,8 @@ class TrainedEngine:
     max_norm: float | None = None
     """The norm that the next step clips to."""
     always_clips: float | None = None
-    """The norm that every step clips to, whatever the script asks; None for what it asks."""
+    """The norm that every step clips to, also if the script asks for another; None for the
+    script's."""
     cleared: bool = True
     """Whether a plain optimizer would have no gradients before the next backward."""
     _number: float | Tensor = 0.0
@@ -169,14 +170,14 @@ class TrainedEngine:
 
 
 _made: list[ref[TrainedEngine]] = []
-"""All trained engines of this process, in the order in which they were made."""
+"""All trained engines of this process, oldest first."""
 
 _HELD = "_shardwise_trained"
 """The attribute of a model that holds what trains it."""
 
 
 class _Held:
-    """A model's reference to what trains it. A copy of the model has none."""
+    """A model's reference to its TrainedEngine, which copies of the model do not get."""
 
     # The models keep their TrainedEngine alive: garbage collection then ends it on all ranks or
     # none, since all ranks hold the same models.
@@ -189,7 +190,7 @@ class _Held:
 
 
 def in_training() -> list[TrainedEngine]:
-    """Return what is trained in this process now."""
+    """Return all trained engines of this process, oldest first."""
     found = [(each, each()) for each in _made]
     _made[:] = [each for each, trained in found if trained is not None]
     return [trained for _, trained in found if trained is not None]

@@ -1,7 +1,7 @@
-"""DeepSpeed's five learning-rate schedules, as functions of the number of steps made.
+"""DeepSpeed's five learning-rate schedules, as functions of the number of steps.
 
-The range test, and the cycle of rate and momentum, are those of Smith (2018), "A disciplined
-approach to neural network hyper-parameters: Part 1"; the figures are DeepSpeed 0.19.8's.
+The range test and the cycle of rate and momentum are from Smith (2018), "A disciplined approach to
+neural network hyper-parameters: Part 1". The values are the same as in DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Values = float | Sequence[float]
 class Schedule:
     """Sets the learning rate of each group of `optimizer`; `step` is called after each update.
 
-    `last_batch_iteration` counts the steps, from -1: the rates of the first update are those of a
-    schedule that has begun, and stand in the optimizer from the start.
+    `last_batch_iteration` counts the steps, from -1. The constructor sets the rates of the first
+    update.
     """
 
     def __init__(self, optimizer: optim.Optimizer, last_batch_iteration: int = -1) -> None:
@@ -170,7 +170,7 @@ class WarmupCosineLR(Schedule):
         return [rate * ratio for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """What each group's own rate is multiplied by."""
+        """Return the factor of each group's own rate."""
         done = self.last_batch_iteration
         if done < 0:
             return 0.0
@@ -313,7 +313,7 @@ class OneCycle(Schedule):
         return (self.last_batch_iteration - self.total_size + 1) / self._decay_step_size
 
     def _height(self) -> float:
-        """From 0 at the ends of the cycle to 1 at its peak."""
+        """Return the position in the cycle: 0 at its ends, 1 at its peak."""
         first, second = self._halves
         at = (self.last_batch_iteration + 1) % self.total_size
         rising = at <= first
@@ -328,7 +328,7 @@ class OneCycle(Schedule):
 
 
 _SECOND_BETA = 0.99
-"""What OneCycle sets for the second beta of Adam."""
+"""The second beta of Adam that OneCycle sets."""
 
 
 def _warmed_up(done: int, steps: int, kind: str) -> float:
@@ -339,7 +339,7 @@ def _warmed_up(done: int, steps: int, kind: str) -> float:
 def _warmup_steps(count: Any) -> int:
     if not isinstance(count, int) or count <= 0:
         raise BadSchedule(f"warmup_num_steps takes a whole number of 1 or more, not {count!r}.")
-    return max(2, count)  # a logarithm to the base 1 is none
+    return max(2, count)  # log(1) is 0, and would be a divisor
 
 
 def _warmup_type(kind: str) -> str:
@@ -354,4 +354,4 @@ BY_NAME = {
 }
 
 VALID_LR_SCHEDULES = list(BY_NAME)
-"""Their names, where scripts look for them."""
+"""The names, which scripts import."""

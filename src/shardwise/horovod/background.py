@@ -367,7 +367,7 @@ class BackgroundThread:
 
     def _leave(self) -> None:
         """Report to the other ranks that this one leaves, and end the thread."""
-        # First what was agreed on: the other ranks have begun it, and wait for this one.
+        # First all agreed operations: the other ranks have begun them, and wait for this one.
         self._execute_all()
         rank = self._groups[0].rank
         said = f"rank {rank} has shut down, or come to the end of its script"

@@ -110,7 +110,7 @@ def _world() -> World:
 
 def shutdown() -> None:
     """Leave the run, and wait for the communication thread to end. Operations in flight fail, also
-    those of other ranks that need this one."""
+    on other ranks that need this one."""
     exit_handlers.unregister(shutdown)
     context.leave()
 

@@ -21,10 +21,10 @@ from typing import Any
 from shardwise.watch.wait_graph import named
 
 OperationKey = tuple[int, str, str]
-"""Identity of an operation: process set, kind (only where there are no tensors) and name."""
+"""Identity of an operation: process set, kind (only without tensors) and name."""
 
 JOIN = "join"
-"""The kind, and the name, of the request by which a rank reports that it has no more data."""
+"""The kind and name of the request of a rank without more data."""
 
 JOIN_KEY: OperationKey = (0, JOIN, JOIN)
 
@@ -78,7 +78,7 @@ class OperationRequest:
 
 
 UNEVEN_ROWS = ("allgather", "alltoall", "sparse_allreduce")
-"""Kinds for which ranks may have different numbers of rows."""
+"""Kinds with different numbers of rows on the ranks."""
 
 
 def difference(requests: Mapping[int, OperationRequest]) -> str:
@@ -120,12 +120,12 @@ ADD_PROCESS_SET = "process set to add"
 REMOVE_PROCESS_SET = "process set to remove"
 
 REDUCTIONS = ("allreduce", "sparse_allreduce")
-"""Kinds in which a rank that has joined takes part, with zeros."""
+"""Kinds that a joined rank takes part in, with zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What members of a process set execute next: `request`, as one of them made it; or an `error`.
+    """The next operation of a process set: `request`, as one member made it; or an `error`.
 
     `ranks` are those it is sent to. `rows` has `OperationRequest.rows()` of each member (zeros for
     ranks that joined). `number` is the new process set's, or the rank that joined last.

@@ -106,9 +106,9 @@ def own_share(sampler: DistributedSampler[Any]) -> int:
 
 
 class LoadedBatches(CountedBatches):
-    """Drops repeated samples from loaders to train on, and weighs the losses of their batches.
+    """Drops repeated samples from training loaders, and weighs the losses of their batches.
 
-    `is_training` returns, as a loader begins, whether its batches are to train on.
+    `is_training` returns, as a loader begins, whether its batches are for training.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """deepspeed.pipe: models as rows of layers, trained over the stages of a pipeline.
 
 layers.py         LayerSpec, TiedLayerSpec: layers that are built later; the stages that run them
-partition.py      which layers a stage has; pure
+partition.py      the layers of each stage; pure
 module.py         PipelineModule: the model, its stages, its loss
-topology.py       where a worker stands along the axes
+topology.py       the places of ranks along the axes
 engine.py         PipelineEngine: train_batch and eval_batch
 """
 

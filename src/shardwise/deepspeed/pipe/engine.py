@@ -22,10 +22,10 @@ Batches = Iterator[Any]
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """What `deepspeed.initialize` makes of a PipelineModule.
+    """The engine of a PipelineModule.
 
-    `train_batch` takes `gradient_accumulation_steps` batches, pairs of inputs and labels, and makes
-    the update. Every worker of a pipeline takes the same ones, those between the ends too.
+    `train_batch` reads `gradient_accumulation_steps` batches, pairs of inputs and labels, and makes
+    the update. All ranks of a pipeline read the same batches, also ranks in the middle.
     """
 
     module: PipelineModule
@@ -52,12 +52,12 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def micro_batches(self) -> int:
-        """How many batches make an update."""
+        """The number of batches of an update."""
         return self.gradient_accumulation_steps()
 
     def read(self, dataset: Any) -> Any:
-        """Take batches of `dataset`, in its own order and again from its start, where
-        `train_batch` is given none; return the loader."""
+        """Make a loader for calls of `train_batch` without an iterator; return it. It reads
+        `dataset` in its own order, without end."""
         sampler: Any = DistributedSampler(
             dataset, self.world.data_size, self.world.data_rank, shuffle=False
         )
@@ -66,22 +66,22 @@ class PipelineEngine(DeepSpeedEngine):
         return loader
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Take batches of `loader` where `train_batch` is given none."""
+        """Set the loader for calls of `train_batch` without an iterator."""
         self._data = iter(loader)
 
     def set_dataiterator(self, iterator: Batches) -> None:
-        """Take batches of `iterator` where `train_batch` is given none."""
+        """Set the iterator for calls of `train_batch` without one."""
         self._data = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Let `fn` make pairs of inputs and labels of what a loader gives."""
+        """Set a function that converts batches of a loader to pairs of inputs and labels."""
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Nothing to do: forms are followed from batch to batch."""
+        """Do nothing: shapes may change from batch to batch."""
 
     def _batch(self, source: Batches | None, call: str) -> tuple[Any, Any]:
-        """Return the next pair of inputs and labels, where this worker computes."""
+        """Return the next pair of inputs and labels, on this rank's device."""
         if source is None:
             raise UsageError(
                 f"engine.{call} has no batches on worker {self.world.rank}: give every worker of a "
@@ -102,9 +102,9 @@ class PipelineEngine(DeepSpeedEngine):
     # -- training and evaluation ------------------------------------------------------------
 
     def train_batch(self, data_iter: Batches | None = None) -> Tensor:
-        """Train on the next batches of `data_iter`, and update; returns their mean loss over all
-        workers, fp32, 0-dim. Collective. Raises UsageError if the first batches of a pipeline's
-        workers differ."""
+        """Train on the next batches of `data_iter`, and update. Returns the mean loss over all
+        ranks, fp32, 0-dim. Collective. Raises UsageError if the first batches of a pipeline's ranks
+        differ."""
         engine = self._engine("train_batch")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -139,11 +139,12 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Return the mean loss of the next batches of `data_iter`, over all workers, in evaluation.
+        """Return the mean loss of the next batches of `data_iter` over all ranks, in evaluation
+        mode.
 
-        Without `compute_loss` it is of the outputs; with `reduce_output` None the list of each
-        batch's. With `return_logits` the outputs of the last batch come second. All workers get
-        them. Collective.
+        Without `compute_loss` it is the mean of the outputs. With `reduce_output=None` it is a list
+        with the value of each batch. With `return_logits` the outputs of the last batch are
+        returned too. All ranks get the result. Collective.
         """
         del bcast_loss
         self.module.eval()
@@ -159,7 +160,7 @@ class PipelineEngine(DeepSpeedEngine):
         return (result, self._whole(outputs)) if return_logits else result
 
     def _whole(self, found: Any) -> Any:
-        """`found`, which a stage has computed, on every worker of its pipeline. Collective."""
+        """Copy the result of a stage to every rank of its pipeline. Collective."""
         return pytree.tree_map_only(Tensor, lambda x: x.cpu().to(self.device), found)
 
     def _mean(self, values: list[Any], reduce_output: str) -> Any:
@@ -171,7 +172,7 @@ class PipelineEngine(DeepSpeedEngine):
         over_all = [self.world.sum(each) / self.world.size for each in mean]
         return pytree.tree_unflatten(over_all, shape)
 
-    # -- what there is not ------------------------------------------------------------------
+    # -- calls of a plain engine --------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
         """Raises UsageError."""
@@ -186,11 +187,11 @@ class PipelineEngine(DeepSpeedEngine):
         raise _of_batches("step")
 
     def is_first_stage(self) -> bool:
-        """Return whether this worker has the first stage."""
+        """Return whether this rank has the first stage."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Return whether this worker has the last stage."""
+        """Return whether this rank has the last stage."""
         return self.stage_id == self.num_stages - 1
 
 
@@ -202,7 +203,7 @@ def _of_batches(call: str) -> UsageError:
 
 
 def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
-    """Raise UsageError on all workers where two of one replica have unlike tensors in `batches`.
+    """Raise UsageError on all ranks if ranks of one replica have different `batches`.
     Collective."""
     found = world.gather([_described(leaf) for leaf in pytree.tree_leaves(list(batches))])
     for rank, tensors in enumerate(found):
@@ -218,7 +219,7 @@ def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
-    """What tells `leaf` from another: of tensors their bits, where these can be read."""
+    """Return a description of `leaf` to compare: for tensors a fingerprint of their bits."""
     if not isinstance(leaf, Tensor):
         return (type(leaf).__name__,)
     form = (str(leaf.dtype), tuple(leaf.shape))

@@ -13,7 +13,7 @@ from shardwise.errors import UsageError
 
 
 class LayerSpec:
-    """A layer: `typename`, a class of modules, and the arguments that it is built with."""
+    """A layer that is built later: `typename`, a class of modules, and its arguments."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -23,7 +23,7 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """Return a new module."""
+        """Build the module."""
         del log
         return self.typename(*self.module_args, **self.module_kwargs)
 
@@ -34,10 +34,10 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose module, built once, stands in every place with the same `key`.
+    """A layer whose module is shared by all places with the same `key`.
 
-    There it is called as it is, or as `forward_fn(module, input)`. All of its parameters are one in
-    all places: what `tied_weight_attr` names, and the others too.
+    It is called as it is, or as `forward_fn(module, input)`. All of its parameters are shared, not
+    only the ones that `tied_weight_attr` names.
     """
 
     def __init__(
@@ -58,8 +58,7 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, eq=False)
 class PlacedLayer:
-    """One place in the row of layers: its number, and what is called there. `module` is the one
-    that has its parameters, None for a function."""
+    """A layer with its number. `call` runs it; `module` has its parameters, None for a function."""
 
     number: int
     call: Callable[[Any], Any]
@@ -70,15 +69,15 @@ class PlacedLayer:
 
 @dataclass
 class Recomputing:
-    """How many layers in a row are run again in backward as one; 0 for none."""
+    """The number of layers in a row that backward runs again together; 0 for none."""
 
     interval: int
     function: Callable[..., Any]
     types: Sequence[str] | None
-    """Types of layers that may be run again; None: all rows that have parameters."""
+    """Types of layers that may be run again; None for all rows with parameters."""
 
     def applies_to(self, row: Sequence[PlacedLayer]) -> bool:
-        """Return whether the layers of `row` are run again."""
+        """Return whether backward runs the layers of `row` again."""
         if self.types is not None:
             return all(place.name in self.types for place in row)
         return any(
@@ -88,7 +87,7 @@ class Recomputing:
 
 
 class Stage(nn.Module):
-    """Runs `places` one after the other. A module that stands in several of them is one here."""
+    """Runs `places` one after the other. Registers a module of several places once."""
 
     def __init__(self, places: Sequence[PlacedLayer], recomputing: Recomputing) -> None:
         super().__init__()
@@ -100,7 +99,7 @@ class Stage(nn.Module):
                 self.add_module(str(place.number), place.module)
 
     def forward(self, x: Any) -> Any:
-        """What the last layer makes of `x`, a tensor or a tuple of some."""
+        """Run the layers on `x`, a tensor or a tuple of tensors."""
         length = self._recomputing.interval
         again = length > 0 and self.training and torch.is_grad_enabled()
         step = length if again else len(self._places)
@@ -115,7 +114,7 @@ class Stage(nn.Module):
 
 
 def _chained(row: Sequence[PlacedLayer]) -> Callable[..., Any]:
-    """One layer of `row` after the other; several inputs are a tuple, as between layers."""
+    """Return a function that runs `row`. It passes several inputs on as a tuple."""
 
     def run(*inputs: Any) -> Any:
         x = inputs[0] if len(inputs) == 1 else inputs

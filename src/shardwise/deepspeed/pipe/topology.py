@@ -1,8 +1,8 @@
-"""Where the workers of a run stand along the axes pipe, data and model, as DeepSpeed numbers them.
+"""Places of ranks along the axes pipe, data and model, under DeepSpeed's names.
 
-The numbers of ranks are Shardwise's: rank = (data x stages + stage) x model + part, whatever the
-order in which the axes of these names are given. DeepSpeed's own put the data axis inside; scripts
-that ask by the methods here see no difference.
+Ranks are numbered as in Shardwise: rank = (data x stages + stage) x model + part, for any order of
+these axes. DeepSpeed puts the data axis inside; scripts that use the methods here see no
+difference.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import shardwise as sw
 from shardwise.errors import UsageError
 
 AXES = ("data", "pipe", "model")
-"""The axes of a run, outermost first: neighbours along the last are neighbours by number."""
+"""The axes of a run, outermost first: ranks along the last are consecutive."""
 
 
 class ProcessTopology:
-    """Workers in a grid: `axes` are names, and `dims` their lengths.
+    """Ranks in a grid: `axes` are names, and `dims` their lengths.
 
-    Axes that are all of AXES are numbered in the order of these, however they are given; others
-    outermost first.
+    If all axes are in AXES, ranks are numbered in that order, else in the given one.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -37,25 +36,25 @@ class ProcessTopology:
         }
 
     def get_rank(self, **coordinates: int) -> int:
-        """Return the worker at `coordinates`, one for each axis."""
+        """Return the rank at `coordinates`, one for each axis."""
         if set(coordinates) != set(self.axes):
             raise UsageError(f"get_rank takes one number for each of {', '.join(self.axes)}.")
         return self.mapping[self.ProcessCoord(**coordinates)]
 
     def get_axis_names(self) -> list[str]:
-        """Return the axes, as they were given."""
+        """Return the axes in the given order."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Return the length of `axis`; 0 for one that is not there."""
+        """Return the length of `axis`, 0 for a missing one."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Where worker `rank` stands: a tuple whose parts are named as the axes."""
+        """Return the place of `rank`, a tuple with the axes as names."""
         return next(place for place, number in self.mapping.items() if number == rank)
 
     def world_size(self) -> int:
-        """Return how many workers there are."""
+        """Return the number of ranks."""
         return len(self.mapping)
 
 
@@ -67,7 +66,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """The same with each layer split over `num_mp` workers."""
+    """`num_pp` stages and `num_dp` replicas, with each layer split over `num_mp` ranks."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["data", "pipe", "model"], [num_dp, num_pp, num_mp])
@@ -85,27 +84,27 @@ class PipelineParallelGrid:
         self.stage_id = world.pipeline_rank
 
     def get_stage_id(self) -> int:
-        """Return the stage of this worker."""
+        """Return the stage of this rank."""
         return self.stage_id
 
     def get_global_rank(self) -> int:
-        """Return this worker's number."""
+        """Return this rank."""
         return self._world.rank
 
     def get_data_parallel_id(self) -> int:
-        """Return which replica this worker is of."""
+        """Return the replica of this rank."""
         return self.data_parallel_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """Return how many stages there are."""
+        """Return the number of stages."""
         return self.pipe_parallel_size
 
     def get_data_parallel_world_size(self) -> int:
-        """Return how many replicas there are."""
+        """Return the number of replicas."""
         return self.data_parallel_size
 
     def get_model_parallel_rank(self) -> int:
-        """Return which part of every split layer this worker has."""
+        """Return this rank's part of every split layer."""
         return self._world.tensor_rank
 
     def get_model_parallel_world_size(self) -> int:
