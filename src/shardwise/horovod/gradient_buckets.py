@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from weakref import WeakSet, ref
 
@@ -22,6 +22,7 @@ from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
 from shardwise.horovod.operations import OperationHandle, ReduceOp, submit, wait
 from shardwise.horovod.process_sets import ProcessSet
+from shardwise.horovod.script_checks import Note
 from shardwise.horovod.sparse_allreduce import empty_sparse_gradient, sparse_allreduce_async
 from shardwise.horovod.streams import StreamEvent, record_use
 from shardwise.layout import bucket_layout
@@ -30,8 +31,6 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 SMALL = 1 << 14
 """Elements up to which gradients are copied together once their bucket is full. A larger one is
 copied at once, while it is in the processor's cache."""
-
-Note = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)

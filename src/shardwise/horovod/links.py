@@ -120,7 +120,7 @@ def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) ->
 
 
 def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -> Link:
-    """Connect to rank 0. Raises LaunchError if it cannot be reached."""
+    """Connect to rank 0. Raises LaunchError where it cannot be reached."""
     until = time.monotonic() + timeout
     while True:
         try:
@@ -141,7 +141,7 @@ def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -
 
 
 def listen(address: str) -> socket.socket:
-    """Return the listening socket of rank 0."""
+    """The listening socket of rank 0."""
     return questions.listen(address)
 
 
@@ -166,7 +166,7 @@ def send_up_to(upto: Mapping[int, int], links: Mapping[int, Link]) -> None:
 
 
 def _role(port: int) -> bytes:
-    """Return the role in which rank 0 accepts; see authentication.py."""
+    """The role in which rank 0 accepts; see authentication.py."""
     return f"horovod {port}".encode()
 
 

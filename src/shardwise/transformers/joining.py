@@ -12,31 +12,28 @@ from shardwise.errors import UsageError
 
 _NAME = "_setup_devices"
 """The property of TrainingArguments that finds out device, rank and size, once."""
+_MARK = "_joins_the_run"
+"""The attribute that marks our function."""
 
 
 def join_with_arguments() -> None:
-    """Let TrainingArguments join the run when they look for their device; once more does
+    """Make TrainingArguments join the run when they look for their device. A second call does
     nothing.
 
-    On the CPU, and under srun or mpirun, they would take each rank for a run of its own.
+    On the CPU, and under srun or mpirun, they would treat each rank as a separate run.
     """
-    stock = getattr(TrainingArguments, _NAME)
-    if isinstance(stock, _Joining):
+    stock: Any = getattr(TrainingArguments, _NAME)
+    if hasattr(stock.func, _MARK):
         return
-    joining = _Joining(stock.func)
+
+    def setup_devices(arguments: Any) -> Any:
+        join({"device": "cpu"} if arguments.use_cpu else {}, "TrainingArguments")
+        return stock.func(arguments)
+
+    setattr(setup_devices, _MARK, True)
+    joining = cached_property(setup_devices)
     joining.__set_name__(TrainingArguments, _NAME)
     setattr(TrainingArguments, _NAME, joining)
-
-
-class _Joining(cached_property):  # type: ignore[type-arg]
-    """The property, after the run is joined."""
-
-    def __init__(self, stock: Any) -> None:
-        def found(arguments: Any) -> Any:
-            join({"device": "cpu"} if arguments.use_cpu else {}, "TrainingArguments")
-            return stock(arguments)
-
-        super().__init__(found)
 
 
 def check_arguments(arguments: Any, workers: int) -> None:
