@@ -7,7 +7,6 @@ trees.py              the two class trees of Lightning, and our classes in each
 trainer_strategy.py   the Trainer's strategy: setup, a step, whole states
 fabric_strategy.py    Fabric's
 training.py           the engines of one Trainer or Fabric, a step piece by piece
-parts.py              the modules that each of several optimizers trains
 empty_modules.py      modules that have no memory yet
 sharing.py            loaders in their order, without repeated samples
 environment.py        the rank of this process, and the devices that a script asks for

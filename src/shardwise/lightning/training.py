@@ -16,13 +16,12 @@ from shardwise.bridging.exact_mean import ItemsOf, items_of_loss
 from shardwise.bridging.joining import SETTINGS, join
 from shardwise.bridging.plain_gradients import plain_backward
 from shardwise.bridging.trained_engine import TrainedEngine, in_training
-from shardwise.bridging.trained_models import Make, TrainedModels
+from shardwise.bridging.trained_models import Make, TrainedModels, connected_parts
 from shardwise.bridging.written_files import copied_state
 from shardwise.config import OF_THE_ENGINE
 from shardwise.engine.initial_values import make_alike
 from shardwise.errors import UsageError
 from shardwise.lightning.empty_modules import give_memory
-from shardwise.lightning.parts import models_of
 from shardwise.lightning.sharing import LoadedBatches
 from shardwise.messages.other_libraries import hint as hint_at_other_library
 
@@ -177,7 +176,7 @@ class StrategyTraining:
             self._modules.append(module)
             self.make_alike(module)
         self._optimizers += [each for each in optimizers if any(each.param_groups)]
-        models = [part for each in self._modules for part in models_of(each, self._optimizers)]
+        models = [part for each in self._modules for part in _models_of(each, self._optimizers)]
         if any(each not in models for each in self._models):
             self.engines.close()  # a second optimizer divides a model that had one engine
         self._models = models
@@ -338,6 +337,44 @@ class StrategyTraining:
             type(optimizer).load_state_dict(optimizer, dict(state))
         else:
             trained.engine.load_optimizer_state_dict(state, optimizer)
+
+
+def _models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list[nn.Module]:
+    """Return the parts of `module` that get separate engines.
+
+    With one optimizer, or optimizers with common parameters, that is `module` itself. Otherwise it
+    is the largest modules whose parameters only one optimizer trains. Raises UsageError if two
+    optimizers train parameters of the same innermost module.
+    """
+    inside = {id(p) for p in module.parameters()}
+    connected = [part.parameters for part in connected_parts([], optimizers)]
+    trained = [part for part in connected if part & inside]
+    if len(trained) < 2:
+        return [module]
+    return [model for part in trained for model in _modules(module, part, trained)]
+
+
+def _modules(
+    module: nn.Module, part: set[int], trained: Sequence[set[int]], name: str = ""
+) -> Iterator[nn.Module]:
+    """The largest modules in `module`, called `name`, with parameters of `part` and of no other of
+    `trained`."""
+    held = {id(p) for p in module.parameters()}
+    if not held & part:
+        return
+    if not any(other & held for other in trained if other is not part):
+        yield module
+        return
+    for key, parameter in module.named_parameters(recurse=False):
+        if id(parameter) in part:
+            path = f"{name}.{key}".lstrip(".")
+            raise UsageError(
+                f"{path} is in {type(module).__name__} together with parameters of another "
+                "optimizer, and each optimizer steps alone: put the parameters of each optimizer "
+                "into separate modules (self.generator, self.discriminator)."
+            )
+    for key, child in module.named_children():
+        yield from _modules(child, part, trained, f"{name}.{key}")
 
 
 def plain(optimizer: Any) -> Any:
