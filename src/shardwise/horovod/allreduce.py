@@ -80,42 +80,45 @@ def allreduce_async(
     return _start([tensor], average, name, op, *factors, process_set, finish=only_result)
 
 
-def _with_signature_of(shown: Callable[..., Any]) -> Callable[[F], F]:
+def _with_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
     """Let help() show the arguments of `shown` for a function that passes them on."""
 
     def decorate(function: F) -> F:
-        function.__signature__ = inspect.signature(shown)  # type: ignore[attr-defined]
+        shared = inspect.signature(shown).parameters.values()
+        parameters = [each for each in shared if each.kind is not each.VAR_KEYWORD]
+        own: Any = function
+        own.__signature__ = inspect.signature(function).replace(parameters=parameters)
         return function
 
     return decorate
 
 
-@_with_signature_of(allreduce_async)
+@_with_arguments_of(allreduce_async)
 def allreduce_async_(tensor: Tensor, *how: Any, **named: Any) -> OperationHandle:
     """`allreduce_async` in place: the result is in `tensor`."""
     return _start([tensor], *how, **named, in_place=True, finish=lambda _: tensor)
 
 
-@_with_signature_of(allreduce_async)
+@_with_arguments_of(allreduce_async)
 def allreduce_(tensor: Tensor, *how: Any, **named: Any) -> Tensor:
     """Reduce in place, and wait."""
     return wait(allreduce_async_(tensor, *how, **named))  # type: ignore[no-any-return]
 
 
-@_with_signature_of(_start)
+@_with_arguments_of(_start)
 def grouped_allreduce_async(tensors: Sequence[Tensor], *how: Any, **named: Any) -> OperationHandle:
     """`allreduce_async` of several tensors in one operation. The result is a list."""
     return _start(as_group("allreduce", tensors), *how, **named)
 
 
-@_with_signature_of(_start)
+@_with_arguments_of(_start)
 def grouped_allreduce_async_(tensors: Sequence[Tensor], *how: Any, **named: Any) -> OperationHandle:
     """`grouped_allreduce_async` in place."""
     group = as_group("allreduce", tensors)
     return _start(group, *how, **named, in_place=True, finish=lambda _: group)
 
 
-@_with_signature_of(_start)
+@_with_arguments_of(_start)
 def grouped_allreduce_(tensors: Sequence[Tensor], *how: Any, **named: Any) -> list[Tensor]:
     """Reduce several tensors in place, and wait."""
     return wait(grouped_allreduce_async_(tensors, *how, **named))  # type: ignore[no-any-return]
