@@ -393,11 +393,11 @@ def seeded_case(world):
 
     import numpy as np
 
-    from shardwise.deepspeed import runtime_utils
+    from shardwise.deepspeed import utils
 
     found = []
     for _ in range(2):
-        runtime_utils.set_random_seed(3)
+        utils.set_random_seed(3)
         found.append((random.random(), np.random.rand(), torch.rand(2).tolist()))
     assert found[0] == found[1]
 

@@ -157,8 +157,8 @@ def test_a_plugin_of_accumulation_beside_the_json(group):
 
 def both_case(world, folder):
     """What the JSON says, and the script too, or what no loop of these libraries does."""
-    from shardwise.accelerate.deepspeed_json import without_effect
-    from shardwise.transformers.deepspeed_json import job_of
+    from shardwise.bridging.deepspeed_json import without_effect
+    from shardwise.transformers.deepspeed_argument import job_of
 
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -265,7 +265,7 @@ def kept_case(world, folder):
     import transformers
 
     import shardwise.transformers
-    from shardwise.transformers.deepspeed_json import job_of, take_json
+    from shardwise.transformers.deepspeed_argument import job_of, take_json
 
     once = transformers.TrainingArguments.__post_init__
     take_json()
@@ -281,7 +281,7 @@ def kept_case(world, folder):
     )
     for each in (kept, *copies):
         assert job_of(each).settings["zero"] == 2
-    with pytest.raises(ConfigError, match=r"begins as JSON and is none"):
+    with pytest.raises(ConfigError, match=r"is not valid JSON"):
         arguments(folder, deepspeed='{"zero_optimization": ')
     kept.deepspeed_plugin = object()
     with pytest.raises(UsageError, match=r"Import shardwise\.transformers before"):
@@ -306,7 +306,7 @@ SAYS = [
 
 
 def contradictions_case(world, folder):
-    from shardwise.transformers.deepspeed_json import job_of
+    from shardwise.transformers.deepspeed_argument import job_of
 
     for keys, options, words in SAYS:
         (name,) = keys

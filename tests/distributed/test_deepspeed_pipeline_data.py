@@ -225,7 +225,7 @@ def late_case(world):
     if world.rank == 1:
         living.add(left)
     try:
-        with pytest.raises(UsageError, match="the test comes too late: an engine trains already"):
+        with pytest.raises(UsageError, match="the test is too late: an engine already trains"):
             divide(world, "the test", pipeline=2)
     finally:
         living.discard(left)

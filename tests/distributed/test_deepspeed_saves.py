@@ -136,7 +136,7 @@ def cut_off_case(world, folder):
     """A second save of one step that is cut off after its client file leaves the first as it is."""
     engine, _ = trained(world, json_of(1), steps=range(1))
     engine.save_checkpoint(folder, client_state={"save": 1})
-    inner = engine._trained.engine
+    inner = engine._parts.engine
 
     def killed(place):
         raise KeyboardInterrupt
@@ -158,8 +158,8 @@ def test_a_save_that_is_cut_off_leaves_a_pair(group, tmp_path):
 
 def faults_case(world, folder):
     """What goes wrong on one worker alone is raised by all."""
+    from shardwise.bridging.written_files import on_main
     from shardwise.checkpoint.deepspeed import as_checkpoint
-    from shardwise.deepspeed.written_files import on_main
     from tests import deepspeed_checkpoints as small
 
     def wrong():

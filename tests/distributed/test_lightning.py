@@ -610,7 +610,7 @@ def refused_case(world):
         torch.optim.SGD([split.judge[0].weight, *split.generator.parameters()], 0.1),
         torch.optim.SGD([split.judge[0].bias], 0.1),
     ]
-    with pytest.raises(UsageError, match=r"judge\.0\.weight lies in Linear beside"):
+    with pytest.raises(UsageError, match=r"judge\.0\.weight is in Linear together with"):
         fitted(ours(1), model=split)
     with calm(), pytest.raises(UsageError, match=r"devices=3, .* shardwise run -n 3 script\.py"):
         pl.Trainer(accelerator="cpu", devices=3, strategy="shardwise")

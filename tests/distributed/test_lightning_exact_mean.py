@@ -246,19 +246,19 @@ def test_what_cannot_be_exact_is_refused(group):
 
 
 def test_a_batch_without_rows_is_asked_about():
-    from shardwise.lightning.exact_mean import ExactMean
+    from shardwise.lightning.sharing import LoadedBatches
 
     for batch, rows in (
         ({"texts": ["a", "b"], "scale": torch.tensor(1.0)}, 0),
         ([torch.ones(4)], 4),
     ):
-        exact = ExactMean("engine.step()", None, lambda: True)
-        exact.computes_with(batch)
+        exact = LoadedBatches("engine.step()", None, lambda: True)
+        exact.compute_with(batch)
         if rows:
-            assert exact.of_loss().samples == rows
+            assert exact.batch_of_loss().samples == rows
             continue
         with pytest.raises(UsageError, match="no tensor with rows"):
-            exact.of_loss()
-        counted = ExactMean("engine.step()", lambda batch: len(batch["texts"]), lambda: True)
-        counted.computes_with(batch)
+            exact.batch_of_loss()
+        counted = LoadedBatches("engine.step()", lambda batch: len(batch["texts"]), lambda: True)
+        counted.compute_with(batch)
         assert counted.items(None, None).number == 2

@@ -243,7 +243,7 @@ def shifts_case(world):
     """Whether a model leaves its first labels out shows in its loss."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    from shardwise.transformers.exact_mean import ExactMean
+    from shardwise.transformers.exact_mean import StepItems
 
     quietly()
     layers = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
@@ -265,7 +265,7 @@ def shifts_case(world):
         with torch.no_grad():
             seen, left = (model(input_ids=words, labels=each).loss for each in (words, without))
         stock = LOSS_MAPPING.get(model.loss_type) is ForCausalLMLoss
-        known = ExactMean(SimpleNamespace(model=model, _loss_shifts_labels=stock), None)
+        known = StepItems(SimpleNamespace(model=model, _loss_shifts_labels=stock), None)
         assert known._shifts_labels() is bool(torch.equal(seen, left)), name
 
 

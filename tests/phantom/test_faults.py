@@ -137,9 +137,9 @@ LEFT_OUT = [
     rarely(EVENT, (BESIDE, "states/storage/host_storage.py"), "gradients on the host"),
     rarely(EVENT, (BESIDE, "states/gradients/reduction_queue.py"), "gradients on the host"),
     rarely(EVENT, (BESIDE, "states/parameters/bucket_gathers.py"), "states on a disk"),
-    rarely(EVENT, (SIDE, "horovod/operation_handle.py"), "horovod"),
+    rarely(EVENT, (SIDE, "horovod/operations.py"), "horovod"),
     rarely(EVENT, (SIDE, HVD), "horovod"),
-    rarely(RECORD, (SIDE, "horovod/operation_handle.py"), "horovod"),
+    rarely(RECORD, (SIDE, "horovod/operations.py"), "horovod"),
     often(RECORD, (SIDE, HVD), "horovod"),
     often(
         SYNCHRONIZE,

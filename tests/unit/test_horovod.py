@@ -33,7 +33,7 @@ from shardwise.horovod.coordinator import (
 )
 from shardwise.horovod.execution import AgreedOperation, adasum_pair, execute, row_counts
 from shardwise.horovod.links import send_up_to
-from shardwise.horovod.operation_handle import MARGIN, OperationHandle
+from shardwise.horovod.operations import MARGIN, OperationHandle
 from shardwise.horovod.script_checks import ScriptComparison
 from shardwise.horovod.streams import StreamEvent
 from shardwise.net import authentication, rpc
@@ -220,7 +220,7 @@ def test_what_cannot_travel_is_told(solo, monkeypatch):
         with pytest.raises(BadCall, match=r"lock.* send plain values"):
             hvd.allgather_object(threading.Lock())
         monkeypatch.setattr(functions, "pickler", pickle)
-        with pytest.raises(BadCall, match=r"function cannot travel .* pip install cloudpickle"):
+        with pytest.raises(BadCall, match=r"function cannot be sent .* pip install cloudpickle"):
             hvd.broadcast_object(lambda: 1)
     finally:
         hvd.shutdown()

@@ -21,17 +21,19 @@ from accelerate.utils import (
 from torch import Tensor, nn, optim
 
 import shardwise as sw
-from shardwise.accelerate import checkpoints, deepspeed_json, refusals
+from shardwise.accelerate import checkpoints, deepspeed_plugin, refusals
 from shardwise.accelerate.clipping import Clipping
-from shardwise.accelerate.exact_mean import ExactBatches
 from shardwise.accelerate.optimizer import ShardedOptimizer
 from shardwise.accelerate.pretrained import follow
+from shardwise.accelerate.repeated_samples import PreparedBatches
+from shardwise.bridging.deepspeed_json import settings_of
+from shardwise.bridging.exact_mean import items_of_loss
 from shardwise.bridging.joining import SETTINGS, join, joined
 from shardwise.bridging.plain_gradients import plain_backward
-from shardwise.bridging.trained import TrainedModels
 from shardwise.bridging.trained_engine import LossItems
+from shardwise.bridging.trained_models import TrainedModels
+from shardwise.bridging.written_files import SchedulesFile, copied_state
 from shardwise.config import OF_THE_ENGINE
-from shardwise.deepspeed.written_files import KeptBeside
 from shardwise.engine.initial_values import make_alike
 from shardwise.errors import UsageError
 from shardwise.messages.other_libraries import hint
@@ -42,19 +44,23 @@ _PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 
 
 class Accelerator(Clipping, Stock):
-    """Accelerate's own, over engines: ZeRO and offload by flags, environment, TOML or keywords.
+    """Accelerate's Accelerator over engines: ZeRO and offload by flags, environment or keywords.
 
-    Takes what Accelerate's takes, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
-    `prepare` gives models back as they are, not wrapped. Losses are reduced as Accelerate does with
-    DistributedDataParallel, and generators are the script's own. docs/from_accelerate.md says what
-    differs.
+    Takes Accelerate's arguments, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
+    `prepare` returns models as they are, not wrapped. Losses are reduced as in Accelerate with
+    DistributedDataParallel, and generators are the script's own. docs/from_accelerate.md lists the
+    differences.
 
-    With `exact_mean=True` losses are means over samples that count once and alike: no division by
-    the accumulation steps, no repeated samples, `backward(loss, weight=...)` for means over other
-    items.
+    With `exact_mean=True` each sample of a step counts once: repeated samples are dropped, losses
+    are not divided by the accumulation steps, and `backward(loss, weight=...)` takes means over
+    other items.
 
-    Attributes: `world`, and `engines`, one for each set of models and optimizers that have
-    parameters in common. Raises UsageError for plugins of other engines.
+    Attributes:
+        world: the run
+        engines: one for each set of models and optimizers with parameters in common
+
+    Raises:
+        UsageError: for plugins of other engines
     """
 
     _optimizers: list[Any]
@@ -63,9 +69,9 @@ class Accelerator(Clipping, Stock):
         self._settings = {n: keywords.pop(n) for n in SETTINGS & keywords.keys()}
         is_exact = bool(keywords.pop("exact_mean", False))
         given = _bound(arguments, keywords)
-        self._json = deepspeed_json.taken_from(given)
+        self._json = deepspeed_plugin.taken_from(given)
         if self._json is not None:
-            self._settings = self._json.settings | self._settings
+            self._settings = settings_of(self._json.job) | self._settings
         refusals.check_arguments(given)
         self._settings = refusals.settings_of(given.get("kwargs_handlers")) | self._settings
         if given.get("cpu") or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true"):
@@ -75,7 +81,7 @@ class Accelerator(Clipping, Stock):
             given["cpu"] = True
         if self._json is not None:
             self._json.say(self.world)
-        with deepspeed_json.without_switch():
+        with deepspeed_plugin.without_switch():
             super().__init__(**given)
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
         refusals.check_compiler(self.state.dynamo_plugin)
@@ -84,7 +90,7 @@ class Accelerator(Clipping, Stock):
         if self._json is not None:
             self._json.keep()
         self._trained = TrainedModels(self._make_engine)
-        self._batches = ExactBatches(self.world, self._is_training) if is_exact else None
+        self._batches = PreparedBatches(self.world, self._is_training) if is_exact else None
         self._more_to_come = 0
         self._are_whole = False
         """Whether parameters are whole now, for the user's hooks."""
@@ -92,17 +98,19 @@ class Accelerator(Clipping, Stock):
         """Whether weights are the engines' to save: nobody needs them whole."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process needs: who this one is. Nothing is prepared in a copy."""
+        """Return the state for another process, without what is prepared."""
         prepared = dict.fromkeys(_PREPARED_LISTS, ())
         is_exact = self._batches is not None
         return vars(self) | prepared | {"world": None, "_trained": None, "_batches": is_exact}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {name: list(state[name]) for name in _PREPARED_LISTS})
-        # None in a process that has no rank, such as a DataLoader worker.
+        # None in a process without a rank, such as a DataLoader worker.
         self.world = joined()  # type: ignore[assignment]
         self._trained = TrainedModels(self._make_engine)
-        self._batches = ExactBatches(self.world, self._is_training) if state["_batches"] else None
+        self._batches = (
+            PreparedBatches(self.world, self._is_training) if state["_batches"] else None
+        )
 
     def _check_ranks(self) -> None:
         if self.num_processes != self.world.size:
@@ -116,25 +124,24 @@ class Accelerator(Clipping, Stock):
 
     @property
     def engines(self) -> list[sw.Engine]:
-        """The engines, in the order in which their models came to be complete."""
+        """The engines, in the order of their making."""
         return [each.engine for each in self._trained]
 
     def is_trained(self, model: nn.Module) -> bool:
-        """Whether an engine trains `model`, of this Accelerator or of another one."""
+        """Return whether an engine trains `model`, of this Accelerator or of another one."""
         return self._trained.of_model(model) is not None
 
-    # -- what is prepared -------------------------------------------------------------------
+    # -- preparing ----------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Models come
-        back as they are; an engine is made as soon as the models of an optimizer are there.
-        Collective."""
+        """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Models are
+        not wrapped. An engine is made once all models of an optimizer are prepared. Collective."""
         if self._json is not None:
             args = self._json.replaced(args, self)
         prepared = super().prepare(*args, device_placement=device_placement)
         self._trained.form(self._models, [each.optimizer for each in self._optimizers])
         if self._json is not None:
-            self._trained.clip_always(self._json.max_norm)
+            self._trained.clip_always(self._json.job.clipping)
         if self._trains_by_hand:  # nothing else gives all ranks rank 0's values
             for model in self._models:
                 tensors = (t for t in [*model.parameters(), *model.buffers()] if not t.is_meta)
@@ -147,8 +154,8 @@ class Accelerator(Clipping, Stock):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Place `model` on the device, in the precision asked for. `prepare` makes its engine."""
-        del evaluation_mode  # nothing wraps it in either mode
+        """Place `model` on the device. `prepare` makes its engine, with the precision."""
+        del evaluation_mode  # a model is wrapped in neither mode
         if self.is_trained(model):
             device_placement = False  # an engine has placed it, in parts maybe
         plugin = self.state.dynamo_plugin
@@ -161,7 +168,7 @@ class Accelerator(Clipping, Stock):
     def prepare_optimizer(
         self, optimizer: optim.Optimizer, device_placement: bool | None = None
     ) -> optim.Optimizer:
-        """Give `optimizer` the face that a script expects. `prepare` makes its engine."""
+        """Wrap `optimizer` for the script. `prepare` makes its engine."""
         del device_placement  # its state is the engine's to place
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             optimizer = ShardedOptimizer(optimizer, self._trained)
@@ -172,12 +179,12 @@ class Accelerator(Clipping, Stock):
         return optimizer
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; with `exact_mean` batches to train on have no repeated samples."""
+        """Prepare a loader; with `exact_mean` batches to train on have no repeated samples."""
         loader = super().prepare_data_loader(*args, **kwargs)
         return loader if self._batches is None else self._batches.watch(loader)
 
     def _is_training(self) -> bool:
-        """Whether a batch that is given now is to train on."""
+        """Return whether the next batch is for training."""
         models = (model for each in self._trained for model in each.models)
         return torch.is_grad_enabled() and any(model.training for model in models)
 
@@ -192,20 +199,26 @@ class Accelerator(Clipping, Stock):
             settings["compile"] = True
         settings |= {n: v for n, v in self._settings.items() if n in OF_THE_ENGINE}
         engine = sw.Engine(models, optimizers, scaler=self.scaler, **settings)
-        engine.track(schedules_of_accelerate=KeptBeside())
+        engine.track(schedules_of_accelerate=SchedulesFile())
         return engine
 
     # -- a step -----------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of `loss`, divided by the accumulation steps, in every engine that it reaches.
+        """Run the backward of `loss`, divided by the accumulation steps, in every engine it
+        reaches.
 
-        In a script that prepares no optimizer, gradients of prepared models are averaged instead,
-        and are in `p.grad`. Collective then, in the last micro-batch of a step.
+        Without a prepared optimizer, gradients of prepared models are averaged instead and are in
+        `p.grad`; that is collective, in the last micro-batch of a step.
 
-        Takes `retain_graph`; with `exact_mean`, where nothing is divided, also `weight`, the number
-        of items that the loss is a mean over (default: the samples of the batch), and `same_items`
-        as the engine's backward does. Raises UsageError for other arguments of torch's backward.
+        Args:
+            retain_graph: as in torch
+            weight: with `exact_mean`, the number of items that the loss is a mean over (default:
+                the samples of the batch); the loss is not divided then
+            same_items: with `exact_mean`, as in the engine's backward
+
+        Raises:
+            UsageError: for other arguments of torch's backward
         """
         retain_graph = bool(kwargs.pop("retain_graph", False))
         weight = self._items_of(kwargs)
@@ -230,21 +243,13 @@ class Accelerator(Clipping, Stock):
         self._trained.backward(loss, last=last, retain_graph=retain_graph, weight=weight)
 
     def _items_of(self, kwargs: dict[str, Any]) -> LossItems | None:
-        """What a loss is a mean over, with `exact_mean`; takes its words out of `kwargs`."""
-        number, same = kwargs.pop("weight", None), kwargs.pop("same_items", None)
-        if self._batches is None:
-            if number is None and same is None:
-                return None
-            raise UsageError(
-                "accelerator.backward(loss, weight=...) counts with Accelerator(exact_mean=True) "
-                "alone: without it losses of the workers are averaged, whatever they are means of."
-            )
-        return self._batches.items(number, same)
+        """Pop `weight` and `same_items`; return what a loss is a mean over, with `exact_mean`."""
+        setting = "Accelerator(exact_mean=True)"
+        return items_of_loss(self._batches, kwargs, "accelerator.backward", setting)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Inside the block a backward is not the last one of its step, which saves communication
-        and changes no result."""
+        """Declare that more backwards of this step follow the block, to communicate only once."""
         del model
         self._more_to_come += 1
         try:
@@ -256,11 +261,16 @@ class Accelerator(Clipping, Stock):
     def join_uneven_inputs(
         self, joinables: Iterable[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Batches are as many on every rank, in training: raises UsageError for other wishes."""
+        """Set `even_batches` inside the block. Raises UsageError for uneven batches on several
+        ranks."""
         del joinables
         even = self.even_batches if even_batches is None else even_batches
         if self.use_distributed and not even:
-            raise refusals.uneven_batches()
+            raise UsageError(
+                "join_uneven_inputs with even_batches=False: a worker without a batch would have "
+                "to run the backwards of the others. Leave even_batches on, which repeats samples; "
+                "or use a shardwise.Loader, which gives such a worker a sample of weight 0."
+            )
         samplers: list[Any] = [getattr(each, "batch_sampler", None) for each in self._dataloaders]
         found = [(s, s.even_batches) for s in samplers if hasattr(s, "even_batches")]
         try:
@@ -275,10 +285,10 @@ class Accelerator(Clipping, Stock):
 
     @contextmanager
     def uneven(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Inside the block ranks may run other numbers of forwards: `generate`, an evaluation on
-        rank 0 alone. All ranks enter and leave.
+        """Allow ranks to run different numbers of forwards inside the block, as for `generate` or
+        an evaluation on rank 0. All ranks enter and leave.
 
-        It is for the models that are trained here, and for `model`, whoever trains it now.
+        It applies to the models that are trained here, and to `model`.
         """
         engines = self.engines
         if model is not None and (trained := self._trained.of_model(model)) is not None:
@@ -290,7 +300,7 @@ class Accelerator(Clipping, Stock):
 
     @contextmanager
     def full_parameters(self, model: nn.Module, write: bool = False) -> Iterator[None]:
-        """Inside the block the parameters of `model` are whole, to read or to write. Collective."""
+        """Make the parameters of `model` whole inside the block, to read or write. Collective."""
         trained = self._trained.of_model(model)
         if trained is None:
             yield
@@ -299,20 +309,20 @@ class Accelerator(Clipping, Stock):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state_dict of a prepared model, a copy: where its parameters are sharded, whole on
-        rank 0 and empty on the others. Collective."""
+        """Return a copy of the whole state_dict of a prepared model. If parameters are sharded,
+        only rank 0 gets it and the others an empty one. Collective."""
         if self._leaves_weights:
             return {}
         trained = None if self._are_whole else self._trained.of_model(model)
         if trained is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         if not trained.engine.placement.is_sharded("parameters"):
-            return checkpoints.copied(super().get_state_dict(model, unwrap))
+            return copied_state(super().get_state_dict(model, unwrap))
         return trained.engine.model_state_dict(model)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As Accelerate's; with `exact_mean` also of batches to train on, whose last ones have
-        other numbers of rows on the ranks."""
+        """Gather as Accelerate does; with `exact_mean` also training batches, whose last ones have
+        different numbers of rows on the ranks."""
         last = None if self._batches is None else self._batches.last
         at_end = self.gradient_state.end_of_dataloader
         if last is None or not at_end or not self.world.any(last.is_cut):
@@ -328,8 +338,8 @@ class Accelerator(Clipping, Stock):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """Save all that is prepared and registered, as Accelerate does; weights and optimizers in
-        the engine's format, which any placement and number of workers loads. Collective.
+        """Save all prepared and registered objects, as Accelerate does. Weights and optimizers are
+        in the engine's format, for any placement and number of ranks. Collective.
 
         Raises UsageError between micro-batches of a step.
         """
@@ -339,10 +349,14 @@ class Accelerator(Clipping, Stock):
                 "of those before it. Write before it: if accelerator.sync_gradients:"
             )
         if not safe_serialization:
-            self.world.say_once("save_state writes safetensors, whatever safe_serialization says.")
+            self.world.say_once("save_state writes safetensors: safe_serialization is not used.")
         if self.world.settings.trial:
             return output_dir
-        with self._hooks_see_whole(self._save_model_state_pre_hook, _drop_weights):
+
+        def drop(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            weights.clear()  # the engines write them
+
+        with self._hooks_see_whole(self._save_model_state_pre_hook, drop):
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         checkpoints.save(self.engines, Path(folder), self.world)
         return folder
@@ -350,7 +364,7 @@ class Accelerator(Clipping, Stock):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Go on from what `save_state` has written, here or in stock Accelerate. Collective."""
+        """Load a save of `save_state`, of this class or of stock Accelerate. Collective."""
         found: list[str] = []
 
         def take(models: list[nn.Module], folder: str) -> None:
@@ -362,14 +376,14 @@ class Accelerator(Clipping, Stock):
         self.load_engines(found[0])
 
     def load_engines(self, folder: str, *, model_only: bool = False) -> None:
-        """Load the weights in `folder`, which `save_state` has written, and unless `model_only` the
-        state of the optimizers; nothing else. Collective."""
+        """Load only the weights in `folder`, which `save_state` has written, and unless
+        `model_only` the optimizers. Collective."""
         checkpoints.load(list(self._trained), Path(folder), self.world, model_only=model_only)
 
     @contextmanager
     def _hooks_see_whole(self, hooks: Any, last: Any, write: bool = False) -> Iterator[None]:
-        """Inside the block the user's `hooks` see whole weights, then `last` is called; optimizers
-        are left out, which the engines save."""
+        """Show whole weights to the user's `hooks` inside the block, and add the hook `last`. Hides
+        optimizers, which the engines save."""
         optimizers, self._optimizers = self._optimizers, []
         key = object()
         with ExitStack() as blocks:
@@ -386,14 +400,12 @@ class Accelerator(Clipping, Stock):
                 self._optimizers = optimizers
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader that leaves out the first batches, as Accelerate's.
-
-        A loop over a DataLoader draws a seed as it begins. That is drawn from a copy of torch's
-        generator here, so that what a resumed run draws next is what the first one drew.
-        """
+        """Return a loader without the first batches, as Accelerate does."""
         loader = super().skip_first_batches(dataloader, num_batches)
         if self._batches is not None:
             self._batches.watch(loader)
+        # A loop over a DataLoader draws a seed when it begins. Draw it from a copy of torch's
+        # generator, so that a resumed run goes on with the numbers of the first run.
         plain = getattr(loader, "base_dataloader", loader)
         if getattr(plain, "generator", None) is None:
             plain.generator = torch.Generator()
@@ -401,7 +413,7 @@ class Accelerator(Clipping, Stock):
         return loader
 
     def free_memory(self, *objects: Any) -> Any:
-        """Give models and optimizers back as plain ones, and forget them. Collective."""
+        """Turn models and optimizers back into plain ones, and forget them. Collective."""
         self._trained.close()
         return super().free_memory(*objects)
 
@@ -411,14 +423,8 @@ class Accelerator(Clipping, Stock):
             tracker.finish()
 
 
-def _drop_weights(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-    """The last hook before Accelerate writes weights: the engines do."""
-    del models, folder
-    weights.clear()
-
-
 def _bound(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of Accelerate's constructor by name. Raises TypeError as that does."""
+    """Return the arguments of Accelerate's constructor by name. Raises TypeError as it does."""
     signature = inspect.signature(Stock.__init__)
     for name in keywords.keys() - signature.parameters.keys():
         if sentence := hint(name):

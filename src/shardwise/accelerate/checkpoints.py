@@ -1,4 +1,4 @@
-"""save_state and load_state: the engines' checkpoints beside what Accelerate itself keeps.
+"""save_state and load_state: the engines' checkpoints next to Accelerate's own files.
 
 output_dir/
 ├── step-100/                   weights and optimizer state, as engine.save writes them
@@ -16,14 +16,12 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 import shardwise as sw
-from shardwise.bridging.trained_engine import Trained
-from shardwise.checkpoint.file_system import replace_file
+from shardwise.bridging.trained_engine import TrainedEngine
+from shardwise.bridging.written_files import write
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 
 MARK = "shardwise.json"
@@ -41,36 +39,33 @@ def save(engines: Sequence[sw.Engine], folder: Path, world: sw.World) -> None:
     if None in paths or world.settings.trial:
         return  # no room, which was said; or a trial, which leaves no trace
     if world.is_main:
-        mark = {"engines": [os.path.relpath(str(p), folder) for p in paths]}
-        replace_file(folder / MARK, json.dumps(mark, indent=1).encode())
-        _remove_older(homes, paths)
+        fields = {"engines": [os.path.relpath(str(p), folder) for p in paths]}
+        write(folder / MARK, json.dumps(fields, indent=1).encode())
+        # After the mark: if the save is cut off before it, the earlier checkpoint is still whole.
+        for path in (path for home in homes for path in home.glob("step-*")):
+            if path not in paths and (path / "checkpoint.json").is_file():
+                shutil.rmtree(path, ignore_errors=True)
     world.barrier()
 
 
-def _remove_older(homes: Sequence[Path], kept: Sequence[Path | None]) -> None:
-    """Remove what earlier saves have left in the same folder."""
-    for home in homes:
-        for path in home.glob("step-*"):
-            if path not in kept and (path / "checkpoint.json").is_file():
-                shutil.rmtree(path, ignore_errors=True)
-
-
 def is_ours(folder: Path) -> bool:
-    """Whether `save` has written into `folder`, to the end."""
+    """Return whether `folder` has a complete save of `save`."""
     return (folder / MARK).is_file()
 
 
 def load(
-    trained: Sequence[Trained], folder: Path, world: sw.World, *, model_only: bool = False
+    trained: Sequence[TrainedEngine], folder: Path, world: sw.World, *, model_only: bool = False
 ) -> None:
-    """Load what `save` has written, or what stock Accelerate has; `model_only`: the weights alone.
+    """Load a save of `save`, or of stock Accelerate; with `model_only` only its weights.
     Collective.
 
-    Raises BrokenCheckpoint for a folder whose save was killed, CheckpointMismatch for one of
-    another number of engines.
+    Raises BrokenCheckpoint for a save that was cut off, CheckpointMismatch for another number of
+    engines.
     """
-    found = _read(folder) if world.is_main else None
-    names = world.broadcast_object(found)
+    names = None  # of the engines' folders; None if Accelerate itself has saved here
+    if world.is_main and is_ours(folder):
+        names = json.loads((folder / MARK).read_text())["engines"]
+    names = world.broadcast_object(names)
     if names is None:
         _load_stock(trained, folder, world)
         return
@@ -83,16 +78,7 @@ def load(
         each.engine.load(folder / name, model_only=model_only)
 
 
-def _read(folder: Path) -> list[str] | None:
-    """The folders of the engines in `folder`; None where Accelerate itself has saved there."""
-    if not is_ours(folder):
-        return None
-    names = json.loads((folder / MARK).read_text())["engines"]
-    assert isinstance(names, list)
-    return names
-
-
-def _load_stock(trained: Sequence[Trained], folder: Path, world: sw.World) -> None:
+def _load_stock(trained: Sequence[TrainedEngine], folder: Path, world: sw.World) -> None:
     """Load the weights and optimizers that stock Accelerate has saved with torch or safetensors."""
     optimizers = 0
     for number, each in enumerate(trained):
@@ -112,8 +98,8 @@ def _load_stock(trained: Sequence[Trained], folder: Path, world: sw.World) -> No
 
 
 def _first(folder: Path, safe: str, plain: str, number: int) -> Path:
-    """The file of the `number`-th model or optimizer. Raises BrokenCheckpoint where there is
-    none."""
+    """Return the file of the `number`-th model or optimizer. Raises BrokenCheckpoint without
+    one."""
     ending = f"_{number}" if number else ""
     for path in (folder / f"{safe}{ending}.safetensors", folder / f"{plain}{ending}.bin"):
         if path.is_file():
@@ -122,18 +108,3 @@ def _first(folder: Path, safe: str, plain: str, number: int) -> Path:
         f"{folder} has neither {MARK} nor {plain}{ending}.bin: it is no checkpoint, or its save "
         "was killed before it was complete. Load another one."
     )
-
-
-def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with memory of its own, in which tied weights are one tensor.
-
-    Parameters are views of one buffer, which writers of safetensors would take for tied weights.
-    """
-    copies: dict[Any, Tensor] = {}
-    found = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            place = value.data_ptr(), value.shape, value.stride()
-            value = copies.setdefault(place if value.numel() else name, value.detach().clone())
-        found[name] = value
-    return found

@@ -1,4 +1,4 @@
-"""Clipping as Accelerate offers it, by norms and values of gradients that engines have."""
+"""Clips gradients of engines by norm or value, as Accelerate does."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.bridging.trained import TrainedModels
+from shardwise.bridging.trained_models import TrainedModels
 from shardwise.errors import UsageError
 
 
 class Clipping:
-    """The calls of an Accelerator that look at gradients between backward and step."""
+    """The methods of an Accelerator that need gradients between backward and step."""
 
     _trained: TrainedModels
     _json: Any
@@ -22,21 +22,22 @@ class Clipping:
 
     @property
     def _trains_by_hand(self) -> bool:
-        """Whether the script uses gradients itself: it has prepared no optimizer."""
+        """Whether the script uses gradients itself, because it has prepared no optimizer."""
         return not self._trained.has_optimizers and self._json is None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing to do: the engine has the loss scale, and gives gradients without it."""
+        """Do nothing: the engine divides gradients by the loss scale."""
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip in the step to come by the norm of `parameters` over all workers; the norm before.
+        """Clip the next step by the norm of `parameters` over all ranks. Returns the norm before
+        it. Collective.
 
-        The 2-norm of all that an engine trains takes one small collective. Other norms, and parts
-        of the parameters, take the whole gradients for a moment. Collective. Raises UsageError
-        between micro-batches, where a rank has a part of the gradient only; for parameters that
-        need a gradient and have no optimizer; and for a `max_norm` that is not above 0.
+        The 2-norm of all parameters of an engine takes one small collective. Other norms, and some
+        of the parameters, gather the whole gradients. Raises UsageError between micro-batches,
+        because the gradient is not complete; for parameters without an optimizer; and for a
+        `max_norm` of 0 or less.
         """
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._trains_by_hand:
@@ -55,7 +56,7 @@ class Clipping:
         return torch.tensor(norm, device=self.device, dtype=dtype)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip every element of the gradients, which are whole for that moment. Collective."""
+        """Clip every element of the gradients. Gathers whole gradients. Collective."""
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._trains_by_hand:
             nn.utils.clip_grad_value_(several, clip_value)

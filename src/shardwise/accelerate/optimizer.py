@@ -8,17 +8,17 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import optim
 
-from shardwise.bridging.trained import TrainedModels
-from shardwise.bridging.trained_engine import Trained
+from shardwise.bridging.trained_engine import TrainedEngine
+from shardwise.bridging.trained_models import TrainedModels
 from shardwise.errors import UsageError
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """Stands where Accelerate's own does: `step` and `zero_grad` count in the last micro-batch of
-    a step alone, and go to the engine.
+    """Replaces Accelerate's own: `step` and `zero_grad` act only in the last micro-batch of a step,
+    on the engine.
 
-    Before its engine is made it is the plain optimizer. `state_dict` and `load_state_dict` have the
-    whole state, and are collective then.
+    Before its engine is made it is the plain optimizer. With an engine `state_dict` and
+    `load_state_dict` are collective and have the whole state.
     """
 
     def __init__(self, optimizer: optim.Optimizer, trained: TrainedModels) -> None:
@@ -26,13 +26,13 @@ class ShardedOptimizer(AcceleratedOptimizer):
         self._trained = trained
 
     def move_to(self, trained: TrainedModels) -> None:
-        """Belong to the Accelerator of `trained` from now on."""
+        """Belong to the Accelerator of `trained`."""
         self._trained = trained
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update, in the last micro-batch of a step. Collective.
 
-        Raises UsageError where no engine trains with it.
+        Raises UsageError if no engine trains with it.
         """
         if not self.gradient_state.sync_gradients:
             return
@@ -42,8 +42,8 @@ class ShardedOptimizer(AcceleratedOptimizer):
             self._trained.tell_followers(trained)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients since the last step, in the last micro-batch of one. What the step
-        has used is cleared already."""
+        """Clear the gradients since the last step, in the last micro-batch of a step. The step
+        itself clears the gradients that it used."""
         if self.gradient_state.sync_gradients:
             if (trained := self._trained.of(self.optimizer)) is not None:
                 trained.clear()
@@ -51,13 +51,13 @@ class ShardedOptimizer(AcceleratedOptimizer):
                 self.optimizer.zero_grad(set_to_none is not False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, on every rank. Collective."""
+        """Return the whole state, on every rank. Collective."""
         if (trained := self._trained.of(self.optimizer)) is None:
             return self.optimizer.state_dict()  # type: ignore[no-any-return]
         return trained.engine.optimizer_state_dict(self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of a plain optimizer over the same parameters. Collective."""
+        """Load the state of a plain optimizer over the same parameters. Collective."""
         if (trained := self._trained.of(self.optimizer)) is None:
             self.optimizer.load_state_dict(state_dict)
         else:
@@ -66,14 +66,14 @@ class ShardedOptimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step updated nothing. Raises UsageError while it waits for the other
-        optimizers of its model: a scheduler would be a step ahead."""
+        optimizers of its model, because a scheduler would be a step ahead."""
         trained = self._trained.of(self.optimizer)
         if trained is None:
             return False
         trained.check_complete("A scheduler's step")
         return trained.skipped
 
-    def _engine(self) -> Trained:
+    def _engine(self) -> TrainedEngine:
         trained = self._trained.of(self.optimizer)
         if trained is None:
             why = self._trained.taken_over or (

@@ -1,8 +1,8 @@
-"""Watches two methods of transformers' models that engines train: one saves them, one resizes.
+"""Replaces two methods of transformers' models: `save_pretrained`, `resize_token_embeddings`.
 
-Scripts for Accelerate call `save_pretrained(..., is_main_process=...)` on all ranks, and say by
-that argument which one writes: so all are there to gather sharded weights. Without it a rank may be
-alone, and the engine's error says what to do.
+Scripts for Accelerate call `save_pretrained(..., is_main_process=...)` on all ranks, so that all
+can gather sharded weights, and one writes. Without that argument a rank may be alone, and the
+engine's error says what to do.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.bridging.trained_engine import Trained, in_training
+from shardwise.bridging.trained_models import engine_of_model
 from shardwise.engine import usage_checks
 from shardwise.errors import UsageError
 
 Method = Callable[..., Any]
 
 _FOLLOWED = "_shardwise_follows"
-"""The attribute by which a method of ours is known."""
+"""The attribute that marks our methods."""
 
 
 def follow(model: nn.Module) -> None:
@@ -36,11 +36,11 @@ def follow(model: nn.Module) -> None:
 
 
 def _gathering(stock: Method) -> Method:
-    """`save_pretrained`, which gathers what is sharded where all ranks call it."""
+    """Return a `save_pretrained` that gathers sharded weights if all ranks call it."""
 
     @wraps(stock)
     def save_pretrained(model: Any, *arguments: Any, **keywords: Any) -> Any:
-        trained, writes = _trained(model), keywords.get("is_main_process")
+        trained, writes = engine_of_model(model), keywords.get("is_main_process")
         has_weights = writes is None or keywords.get("state_dict") is not None
         if trained is None or not trained.engine.placement.is_sharded("parameters"):
             return stock(model, *arguments, **keywords)
@@ -73,11 +73,14 @@ def _saved(
 
 
 def _refusing(stock: Method) -> Method:
-    """`resize_token_embeddings`, which is an error where an optimizer would keep the old ones."""
+    """Return a `resize_token_embeddings` that raises UsageError while an engine trains the
+    model."""
 
     @wraps(stock)
     def resize_token_embeddings(model: Any, *arguments: Any, **keywords: Any) -> Any:
-        if _trained(model) is not None and (size := _new_size(arguments, keywords)) is not None:
+        # The number of embeddings that is asked for, before it is padded.
+        size = arguments[0] if arguments else keywords.get("new_num_tokens")
+        if size is not None and engine_of_model(model) is not None:
             now = model.get_input_embeddings().num_embeddings
             if size != now:
                 raise UsageError(
@@ -90,14 +93,3 @@ def _refusing(stock: Method) -> Method:
 
     setattr(resize_token_embeddings, _FOLLOWED, True)
     return resize_token_embeddings
-
-
-def _new_size(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> int | None:
-    """The number of embeddings that is asked for, before it is padded."""
-    return arguments[0] if arguments else keywords.get("new_num_tokens")
-
-
-def _trained(model: nn.Module) -> Trained | None:
-    """What trains `model`, or a model that it is a part of."""
-    found = (each for each in in_training() if any(model in m.modules() for m in each.models))
-    return next(found, None)

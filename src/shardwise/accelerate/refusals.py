@@ -1,4 +1,4 @@
-"""What Accelerate offers and this engine does otherwise: each refusal says what to write."""
+"""Refuses options of Accelerate that this engine does in another way, and says what to write."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def settings_of(handlers: list[Any] | None) -> dict[str, Any]:
-    """What `kwargs_handlers` mean as settings of an engine. Raises UsageError for what cannot be
-    had."""
+    """Return the settings of an engine that `kwargs_handlers` ask for. Raises UsageError for
+    options that an engine lacks."""
     found: dict[str, Any] = {}
     for handler in handlers or []:
         if isinstance(handler, DistributedDataParallelKwargs):
@@ -71,7 +71,7 @@ def settings_of(handlers: list[Any] | None) -> dict[str, Any]:
 
 
 def check_compiler(plugin: Any) -> None:
-    """Raise UsageError for a compiler that units are not compiled by."""
+    """Raise UsageError for another compiler than the one of units."""
     backend = getattr(plugin.backend, "value", plugin.backend)
     mode = getattr(plugin, "mode", None)
     if str(backend).upper() not in ("NO", "INDUCTOR") or mode not in (None, "default"):
@@ -81,18 +81,9 @@ def check_compiler(plugin: Any) -> None:
         )
 
 
-def uneven_batches() -> UsageError:
-    """The error for training on other numbers of batches on other ranks."""
-    return UsageError(
-        "join_uneven_inputs with even_batches=False: a worker that has no batch left would have to "
-        "make the backwards of the others. Leave even_batches on, which repeats samples; or give "
-        "the script a shardwise.Loader, which gives such a worker a sample that counts nothing."
-    )
-
-
 def refuse_local_steps(kind: type[Any]) -> None:
-    """Let Accelerate's LocalSGD raise UsageError for an accelerator of `kind`, where it would look
-    for a method of DistributedDataParallel on a model that is not wrapped."""
+    """Make Accelerate's LocalSGD raise UsageError for an accelerator of `kind`. It would look for a
+    method of DistributedDataParallel on a model that is not wrapped."""
     stock: Any = LocalSGD.__init__
     if hasattr(stock, "__wrapped__"):
         return

@@ -1,4 +1,4 @@
-"""Joins the run under a library that finds out by environment variables which rank it is."""
+"""Joins the run under a library that reads its rank from environment variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.config import APART, APART_FLAG, FIELDS, OF_THE_ENGINE, Settings, resolve, sources
+from shardwise.config import FIELDS, OF_THE_ENGINE, Settings, resolve, sources
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 from shardwise.net import error_file
@@ -21,12 +21,10 @@ SETTINGS = frozenset(FIELDS)
 
 
 def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -> sw.World:
-    """The world of this process, which is made by `sw.init` where the script has not called it.
+    """Return the world of this process; call `sw.init` with `settings` unless the script has.
 
-    Generators stay the script's own then, since these libraries seed and save them themselves. Of
-    `settings`, those of a run go to `sw.init`. Raises UsageError for settings of a run that has
-    begun, for groups that step apart, and for a model in parts unless `library` knows of them: with
-    `in_parts` what its workers draw in common is seeded by the step.
+    Raises UsageError for settings that come after the run has begun, for islands, and for models
+    in parts unless the library supports them (`in_parts`).
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
     world = joined()
@@ -34,6 +32,8 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
         error_file.watch_exceptions()
         settled = resolve(sources(os.environ, given))[0]
         _refuse(settled, library, in_parts=in_parts)
+        # These libraries seed and save generators themselves. Only the ranks of a model in parts
+        # must draw the same numbers, which Shardwise seeds by the step.
         world = sw.init(**{"reseed": settled.tensor * settled.pipeline > 1, **given})
     else:
         _refuse(world.settings, library, in_parts=in_parts)
@@ -44,44 +44,41 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
 
 
 def joined() -> sw.World | None:
-    """The world that this process has joined already; None before."""
+    """Return the world that this process has joined, None before."""
     with suppress(UsageError):
         return sw.world()
     return None
 
 
 def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> None:
-    """Raise UsageError for a setting that the run has begun without."""
+    """Raise UsageError for a setting that differs from the run's."""
     for name, value in given.items():
         found = world.device.type if name == "device" else getattr(world.settings, name)
         if found != value:
             raise UsageError(
-                f"{name}={value!r} comes too late: this process has joined its run already. "
+                f"{name}={value!r} is too late: this process has joined its run already. "
                 f"Give it to the first of shardwise.init(...) and {library}, or as a flag."
             )
 
 
 def divide(world: sw.World, library: str, **axes: int) -> None:
-    """Let a replica be of `pipeline` or `tensor` workers from now on: for libraries that say so
-    after they have joined the run. Collective. Raises UsageError on all workers where an engine of
-    one trains already: which engines are left is up to each worker's garbage collector."""
+    """Divide each replica over `pipeline` or `tensor` ranks after the run was joined. Collective.
+    Raises UsageError on all ranks if an engine trains on one of them."""
+    # `any`, because each rank's garbage collector decides which engines are left there.
     if initialize.mesh_after(world, axes) != world.mesh and world.any(bool(living)):
         raise UsageError(
-            f"{library} comes too late: an engine trains already whose model is divided otherwise. "
-            "Close that one before, or give --pipeline and --tensor as flags."
+            f"{library} is too late: an engine already trains a model that is divided in another "
+            "way. Close that engine before, or give --pipeline and --tensor as flags."
         )
     initialize.divide(world, axes)
 
 
 def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
-    """Raise UsageError for a run whose workers do not step together, and for one whose replicas are
-    of several workers, but `in_parts`."""
-    if settings.is_divided:
-        groups = getattr(settings, APART)
+    """Raise UsageError for islands and, unless `in_parts`, for replicas of several ranks."""
+    if settings.islands != 1:
         raise UsageError(
-            f"{library} with {APART_FLAG} {groups}: it averages over all workers, and those "
-            "of other groups make steps of their own. Leave the flag out, or write the loop with "
-            "sw.Engine."
+            f"{library} with --islands {settings.islands}: it averages over all workers at each "
+            "step, and islands step apart. Leave the flag out, or write the loop with sw.Engine."
         )
     for name in () if in_parts else ("tensor", "pipeline"):
         if (size := getattr(settings, name)) > 1:
@@ -93,8 +90,8 @@ def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
 
 
 def _mention_one_process(world: sw.World) -> None:
-    """Say how several workers are started where `accelerate launch` was asked for some, and has
-    started one: it does so on the CPU without MPI, and sets the address where they would meet."""
+    """Explain how to start several ranks if `accelerate launch` has started only one."""
+    # On the CPU without MPI it starts one process for any --num_processes, and sets MASTER_ADDR.
     launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
     if world.size == 1 and launched and "WORLD_SIZE" not in os.environ:
         world.say_once(
@@ -105,17 +102,14 @@ def _mention_one_process(world: sw.World) -> None:
 
 
 def _tell_environment(world: sw.World) -> None:
-    """Set the variables by which torch's libraries know a rank, where its launcher sets others.
-
-    Nobody listens at MASTER_ADDR: the process group is made, and is taken over as it is. Where
-    Accelerate computes is said by variables of its own.
-    """
+    """Set the variables that tell Accelerate and torch's libraries rank and device."""
     if world.device.type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(world.device)
     if not dist.is_initialized():
-        return  # one process without a launcher, which needs none
+        return  # one process without a launcher needs none of them
+    # Nothing listens at MASTER_ADDR: the process group exists already, and libraries use it.
     first = world.broadcast_object(world.host)
     told = {
         "RANK": world.rank,

@@ -23,7 +23,7 @@ def plain_backward(
 ) -> None:
     """Run torch's own backward of `loss`; average the gradients of `models` if it is the `last`.
 
-    Collective if it is the last. A gradient that is a mean already stays what it is.
+    Collective if it is the last. Averaging a gradient that is a mean already does not change it.
     """
     world.expect_no_engine()
     # The class's own: a bridge puts another method onto the loss itself.
@@ -44,15 +44,10 @@ def _average(models: Sequence[nn.Module], world: sw.World) -> None:
             parts.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for same in parts.values():
         # Divided first: a sum of 16-bit gradients may overflow if their mean does not.
-        own = torch.cat([_gradient(p).reshape(-1) for p in same]) / world.size
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
+        dense = [g.to_dense() if g.is_sparse else g for g in gradients]
+        own = torch.cat([gradient.reshape(-1) for gradient in dense]) / world.size
         mean = world.sum(own)
         values = torch.split(mean, [p.numel() for p in same])
         for parameter, value in zip(same, values, strict=True):
             parameter.grad = value.view(parameter.shape).clone()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(parameter)
-    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -1,4 +1,4 @@
-"""One engine with the models and optimizers that it was made of, as a bridge's calls use it.
+"""One engine with the models and optimizers that it was made from, as a bridge uses it.
 
 backward ── clip ── clip ── step of one optimizer ── step of the other: the engine steps
 """
@@ -24,53 +24,54 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class LossItems:
-    """What a loss is a mean over: a number of items, those of one `batch` where that is known."""
+    """The items that a loss is a mean over: their `number`, and their `batch` if known."""
 
     number: float | Tensor
     batch: object = None
     same_items: bool | None = None
-    """Whether they are those of an earlier loss, where the script says so."""
+    """Whether an earlier loss was over the same items, if the script says so."""
     rows: int | None = None
-    """The rows that the forward saw, by which buffers are averaged; None if nobody knows."""
+    """The rows that the forward saw, which weigh the means of buffers; None if unknown."""
 
 
 @dataclass(eq=False)
-class Trained:
-    """An engine with what it is made of, and what it was asked since its last step."""
+class TrainedEngine:
+    """An engine with its models and optimizers, and the requests since its last step."""
 
     engine: sw.Engine
     models: list[nn.Module]
     optimizers: list[optim.Optimizer]
     owner: Any
-    """What made it, and gives it up where another one takes its models."""
+    """The TrainedModels that made it, and must give it up if another one takes its models."""
     skipped: bool = False
     """Whether its last step updated nothing."""
     norm: float = 0.0
-    """Of the gradient, where it was asked to be clipped."""
+    """The gradient's norm, if the script asked to clip by it."""
     max_norm: float | None = None
-    """What the next step clips to."""
+    """The norm that the next step clips to."""
     always_clips: float | None = None
-    """What every step clips to, whatever it was asked; None: what it was asked."""
+    """The norm that every step clips to, also if the script asks for another; None for the
+    script's."""
     cleared: bool = True
     """Whether a plain optimizer would have no gradients before the next backward."""
     _number: float | Tensor = 0.0
-    """What that loss is a mean over."""
+    """The number of items of the last loss."""
     _batch: object = None
-    """The batch that the last loss was of."""
+    """The batch of the last loss."""
     _stepped: list[optim.Optimizer] = field(default_factory=list)
 
     def parameters(self) -> set[int]:
-        """The identities of what its optimizers train now."""
+        """Return the ids of the parameters that its optimizers train now."""
         groups = (group for each in self.optimizers for group in each.param_groups)
         return {id(p) for group in groups for p in group["params"] if p.requires_grad}
 
     @property
     def waits(self) -> bool:
-        """Whether some of its optimizers were stepped, and others are to be."""
+        """Whether some of its optimizers were stepped, but not all."""
         return bool(self._stepped)
 
     def check_complete(self, call: str) -> None:
-        """Raise UsageError where some optimizers were stepped and not all."""
+        """Raise UsageError if some optimizers were stepped, but not all."""
         if self._stepped:
             left = [each for each in self.optimizers if each not in self._stepped]
             names = " and ".join(type(each).__name__ for each in left)
@@ -81,7 +82,7 @@ class Trained:
             )
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> None:
-        """Step `optimizer`: the engine does when the last of its optimizers is asked to."""
+        """Step `optimizer`. The engine steps once all of its optimizers were asked to."""
         if optimizer in self._stepped:
             self.check_complete(f"{type(optimizer).__name__}.step() again")
         if closure is not None and len(self.optimizers) > 1:
@@ -103,9 +104,11 @@ class Trained:
         self.cleared = False
 
     def has_gradients(self, call: str) -> bool:
-        """Whether there was a backward since the last step. Without one, a plain optimizer that
-        was cleared has nothing to do in `call`; raises UsageError for one that was not, which
-        would use the gradients of the last step again."""
+        """Return whether there was a backward since the last step.
+
+        Without one, a plain optimizer whose gradients were cleared does nothing in `call`. Raises
+        UsageError if they were not cleared: it would use the gradients of the last step again.
+        """
         if self.engine.has_gradients or self.cleared:
             return self.engine.has_gradients
         raise UsageError(
@@ -115,8 +118,8 @@ class Trained:
         )
 
     def weighted(self, items: LossItems, loss: Tensor) -> dict[str, Any]:
-        """How a backward of `loss` over `items` is weighted: a further loss of one batch adds up
-        with those before, as in plain PyTorch."""
+        """Return the keywords that weigh a backward of `loss`, a mean over `items`. A further loss
+        of the same batch is added to the earlier ones, as in plain PyTorch."""
         again = items.same_items
         if again is None and items.batch is not None:
             again = (items.batch is self._batch and self.engine.has_gradients) or None
@@ -138,9 +141,9 @@ class Trained:
         self.engine.zero_grad()
 
     def clip(self, max_norm: float, coefficient: float | None = None) -> None:
-        """Let the next step clip to `max_norm`; or, with a `coefficient` below 1, multiply by it.
+        """Make the next step clip to `max_norm` or, with a `coefficient` below 1, multiply by it.
 
-        Clipping again clips what is clipped already, so the smallest counts.
+        Clipping twice clips gradients that are clipped already, so the smaller limit wins.
         """
         if coefficient is not None:
             max_norm = coefficient * (self.norm + EPSILON) if coefficient < 1 else math.inf
@@ -148,16 +151,16 @@ class Trained:
             self.max_norm = max_norm if self.max_norm is None else min(max_norm, self.max_norm)
 
     def clipped_norm(self) -> float:
-        """The norm as it is after what was asked so far."""
+        """Return the norm after the clipping that was asked for so far."""
         return self.norm * self.coefficient
 
     @property
     def coefficient(self) -> float:
-        """What the next step multiplies by to clip."""
+        """The factor by which the next step clips."""
         return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + EPSILON))
 
     def apply_clipping(self) -> None:
-        """Clip whole gradients as the next step would: what follows is of what is clipped."""
+        """Clip whole gradients now, as the next step would, for code that reads them."""
         coefficient, self.max_norm = self.coefficient, None
         if coefficient < 1:
             for optimizer in self.optimizers:
@@ -166,38 +169,40 @@ class Trained:
                         parameter.grad.mul_(coefficient)
 
 
-_made: list[ref[Trained]] = []
-"""What was made in this process by whichever Accelerator, in that order. It lives as long as its
-models, which hold it: so it is there on all ranks, or on none."""
+_made: list[ref[TrainedEngine]] = []
+"""All trained engines of this process, oldest first."""
 
 _HELD = "_shardwise_trained"
 """The attribute of a model that holds what trains it."""
 
 
 class _Held:
-    """What a model holds of what trains it; copies of the model hold nothing."""
+    """A model's reference to its TrainedEngine, which copies of the model do not get."""
 
-    def __init__(self, trained: Trained | None = None) -> None:
+    # The models keep their TrainedEngine alive: garbage collection then ends it on all ranks or
+    # none, since all ranks hold the same models.
+
+    def __init__(self, trained: TrainedEngine | None = None) -> None:
         self.trained = trained
 
     def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
         return _Held, ()
 
 
-def in_training() -> list[Trained]:
-    """What is trained now in this process."""
+def in_training() -> list[TrainedEngine]:
+    """Return all trained engines of this process, oldest first."""
     found = [(each, each()) for each in _made]
     _made[:] = [each for each, trained in found if trained is not None]
     return [trained for _, trained in found if trained is not None]
 
 
-def remember(trained: Trained) -> None:
+def remember(trained: TrainedEngine) -> None:
     _made.append(ref(trained))
     for model in trained.models:
         vars(model)[_HELD] = _Held(trained)
 
 
-def forget(trained: Trained) -> None:
+def forget(trained: TrainedEngine) -> None:
     _made[:] = [each for each in _made if each() is not trained]
     for model in trained.models:
         vars(model).pop(_HELD, None)

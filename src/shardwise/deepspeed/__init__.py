@@ -2,26 +2,22 @@
 
 initialize.py     a model, an optimizer and a JSON become an engine
 engine.py         the engine object: backward, step, checkpoints
-configured.py     what it answers of itself
-outputs.py        the dtypes of a module's outputs
+configured.py     its configuration and counts
 optimizers.py     optimizers and schedules by the names of the JSON
 ops/              optimizers by the names of DeepSpeed's kernels
 schedules.py      the five schedules
 loader.py         the loader of training_data
 monitor.py        values for TensorBoard and as comma-separated values
 checkpoints.py    save_checkpoint and load_checkpoint
-written_files.py  files that the main worker writes for all
-comm.py           collectives between the workers
-zero.py           models without memory, whole parameters for a moment
-zero_marks.py     ds_id and ds_status of sharded parameters
+comm.py           collectives between the ranks
+zero.py           models without memory, gathered parameters
 zero_to_fp32.py   whole fp32 weights of a save
 manual_backward.py  loss.backward() and engine.scale(loss).backward()
-runtime_utils.py  seeds, and a line on memory
-utils.py          whole parameters, gradients and optimizer state; a log
-accelerator.py    where this process computes
+utils.py          whole parameters, gradients and optimizer state; a log; seeds
+accelerator.py    the device of this process
 checkpointing.py  forwards that are run again in backward
 pipe/             PipelineModule and its layers, over the stages of our pipeline
-moe.py            what scripts import of mixtures of experts, which are not here
+moe.py            names of mixtures of experts, which are not here
 modules.py        the modules that `import deepspeed` gives under --adopt
 """
 

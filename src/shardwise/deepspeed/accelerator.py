@@ -13,24 +13,33 @@ from shardwise.errors import UsageError
 __all__ = ["get_accelerator", "is_current_accelerator_supported"]
 
 
-class Accelerator:
-    """The device of this worker: of the run where it is joined, else a GPU where there is one.
+_ON_CPU = {
+    "synchronize": None,
+    "empty_cache": None,
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "reset_peak_memory_stats": None,
+}
+"""What functions that only torch.cuda has return on a CPU."""
 
-    What is not here is torch.cuda's, or torch.cpu's.
+
+class DeepSpeedAccelerator:
+    """The device of this rank: that of the run once it is joined, else a GPU if there is one.
+
+    Other attributes are those of torch.cuda or torch.cpu.
     """
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name, None) or getattr(torch, name, None)
+        if name in _ON_CPU and not self._is_cuda:
+            return lambda *arguments, **keywords: _ON_CPU[name]
+        module = torch.cuda if self._is_cuda else torch.cpu
+        found = getattr(module, name, None) or getattr(torch, name, None)
         if found is None:
             raise AttributeError(f"Shardwise's accelerator has no {name!r}.")
         return found
 
-    @property
-    def _module(self) -> Any:
-        return torch.cuda if self.device_name() == "cuda" else torch.cpu
-
     def device_name(self, device_index: int | None = None) -> str:
-        """cpu or cuda, with a number where one is given."""
+        """Return cpu or cuda, with a number if given."""
         try:
             kind = sw.world().device.type
         except UsageError:
@@ -38,28 +47,28 @@ class Accelerator:
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which tensors are made on a GPU; the device itself on a CPU."""
-        if self.device_name() == "cuda":
+        """Return a context in which tensors are made on a GPU; the device itself on a CPU."""
+        if self._is_cuda:
             return torch.cuda.device(device_index)
         return torch.device("cpu")
 
     def set_device(self, device_index: int) -> None:
-        """Nothing to do: the run has chosen a device for each worker."""
+        """Do nothing: the run has chosen a device for each rank."""
         del device_index
 
     def current_device(self) -> Any:
-        """The number of the GPU, or "cpu"."""
-        return torch.cuda.current_device() if self.device_name() == "cuda" else "cpu"
+        """Return the number of the GPU, or "cpu"."""
+        return torch.cuda.current_device() if self._is_cuda else "cpu"
 
     def current_device_name(self) -> str:
-        """Such as cuda:0, or cpu."""
-        if self.device_name() == "cuda":
+        """Return the device, such as cuda:0 or cpu."""
+        if self._is_cuda:
             return f"cuda:{torch.cuda.current_device()}"
         return "cpu"
 
     def device_count(self) -> int:
-        """How many GPUs this process sees; on a CPU how many workers the host has."""
-        if self.device_name() == "cuda":
+        """Return how many GPUs this process sees; on a CPU how many workers the host has."""
+        if self._is_cuda:
             return torch.cuda.device_count()
         try:
             return sw.world().local_size
@@ -67,50 +76,27 @@ class Accelerator:
             return 1
 
     def is_available(self) -> bool:
-        """Whether it computes at all."""
+        """Return True."""
         return True
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until what was asked of a GPU is done."""
-        if self.device_name() == "cuda":
-            torch.cuda.synchronize(device_index)
-
-    def empty_cache(self) -> None:
-        """Give memory of a GPU back that nothing uses."""
-        if self.device_name() == "cuda":
-            torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes that tensors take on a GPU; 0 on a CPU."""
-        return torch.cuda.memory_allocated(device_index) if self._is_cuda else 0
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes that tensors took on a GPU; 0 on a CPU."""
-        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else 0
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin to count the most bytes anew."""
-        if self._is_cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
 
     @property
     def _is_cuda(self) -> bool:
         return self.device_name() == "cuda"
 
     def is_bf16_supported(self) -> bool:
-        """Whether it computes in bf16."""
+        """Return whether the device computes in bf16."""
         return not self._is_cuda or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16."""
+        """Return whether the device computes in fp16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The dtypes that models may be trained in."""
+        """Return the dtypes that models may be trained in."""
         return [torch.float, torch.bfloat16, torch.half]
 
     def communication_backend_name(self) -> str:
-        """The backend of torch.distributed."""
+        """Return the backend of torch.distributed."""
         return "nccl" if self._is_cuda else "gloo"
 
     def manual_seed(self, seed: int) -> None:
@@ -123,29 +109,29 @@ class Accelerator:
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """The state of the generator of this device."""
+        """Return the state of the generator of this device."""
         if self._is_cuda:
             return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Put the generator of this device where it was."""
+        """Set the state of the generator of this device."""
         if self._is_cuda:
             torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
         else:
             torch.set_rng_state(new_state)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is on this device."""
+        """Return whether `tensor` is on this device."""
         return tensor.device.type == self.device_name()
 
 
 @cache
-def get_accelerator() -> Accelerator:
-    """The one of this process."""
-    return Accelerator()
+def get_accelerator() -> DeepSpeedAccelerator:
+    """Return the accelerator of this process."""
+    return DeepSpeedAccelerator()
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether this device can be trained on: always."""
+    """Return True: any device can be trained on."""
     return True

@@ -26,8 +26,8 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Let `checkpoint` keep its inputs on the host where `checkpoint_in_cpu`, or the JSON's
-    cpu_checkpointing, says so. The other arguments are DeepSpeed's tuning."""
+    """Make `checkpoint` keep its inputs on the host if `checkpoint_in_cpu` or the JSON's
+    cpu_checkpointing is on. DeepSpeed's other arguments are tuning, and not used."""
     del mpu_, partition_activations, contiguous_checkpointing, num_checkpoints, synchronize, profile
     in_cpu = bool(checkpoint_in_cpu)
     if deepspeed_config is not None and checkpoint_in_cpu is None:
@@ -37,16 +37,16 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called."""
+    """Return whether `configure` was called."""
     return bool(_configured)
 
 
 def reset() -> None:
-    """Nothing to do: nothing is kept between forwards."""
+    """Do nothing: nothing is kept between forwards."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, of which backward computes what it needs again."""
+    """Return `function(*args)`, which backward runs again instead of keeping activations."""
     kept = torch.autograd.graph.save_on_cpu() if _configured.get("in_cpu") else nullcontext()
     with kept:
         return checkpoint_of_torch(function, *args, use_reentrant=False)

@@ -6,7 +6,7 @@ save_dir/
     ├── step-100/                 weights and optimizer state, as engine.save writes them
     └── client-100-5f0c2a91.pt    client_state, schedule and counts, without code
 
-The step names its client file, which has a name of its own in every save and is written before it:
+The client file has another name in every save. The step names it, and is written after it. So
 wherever a save is cut off, a complete step has the client file that it was saved with.
 """
 
@@ -26,12 +26,11 @@ from typing import Any
 import torch
 
 import shardwise as sw
+from shardwise.bridging.written_files import copied_state, on_main, write
 from shardwise.checkpoint import document
 from shardwise.checkpoint.atomic_folders import DOCUMENT, complete
 from shardwise.checkpoint.deepspeed import as_checkpoint
-from shardwise.checkpoint.file_system import replace_file
 from shardwise.deepspeed.configured import Configured
-from shardwise.deepspeed.written_files import also_in_trial, on_main
 from shardwise.errors import (
     BadCall,
     BrokenCheckpoint,
@@ -43,12 +42,12 @@ from shardwise.errors import (
 
 LATEST = "latest"
 BESIDE = "schedules_of_deepspeed"
-"""The name under which an engine keeps which file is beside its checkpoint."""
+"""The entry of a checkpoint that names its client file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What of a checkpoint is loaded beside the weights; `strict`: their names are all there."""
+    """The parts of a checkpoint to load in addition to the weights. `strict` requires all names."""
 
     strict: bool
     optimizer: bool
@@ -72,35 +71,32 @@ def save(
     name = _tag_of(engine, tag)
     place = home / name
     client = world.broadcast_object(f"client-{inner.steps}-{secrets.token_hex(4)}.pt")
-    also_in_trial(world, place, lambda: _begin_client(engine, place / client, client_state))
-    engine._trained.beside.file = client
+
+    def write_client() -> None:
+        data = _client_file(engine, client_state)  # in a trial too: it checks client_state
+        if not world.settings.trial:
+            write(place / client, data)
+
+    # Before the step, which names it: a step that is complete has its client file, wherever the
+    # save is cut off.
+    on_main(world, place, write_client, in_trial=True)
+    engine._parts.schedules_file.file = client
     try:
         path = inner.save(place)
     finally:
-        engine._trained.beside.file = None
+        engine._parts.schedules_file.file = None
     inner.leave_folders()
     if path is None:
         return False
     on_main(world, place, lambda: _remove_others(place, path, client))
-    if save_latest:
-        on_main(world, home, lambda: replace_file(home / LATEST, name.encode()))
+    if save_latest:  # last: it must never name a tag that is not complete
+        on_main(world, home, lambda: write(home / LATEST, name.encode()))
     return True
 
 
-def _begin_client(engine: Configured, path: Path, client_state: dict[str, Any]) -> None:
-    data = _client_file(engine, client_state)
-    if not engine.world.settings.trial:
-        _begin(path, data)
-
-
-def _begin(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, data)
-
-
 def _tag_of(engine: Configured, tag: str | None) -> str:
-    """The tag, alike on all workers: rank 0's. Raises UsageError for one that is a path, and, where
-    checkpoint.tag_validation is Fail, for others elsewhere; Warn says so."""
+    """Return rank 0's tag on all ranks. Raises UsageError for a path, and FailedAssertion if tags
+    differ and checkpoint.tag_validation is Fail."""
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     first = engine.world.broadcast_object(name)
     if not first or first in (".", "..") or os.sep in first:
@@ -109,19 +105,19 @@ def _tag_of(engine: Configured, tag: str | None) -> str:
         words = f"save_checkpoint has the tag {first!r} on rank 0 and another one elsewhere"
         if engine._job.tag_validation == "fail":
             raise FailedAssertion(f"{words} (here: {name!r}): give all workers the same.")
-        engine.world.say_once(f"{words}: all workers save under that of rank 0.")
+        engine.world.say_once(f"{words}: all workers save under the tag of rank 0.")
     return first
 
 
 def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
-    """What is kept beside the engine's own checkpoint. Raises UsageError for what could not be
+    """Return the content of the client file. Raises UsageError for a client_state that could not be
     read without running code."""
     schedule = engine.lr_scheduler
     known = hasattr(schedule, "state_dict")
     if schedule is not None and not known:
         engine.world.say_once(
             f"the schedule, a {type(schedule).__name__}, has no state_dict(): it is not saved, and "
-            "begins anew where this checkpoint goes on."
+            "begins again when this checkpoint is loaded."
         )
     content = {
         "client_state": client_state,
@@ -143,8 +139,8 @@ def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
 
 
 def _remove_others(place: Path, kept: Path, client: str) -> None:
-    """Remove what earlier saves under the same tag have left; what cannot be removed takes room,
-    and the next save tries again."""
+    """Remove the files of earlier saves under the same tag. If that fails, the next save tries
+    again."""
     for path in place.glob("step-*"):
         if path.name != kept.name and (path / DOCUMENT).is_file():
             shutil.rmtree(path, ignore_errors=True)
@@ -159,14 +155,22 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See DeepSpeedEngine.load_checkpoint."""
     world, inner = engine.world, engine._engine("load_checkpoint")
-    found = world.broadcast_object(_looked_for(Path(folder), tag) if world.is_main else None)
+    found: Any = None
+    if world.is_main:
+        try:
+            found = _found(Path(folder), tag)
+        except CheckpointError as error:  # raised below: the other ranks wait for the answer
+            found = error
+        except (OSError, ValueError) as error:
+            found = CheckpointError(f"{folder} cannot be read: {error}.")
+    found = world.broadcast_object(found)
     if found is None:
         world.say_once(f"load_checkpoint: {folder} has no file {LATEST}: nothing is loaded.")
         return None, None
     if isinstance(found, CheckpointError):
         raise found
     place, path, data = found
-    # All that stands beside is read before anything changes.
+    # The client file is read and checked before anything changes: a load fails as a whole.
     beside = _of_deepspeed(engine, place) if data is None else _content(place, data)
     schedule = beside["lr_scheduler"] if wanted.scheduler else None
     if schedule is not None and engine.lr_scheduler is not None:
@@ -181,8 +185,8 @@ def load(
 
 
 def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) -> None:
-    """Raise CheckpointMismatch for the state of a schedule of another `kind`, and where the one
-    here takes none. A save of DeepSpeed names no kind: there the entries tell."""
+    """Raise CheckpointMismatch for the state of a schedule of another `kind`, and for a schedule
+    without load_state_dict. A save of DeepSpeed names no kind: its entries tell."""
     name = type(schedule).__name__
     advice = "leave its state out: load_checkpoint(load_lr_scheduler_states=False)."
     if not hasattr(schedule, "state_dict") or not hasattr(schedule, "load_state_dict"):
@@ -196,7 +200,9 @@ def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) ->
             f"{advice}"
         )
     here, there = schedule.state_dict(), state if isinstance(state, dict) else {}
-    if kind is None and not _known_to_users(here) <= there.keys():
+    # Versions of torch add and drop private entries.
+    known = {entry for entry in here if not entry.startswith("_")}
+    if kind is None and not known <= there.keys():
         raise CheckpointMismatch(
             f"{place} has a schedule of another kind than {name}: its state is "
             f"{_listed(there)}, and here {_listed(here)}. Make the schedule that was saved, or "
@@ -204,20 +210,15 @@ def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) ->
         )
 
 
-def _known_to_users(state: Iterable[str]) -> set[str]:
-    """The entries that every version of a schedule has: torch adds and drops others."""
-    return {name for name in state if not name.startswith("_")}
-
-
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(map(str, names)))[:200]
 
 
 def _content(place: Path, data: bytes) -> dict[str, Any]:
-    """What `_client_file` has written. Raises BrokenCheckpoint for what it has not."""
+    """Return the content of a client file. Raises BrokenCheckpoint if it is damaged."""
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch meets in a file that is not whole
+    except Exception as error:  # torch raises many types for a damaged file
         raise BrokenCheckpoint(
             f"{place} has a client-*.pt that is damaged: load another tag."
         ) from error
@@ -232,18 +233,25 @@ _CONTENT = {"client_state", "lr_scheduler", "schedule", "counts"}
 
 
 def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
-    """What a save of DeepSpeed has beside its tensors, in the form of `_content`.
-
-    Objects of classes in its client_state are records of their attributes, which cannot be sent:
-    every worker reads for itself. What one cannot read is raised by all. Collective.
+    """Return what a save of DeepSpeed has in addition to its tensors, in the form of `_content`.
+    An error on one rank is raised on all. Collective.
     """
+    # Every rank reads for itself: objects in its client_state become records of their attributes,
+    # which cannot be sent.
     found: dict[str, Any] = {}
     fault: CheckpointError | None = None
     try:
-        found = _read_deepspeed(engine, place)
+        save = as_checkpoint.opened(place)
+        micro_steps = save.steps * engine.gradient_accumulation_steps()
+        found = {
+            "client_state": save.client_state,
+            "lr_scheduler": save.scheduler,
+            "schedule": None,
+            "counts": save.counts | {"micro_steps": micro_steps},
+        }
     except CheckpointError as error:
         fault = error
-    except Exception as error:  # whatever a file of another library makes of reading
+    except Exception as error:  # a file of another library may raise anything
         fault = CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error}.")
     for each in engine.world.gather(fault):
         if each is not None:
@@ -251,35 +259,12 @@ def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
     return found
 
 
-def _read_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
-    save = as_checkpoint.opened(place)
-    micro_steps = save.steps * engine.gradient_accumulation_steps()
-    return {
-        "client_state": save.client_state,
-        "lr_scheduler": save.scheduler,
-        "schedule": None,
-        "counts": save.counts | {"micro_steps": micro_steps},
-    }
-
-
-def _looked_for(
-    folder: Path, tag: str | None
-) -> tuple[Path, Path, bytes | None] | CheckpointError | None:
-    """What `_found` returns; an error too where a file cannot be read, since other workers wait for
-    the answer of this one."""
-    try:
-        return _found(folder, tag)
-    except CheckpointError as error:
-        return error
-    except (OSError, ValueError) as error:
-        return CheckpointError(f"{folder} cannot be read: {error}.")
-
-
 def _found(
     folder: Path, tag: str | None
 ) -> tuple[Path, Path, bytes | None] | CheckpointError | None:
-    """The folder of the tag, the checkpoint in it, and what is kept beside; None where no tag is
-    given and none is the latest; an error where there is nothing that can be loaded."""
+    """Return the folder of the tag, the checkpoint in it, and the bytes of its client file.
+
+    None without a tag and a latest one; an error if nothing can be loaded."""
     if tag is None:
         if not (folder / LATEST).is_file():
             return None
@@ -317,18 +302,13 @@ def _found(
     return place, path, beside.read_bytes()
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with memory of its own: parameters are views of a buffer, which would be saved."""
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-
-
 def save_weights(world: sw.World, state: dict[str, Any], folder: Path, name: str) -> bool:
     """Write `state`, weights by name on the main worker, as one file. Collective."""
 
     def save() -> None:
         buffer = io.BytesIO()
-        torch.save(_copied(state), buffer)
-        _begin(folder / name, buffer.getvalue())
+        torch.save(copied_state(state), buffer)
+        write(folder / name, buffer.getvalue())
 
     on_main(world, folder, save)
     return True

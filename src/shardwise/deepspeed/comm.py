@@ -30,76 +30,71 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the run, whoever launched it, once; the transport and the ranks are the launcher's to
-    say, and the arguments are DeepSpeed's. Collective."""
+    """Join the run, whatever launched it. The launcher decides on the transport and the ranks, so
+    DeepSpeed's arguments are not used. Collective."""
     del dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method
     del dist_init_required, config, rank, world_size
     join_run({})
 
 
 def join_run(settings: Mapping[str, Any]) -> sw.World:
-    """The world of this process, which has a group of torch's from now on: scripts call its
+    """Return the world of this process, which has a group of torch's: scripts call its
     collectives, and read the ranks from the environment, in one process too. Collective."""
     if "LOCAL_SIZE" in os.environ:  # how DeepSpeed's launcher calls it
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
     world = join(settings, "shardwise.deepspeed", in_parts=True)
-    if world.size == 1 and not dist.is_initialized():
+    if world.size == 1 and not dist.is_initialized():  # Shardwise itself needs no group then
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
-        exit_handlers.register(_leave)
+        exit_handlers.register(lambda: dist.is_initialized() and dist.destroy_process_group())
         join(settings, "shardwise.deepspeed", in_parts=True)
     return world
 
 
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def get_rank(group: Any = None) -> int:
-    """This worker's number, in `group` where one is given."""
+    """Return this worker's number, in `group` if given."""
     return dist.get_rank(group)
 
 
 def get_world_size(group: Any = None) -> int:
-    """How many workers there are, in `group` where one is given."""
+    """Return the number of ranks, in `group` if given."""
     return dist.get_world_size(group)
 
 
 def get_local_rank() -> int:
-    """This worker's number on its host."""
+    """Return this worker's number on its host."""
     return sw.world().local_rank
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The number in the run of the worker that is `group_rank` in `group`."""
+    """Return the number in the run of the worker that is `group_rank` in `group`."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_world_group() -> Any:
-    """The group of all workers."""
+    """Return the group of all workers."""
     return dist.group.WORLD
 
 
 def new_group(ranks: list[int]) -> Any:
-    """A group of the workers with these numbers. Collective over all."""
+    """Return a group of the workers with these numbers. Collective over all."""
     return dist.new_group(ranks)
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Leave `group`; the group of all workers is left when the process ends."""
+    """Leave `group`. The group of all ranks is left when the process ends."""
     if group is not None:
         dist.destroy_process_group(group)
 
 
 def barrier(group: Any = None, async_op: bool = False, **options: Any) -> Any:
-    """Wait for the other workers."""
+    """Wait for the other ranks."""
     del options
     return dist.barrier(group, async_op=async_op)
 
 
 def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> Any:
-    """As all_reduce."""
+    """Reduce as all_reduce does."""
     return dist.all_reduce(tensor, op, group)
 
 

@@ -1,4 +1,4 @@
-"""What an engine of DeepSpeed knows of itself: how it was configured, and what it has counted."""
+"""An engine's configuration and counts, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.config.deepspeed import Batches, Job
-from shardwise.deepspeed.written_files import KeptBeside
+from shardwise.bridging.written_files import SchedulesFile
+from shardwise.config.deepspeed import Batches, DeepSpeedJob
 from shardwise.errors import UsageError
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """What an engine counts, and what a checkpoint keeps."""
+    """The counts of an engine, which a checkpoint keeps."""
 
     global_steps: int = 0
     global_samples: int = 0
@@ -26,29 +26,31 @@ class Counts:
 
 
 @dataclass(kw_only=True)
-class Trained:
-    """What trains a model: None and empty where it has no optimizer."""
+class EngineParts:
+    """What an engine of DeepSpeed is made from: None and empty without an optimizer."""
 
     engine: sw.Engine | None = None
     optimizer: Any = None
     optimizers: Sequence[torch.optim.Optimizer] = field(default_factory=tuple)
     scheduler: Any = None
-    beside: KeptBeside = field(default_factory=KeptBeside)
+    schedules_file: SchedulesFile = field(default_factory=SchedulesFile)
 
 
 class Configured(nn.Module):
-    """Answers what scripts ask an engine: sizes, precision, stage, rates, ranks."""
+    """Returns sizes, precision, stage, rates and ranks to scripts."""
 
     optimizer: Any
 
-    def __init__(self, job: Job, batches: Batches, world: sw.World, trained: Trained) -> None:
+    def __init__(
+        self, job: DeepSpeedJob, batches: Batches, world: sw.World, parts: EngineParts
+    ) -> None:
         super().__init__()
         self.world = world
         self._job = job
         self._batches = batches
-        self._trained = trained
+        self._parts = parts
         self._counts = Counts()
-        self.lr_scheduler = trained.scheduler
+        self.lr_scheduler = parts.scheduler
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +74,7 @@ class Configured(nn.Module):
 
     @property
     def dp_world_size(self) -> int:
-        """How many workers have batches of their own."""
+        """How many ranks have different batches."""
         return self.world.data_size
 
     @property
@@ -87,7 +89,7 @@ class Configured(nn.Module):
 
     @property
     def global_samples(self) -> int:
-        """Samples trained on, over all workers."""
+        """Samples trained on, over all ranks."""
         return self._counts.global_samples
 
     @property
@@ -101,19 +103,19 @@ class Configured(nn.Module):
         return self._counts.skipped_steps
 
     def train_batch_size(self) -> int:
-        """Samples of an update, over all workers."""
+        """Return the samples of an update, over all ranks."""
         return self._batches.total
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one backward of one worker."""
+        """Return the samples of one backward on one rank."""
         return self._batches.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Backwards of an update."""
+        """Return the backwards of an update."""
         return self._batches.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """The three sizes: of an update, of a backward, and backwards of an update."""
+        """Return the three sizes: of an update, of a backward, and backwards of an update."""
         return self._batches.total, self._batches.micro, self._batches.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -129,147 +131,147 @@ class Configured(nn.Module):
         self._batches = Batches(total=train_batch_size, micro=self._batches.micro, steps=steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Let a backward have `micro_batch_size` samples, by an update of more."""
+        """Change the samples of a backward, and so those of an update."""
         steps = self._batches.steps
         total = micro_batch_size * steps * self.world.data_size
         self._batches = Batches(total=total, micro=micro_batch_size, steps=steps)
 
     def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to, 0 for none."""
+        """Return the norm that gradients are clipped to, 0 for none."""
         return self._job.clipping
 
     def steps_per_print(self) -> int | None:
-        """Updates between two lines of progress, None for no lines."""
+        """Return the number of updates between two lines of progress, None for no lines."""
         return self._job.steps_per_print
 
     def _precision(self) -> str:
-        engine = self._trained.engine
+        engine = self._parts.engine
         return self._job.precision if engine is None else engine.settings.precision
 
     def fp16_enabled(self) -> bool:
-        """Whether it computes in fp16."""
+        """Return whether it computes in fp16."""
         return self._precision() == "fp16-mixed"
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the parameters are bf16."""
+        """Return whether the parameters are bf16."""
         return self._precision() == "bf16"
 
     def torch_autocast_enabled(self) -> bool:
-        """Whether forwards run in autocast."""
+        """Return whether forwards run in autocast."""
         return self._precision().endswith("-mixed") and "torch_autocast.enabled" in self.config
 
     def managed_gradient_accumulation(self) -> bool:
-        """Whether `step` updates only in the last micro-batch."""
+        """Return whether `step` updates only in the last micro-batch."""
         return self._job.manages_accumulation
 
     def dataloader_drop_last(self) -> bool:
-        """Whether the last short batch of `training_data` is left out."""
+        """Return whether the last short batch of `training_data` is left out."""
         return self._job.drop_last
 
     def get_data_parallel_rank(self) -> int:
-        """The replica that this worker is of, from 0."""
+        """Return the replica that this worker is of, from 0."""
         return self.world.data_rank
 
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage of the placement."""
-        engine = self._trained.engine
+        """Return the ZeRO stage of the placement."""
+        engine = self._parts.engine
         return self._job.stage if engine is None else engine.placement.level
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
+        """Return whether anything is sharded."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are sharded."""
+        """Return whether gradients are sharded."""
         return self.zero_optimization_stage() >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are sharded."""
+        """Return whether parameters are sharded."""
         return self.zero_optimization_stage() == 3
 
     def zero_cpu_offload(self) -> bool:
-        """Whether optimizer state rests in the host's memory."""
+        """Return whether optimizer state is in the host's memory."""
         return self._optimizer_tier() == "cpu"
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """Whether optimizer state rests in the host's memory or on its disk."""
+        """Return whether optimizer state is in the host's memory or on its disk."""
         return self._optimizer_tier() in ("cpu", "nvme")
 
     def _optimizer_tier(self) -> str:
-        engine = self._trained.engine
+        engine = self._parts.engine
         return "device" if engine is None else engine.placement.tier("optimizer").kind
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether save_16bit_model writes whole weights: it does in every stage."""
+        """Return True: save_16bit_model writes whole weights in every stage."""
         return True
 
     def autotp_size(self) -> int:
-        """How many workers of a replica a layer is split over."""
+        """Return how many workers of a replica a layer is split over."""
         return self.world.tensor_size
 
     def wall_clock_breakdown(self) -> bool:
-        """Whether `step` prints its times: --timeline writes them instead."""
+        """Return False: --timeline writes times instead."""
         return False
 
     def curriculum_learning_enabled(self) -> bool:
-        """Whether batches grow as a curriculum: the JSON's is refused."""
+        """Return False: the JSON's curriculum is refused."""
         return False
 
     def data_efficiency_enabled(self) -> bool:
-        """Whether data is sampled or dropped while training: the JSON's is refused."""
+        """Return False: the JSON's data efficiency is refused."""
         return False
 
     def loss_scale(self) -> float:
-        """The present loss scale, 1 where there is none."""
-        return 1.0 if self._trained.engine is None else self._trained.engine.loss_scale
+        """Return the present loss scale, 1 without one."""
+        return 1.0 if self._parts.engine is None else self._parts.engine.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
+        """Return whether the loss scale follows overflows."""
         return self.fp16_enabled() and not self._job.scaling.static
 
     def optimizer_name(self) -> str | None:
-        """The optimizer of the JSON, in small letters."""
+        """Return the optimizer of the JSON, in small letters."""
         return None if self._job.optimizer is None else self._job.optimizer.name.lower()
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """The keywords of the optimizer in the JSON."""
+        """Return the keywords of the optimizer in the JSON."""
         return None if self._job.optimizer is None else dict(self._job.optimizer.params)
 
     def scheduler_name(self) -> str | None:
-        """The schedule of the JSON."""
+        """Return the schedule of the JSON."""
         return None if self._job.schedule is None else self._job.schedule.name
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """The keywords of the schedule in the JSON."""
+        """Return the keywords of the schedule in the JSON."""
         return None if self._job.schedule is None else dict(self._job.schedule.params)
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Modules whose gradients travel as sparse tensors: none do."""
+        """An empty set: no gradients are sent as sparse tensors."""
         return set()
 
     def empty_partition_cache(self) -> None:
-        """Nothing to do: gathered parameters are freed as soon as they were used."""
+        """Do nothing: gathered parameters are freed right after use."""
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each group."""
+        """Return the learning rate of each group."""
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """The momentum, or the betas, of each group."""
+        """Return the momentum, or the betas, of each group."""
         return self._of_groups("momentum" if self.optimizer_name() in _BY_MOMENTUM else "betas")
 
     def get_type(self) -> list[Any]:
-        """The type of each group, where the script has given one."""
+        """Return the type of each group, if the script has set one."""
         return self._of_groups("type")
 
     def _engine(self, call: str) -> sw.Engine:
-        if self._trained.engine is None:
+        if self._parts.engine is None:
             raise UsageError(
                 f"engine.{call}() without an optimizer, or after destroy(): give initialize an "
                 "optimizer, or name one in the JSON."
             )
-        return self._trained.engine
+        return self._parts.engine
 
     def _of_groups(self, name: str) -> list[Any]:
         if self.optimizer is None:

@@ -2,23 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn, optim
+from torch.utils import _pytree as pytree
 
 import shardwise as sw
-from shardwise.config.deepspeed import Batches, Job
-from shardwise.deepspeed import checkpoints, manual_backward, zero_marks
-from shardwise.deepspeed.configured import Configured, Trained
+from shardwise.config.deepspeed import Batches, DeepSpeedJob
+from shardwise.deepspeed import checkpoints, manual_backward
+from shardwise.deepspeed.configured import Configured, EngineParts
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
 from shardwise.deepspeed.monitor import MonitorMaster
-from shardwise.deepspeed.outputs import OutputTypes
 from shardwise.errors import UsageError
+
+
+class OutputTypes:
+    """Remembers the dtypes that a module computed its outputs in. The engine widens them to fp32,
+    but scripts for DeepSpeed compute losses in the module's own dtypes."""
+
+    def __init__(self, module: nn.Module, *, restores: bool) -> None:
+        self._restores = restores
+        self._dtypes: list[torch.dtype | None] = []
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            leaves = pytree.tree_leaves(output)
+            self._dtypes = [each.dtype if isinstance(each, Tensor) else None for each in leaves]
+
+        # Runs before the hook that widens, which the engine registers later.
+        self._handle = module.register_forward_hook(note)
+
+    def restored(self, output: Any) -> Any:
+        """Return `output` in the dtypes that it was computed in."""
+        if not self._restores:
+            return output
+        leaves, shape = pytree.tree_flatten(output)
+        if len(leaves) != len(self._dtypes):
+            return output
+        found = [
+            each.to(dtype) if dtype in (torch.bfloat16, torch.float16) else each
+            for each, dtype in zip(leaves, self._dtypes, strict=True)
+        ]
+        return pytree.tree_unflatten(found, shape)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+_parameter_ids = count()
+"""Counts the parameters of all engines in this process, because scripts use `ds_id` as a key."""
+
+
+def mark_sharded(parameters: Iterable[Tensor]) -> None:
+    """Give `parameters` the attributes of DeepSpeed's stage 3. By `ds_id` and `ds_status` scripts
+    know that a parameter must be gathered before its values are copied."""
+    for parameter in parameters:
+        parameter.__dict__.update(
+            ds_id=next(_parameter_ids),
+            ds_shape=parameter.shape,
+            ds_numel=parameter.numel(),
+            ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        )
+
+
+def unmark(parameters: Iterable[Tensor]) -> None:
+    """Remove the attributes that `mark_sharded` set."""
+    for parameter in parameters:
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_status"):
+            parameter.__dict__.pop(name, None)
+
+
+@contextmanager
+def marked_whole(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Set `ds_status` of `parameters` to AVAILABLE inside the block."""
+    marked = [each for each in parameters if "ds_status" in each.__dict__]
+    before = [each.__dict__["ds_status"] for each in marked]
+    for each in marked:
+        each.__dict__["ds_status"] = ZeroParamStatus.AVAILABLE
+    try:
+        yield
+    finally:
+        for each, status in zip(marked, before, strict=True):
+            each.__dict__["ds_status"] = status
 
 
 class DeepSpeedEngine(Configured):
@@ -32,17 +113,17 @@ class DeepSpeedEngine(Configured):
     def __init__(
         self,
         module: nn.Module,
-        job: Job,
+        job: DeepSpeedJob,
         batches: Batches,
         world: sw.World,
-        trained: Trained,
+        parts: EngineParts,
         outputs: OutputTypes,
         collate_fn: Any = None,
     ) -> None:
-        super().__init__(job, batches, world, trained)
+        super().__init__(job, batches, world, parts)
         self.module = module
-        self.optimizer = trained.optimizer
-        self.basic_optimizer = trained.optimizer
+        self.optimizer = parts.optimizer
+        self.basic_optimizer = parts.optimizer
         self.training_dataloader: DeepSpeedDataLoader | None = None
         self.collate_fn = collate_fn
         self._outputs = outputs
@@ -53,12 +134,13 @@ class DeepSpeedEngine(Configured):
         self._grad_norm: float | None = None
         self.losses: float | None = None
         self.monitor = MonitorMaster(job, is_main=world.is_main)
+        # Once: walking all parameters at every backward would take longer than a small model's.
         self._trained_ids = frozenset(map(id, module.parameters()))
-        if not _made:
+        if not _made:  # Tensor.backward is replaced once, for all engines
             manual_backward.lead_backwards(_backwards)
         _made[:] = [each for each in _made if each() is not None] + [ref(self)]
-        if trained.engine is not None and trained.engine.placement.is_sharded("parameters"):
-            zero_marks.mark(module.parameters())
+        if parts.engine is not None and parts.engine.placement.is_sharded("parameters"):
+            mark_sharded(module.parameters())
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -74,19 +156,21 @@ class DeepSpeedEngine(Configured):
     # -- forward and backward ---------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's outputs, in the dtypes that it computed them in."""
+        """Return the module's outputs, in the dtypes that it computed them in."""
         return self._outputs.restored(self.module(*inputs, **kwargs))
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Add the gradient of `loss`, a scalar, over the accumulation steps; returns what it
-        added, unscaled. Collective where gradients are sharded. Raises UsageError without an
+        """Add the gradient of the scalar `loss`, divided by the accumulation steps. Returns the
+        divided loss. Collective if gradients are sharded. Raises UsageError without an
         optimizer."""
         engine = self._engine("backward")
         self._unmanaged_backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
+        # Only the last backward of an update starts communication, unless the script decides when
+        # to step: then `step` communicates.
         last = self._job.manages_accumulation and self.is_gradient_accumulation_boundary()
         engine.backward(
             loss,
@@ -98,8 +182,8 @@ class DeepSpeedEngine(Configured):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the block backwards only accumulate, in every stage. Raises UsageError for a
-        block in a block."""
+        """Only accumulate gradients inside the block, in every stage. Raises UsageError if
+        nested."""
         if self._inside_no_sync:
             raise UsageError("no_sync() inside no_sync(): leave the inner block out.")
         self._inside_no_sync = True
@@ -109,13 +193,13 @@ class DeepSpeedEngine(Configured):
             self._inside_no_sync = False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """A scalar of the value of `loss` whose backward(), once, does what `engine.backward(loss)`
-        does. Raises UsageError without an optimizer."""
+        """Return a scalar of the value of `loss` whose backward(), once, does what
+        `engine.backward(loss)` does. Raises UsageError without an optimizer."""
         self._engine("scale")
         return manual_backward.as_loss(loss, self.backward)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` updates."""
+        """Return whether the next `step` updates."""
         if self._boundary is not None:
             return self._boundary
         if not self._job.manages_accumulation:
@@ -123,7 +207,7 @@ class DeepSpeedEngine(Configured):
         return (self._counts.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say by hand whether the next `step` updates. Raises UsageError where every one does."""
+        """Set whether the next `step` updates. Raises UsageError if every step does."""
         if not self._job.manages_accumulation:
             raise UsageError(
                 "set_gradient_accumulation_boundary with managed_gradient_accumulation=false, "
@@ -148,7 +232,7 @@ class DeepSpeedEngine(Configured):
         self._counts.micro_steps += 1
 
     def _follow(self, lr_kwargs: dict[str, Any]) -> None:
-        """What comes after an update, or one that was skipped: the schedule, counts, reports."""
+        """Step the schedule, count and report after an update, or a skipped one."""
         counts = self._counts
         if not self._step_applied:
             counts.skipped_steps += 1
@@ -167,33 +251,30 @@ class DeepSpeedEngine(Configured):
                 f"step={counts.global_steps}, skipped={counts.skipped_steps}, lr={self.get_lr()}, "
                 f"mom={self.get_mom()}"
             )
-        self._write_monitor()
-
-    def _write_monitor(self) -> None:
-        if not self.monitor.enabled:
-            return
-        samples = self._counts.global_samples
-        events: list[tuple[str, float, int]] = [
-            ("Train/Samples/train_loss", float(self.losses or 0.0), samples),
-            ("Train/Samples/lr", float(self.get_lr()[0]), samples),
-        ]
-        if self.fp16_enabled():
-            events.append(("Train/Samples/loss_scale", self.loss_scale(), samples))
-        self.monitor.write_events(events)
+        if self.monitor.enabled:
+            samples = counts.global_samples
+            events: list[tuple[str, float, int]] = [
+                ("Train/Samples/train_loss", float(self.losses or 0.0), samples),
+                ("Train/Samples/lr", float(self.get_lr()[0]), samples),
+            ]
+            if self.fp16_enabled():
+                events.append(("Train/Samples/loss_scale", self.loss_scale(), samples))
+            self.monitor.write_events(events)
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` updated the parameters."""
+        """Return whether the last `step` updated the parameters."""
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """The gradient's 2-norm in the last update, before clipping; None before the first."""
+        """Return the gradient's 2-norm in the last update, before clipping; None before the
+        first."""
         return self._grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last update. Collective."""
+        """Clear the gradients since the last update. Collective."""
         del set_to_none
-        if self._trained.engine is not None:
-            self._trained.engine.zero_grad()
+        if self._parts.engine is not None:
+            self._parts.engine.zero_grad()
 
     # -- data, whole weights, checkpoints, the end ------------------------------------------
 
@@ -207,9 +288,9 @@ class DeepSpeedEngine(Configured):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader that gives this worker its share of `dataset`, in batches of `batch_size`
-        (default: the micro-batch); shuffled for the `route` "train". Raises UsageError for what is
-        no dataset."""
+        """Return a loader of this rank's share of `dataset`, in batches of `batch_size` (default:
+        the micro-batch), shuffled for the `route` "train". Raises UsageError if it is no
+        dataset."""
         return DeepSpeedDataLoader(
             dataset,
             self._batches.micro if batch_size is None else batch_size,
@@ -223,9 +304,9 @@ class DeepSpeedEngine(Configured):
         )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The module's state_dict with whole tensors, on the main worker; empty on others where
-        it is in parts. Collective."""
-        engine = self._trained.engine
+        """Return the module's whole state_dict. If the model is in parts, only the main rank gets
+        it, and the others an empty one. Collective."""
+        engine = self._parts.engine
         in_parts = engine is not None and (
             engine.placement.is_sharded("parameters") or not self.world.mesh.is_flat
         )
@@ -238,21 +319,20 @@ class DeepSpeedEngine(Configured):
         return {name: value for name, value in found.items() if name not in drop}
 
     def _zero3_consolidated_16bit_state_dict(self) -> dict[str, Any] | None:
-        """What scripts for DeepSpeed save after training: `module_state_dict` on the main worker,
-        None on others. Collective."""
+        """Return `module_state_dict` on the main rank, None on others: scripts save it.
+        Collective."""
         state = self.module_state_dict()
         return state if self.world.is_main else None
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
-        """The state_dict that the optimizer would have in one process, whole on every worker; where
-        states are sharded `optimizer.state_dict()` cannot give it. Collective."""
+        """Return the state_dict that the optimizer would have in one process, whole on every
+        worker; where states are sharded `optimizer.state_dict()` cannot give it. Collective."""
         return self._engine("optimizer_state_dict").optimizer_state_dict(optimizer)
 
     def load_optimizer_state_dict(
         self, state: dict[str, Any] | None, optimizer: optim.Optimizer | None = None
     ) -> None:
-        """Let the optimizer go on from `state`, whole, of a plain one; the main worker's counts.
-        Collective."""
+        """Load the whole `state` of a plain optimizer, from the main rank. Collective."""
         self._engine("load_optimizer_state_dict").load_optimizer_state_dict(state, optimizer)
 
     def save_16bit_model(
@@ -293,8 +373,8 @@ class DeepSpeedEngine(Configured):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from what `save_checkpoint` has saved in `load_dir`, or DeepSpeed itself; returns
-        the path and the client_state, or None twice where nothing is saved there. Collective."""
+        """Load a save of `save_checkpoint`, or of DeepSpeed itself, from `load_dir`. Returns its
+        path and the client_state, or None and None if nothing is saved there. Collective."""
         if custom_load_fn is not None:
             raise UsageError("load_checkpoint(custom_load_fn=...): load into the model before.")
         wanted = checkpoints.Wanted(
@@ -306,32 +386,33 @@ class DeepSpeedEngine(Configured):
         return checkpoints.load(self, load_dir, tag, wanted)
 
     def destroy(self) -> None:
-        """Give the module and the optimizer back as plain ones. Collective."""
+        """Turn the module and the optimizer back into plain ones. Collective."""
         self.monitor.close()
-        if self._trained.engine is not None:
-            self._trained.engine.close()
-            self._trained.engine = None
-            zero_marks.unmark(self.module.parameters())
+        if self._parts.engine is not None:
+            self._parts.engine.close()
+            self._parts.engine = None
+            unmark(self.module.parameters())
         self._outputs.remove()
 
 
 _made: list[ref[DeepSpeedEngine]] = []
-"""The engines of this process, in the order of their making."""
+"""The engines of this process, oldest first. Weak, because a script that drops an engine ends
+it."""
 
 
 def _backwards() -> Iterator[tuple[frozenset[int], Callable[..., Tensor]]]:
-    """The parameters, by identity, and the backward of each engine that trains now."""
+    """Yield the parameter ids and the backward of each engine that trains."""
     for each in _made:
         engine = each()
-        if engine is not None and engine._trained.engine is not None:
+        if engine is not None and engine._parts.engine is not None:
             yield engine._trained_ids, engine.backward
 
 
 def engine_of(parameter: Tensor) -> DeepSpeedEngine | None:
-    """The engine that trains `parameter`, None without one."""
+    """Return the engine that trains `parameter`, None without one."""
     for each in reversed(_made):
         engine = each()
-        if engine is None or engine._trained.engine is None:
+        if engine is None or engine._parts.engine is None:
             continue
         if any(parameter is p for p in engine.module.parameters()):
             return engine

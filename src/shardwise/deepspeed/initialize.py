@@ -12,16 +12,16 @@ from torch import nn, optim
 from torch.amp import GradScaler
 
 import shardwise as sw
+from shardwise.bridging.deepspeed_json import say_lines
 from shardwise.bridging.joining import divide
 from shardwise.config import OF_THE_ENGINE, json_of_deepspeed
-from shardwise.config.deepspeed import Job, parse, short_lines
+from shardwise.config.deepspeed import DeepSpeedJob, parse
 from shardwise.deepspeed import optimizers
 from shardwise.deepspeed.checkpoints import BESIDE
 from shardwise.deepspeed.comm import join_run
-from shardwise.deepspeed.configured import Trained
-from shardwise.deepspeed.engine import DeepSpeedEngine
+from shardwise.deepspeed.configured import EngineParts
+from shardwise.deepspeed.engine import DeepSpeedEngine, OutputTypes
 from shardwise.deepspeed.loader import DeepSpeedDataLoader
-from shardwise.deepspeed.outputs import OutputTypes
 from shardwise.deepspeed.pipe.engine import PipelineEngine
 from shardwise.deepspeed.pipe.module import PipelineModule
 from shardwise.deepspeed.pipe.topology import PipelineParallelGrid
@@ -45,14 +45,23 @@ def initialize(
     mesh_param: Any = None,
     config_params: Json | None = None,
 ) -> tuple[DeepSpeedEngine, Any, DeepSpeedDataLoader | None, Any]:
-    """An engine over `model`, its optimizer, the loader of `training_data`, and the schedule.
+    """Return an engine over `model`, its optimizer, the loader of `training_data`, and the
+    schedule.
 
-    `config` is the JSON, as a file or a dict; left out, it is `args.deepspeed_config`, or the file
-    of `shardwise run --deepspeed`. `optimizer` and `lr_scheduler` are objects, or functions that
-    make them of the parameters and of the optimizer; left out, the JSON's. `model_parameters` are
-    what is trained (default: all). Flags of the command win over the JSON. Collective.
+    Flags of the command win over the JSON. Collective.
 
-    Raises ConfigError for a JSON that cannot be had, UsageError for a model in parts.
+    Args:
+        config: the JSON, as a file or a dict (default: `args.deepspeed_config`, or the file of
+            `shardwise run --deepspeed`)
+        optimizer: an optimizer, or a function that makes one from the parameters (default: the
+            JSON's)
+        lr_scheduler: a schedule, or a function that makes one from the optimizer (default: the
+            JSON's)
+        model_parameters: the parameters to train (default: all)
+
+    Raises:
+        ConfigError: for a JSON that this engine cannot follow
+        UsageError: for a plain model over several pipeline stages
     """
     del distributed_port, dist_init_required  # the run is joined by its launcher's variables
     model = _checked(model)
@@ -75,7 +84,7 @@ def initialize(
 
 
 def _checked(model: Any) -> nn.Module:
-    """`model`. Raises UsageError for what is none, and for one of DeepSpeed's own."""
+    """Return `model`. Raises FailedAssertion if it is no module, UsageError for DeepSpeed's own."""
     if not isinstance(model, nn.Module):
         raise FailedAssertion(
             f"deepspeed.initialize(model=...) takes a torch.nn.Module, not {model!r}."
@@ -89,9 +98,9 @@ def _checked(model: Any) -> nn.Module:
     return model
 
 
-def _divide(world: sw.World, job: Job, model: Any) -> None:
+def _divide(world: sw.World, job: DeepSpeedJob, model: Any) -> None:
     """Divide replicas as the JSON says. Raises UsageError for a plain model over several stages,
-    ConfigError for another number of replicas than the JSON has."""
+    ConfigError if the number of replicas is not the JSON's."""
     if (size := job.settings.get("tensor", 1)) > 1:
         divide(world, f"{job.document.name}: tensor_parallel.autotp_size", tensor=size)
     if world.pipeline_size > 1 and not isinstance(model, PipelineModule):
@@ -107,7 +116,7 @@ def _divide(world: sw.World, job: Job, model: Any) -> None:
 
 
 def _json_of(args: Any, config: Json | None) -> Json:
-    """The one JSON that is given. Raises UsageError for none, and for two."""
+    """Return the one JSON that is given. Raises UsageError for none, and for two."""
     names = ("deepspeed_config", "deepscale_config")
     given = [config, *(getattr(args, name, None) for name in names)]
     found: list[Json] = [each for each in given if each is not None]
@@ -125,10 +134,9 @@ def _json_of(args: Any, config: Json | None) -> Json:
     return found[0]
 
 
-def _say(world: sw.World, job: Job) -> None:
-    """Say once what of the JSON is ignored, and what "auto" became."""
-    for line in short_lines(job, of_loop=False):
-        world.say_once(f"{job.document.name}: {line}")
+def _say(world: sw.World, job: DeepSpeedJob) -> None:
+    """Print once which keys of the JSON are ignored, and the values of "auto"."""
+    say_lines(world, job)
     if job.precision == "fp16-mixed" and job.document.get("fp16.enabled"):
         world.say_once(
             f"{job.document.name}: fp16 computes in autocast here, and weights stay fp32; "
@@ -138,7 +146,7 @@ def _say(world: sw.World, job: Job) -> None:
 
 def _build(
     world: sw.World,
-    job: Job,
+    job: DeepSpeedJob,
     model: nn.Module,
     optimizer: Any,
     model_parameters: Any,
@@ -152,27 +160,32 @@ def _build(
     parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
     made = _optimizers(job, model, optimizer, parameters)
     outputs = OutputTypes(model, restores=precision.startswith("bf16"))
-    trained = Trained(optimizers=made)
+    parts = EngineParts(optimizers=made)
     if made:
         scaler = _scaler(job, world) if precision == "fp16-mixed" else None
-        trained.engine = sw.Engine(model, made, scaler=scaler, **settings)
-        trained.engine.track(**{BESIDE: trained.beside})
-        trained.optimizer = made[0] if len(made) == 1 else optimizers.ManyOptimizers(made)
-        trained.scheduler = _schedule(job, trained.optimizer, lr_scheduler)
+        parts.engine = sw.Engine(model, made, scaler=scaler, **settings)
+        parts.engine.track(**{BESIDE: parts.schedules_file})
+        parts.optimizer = made[0] if len(made) == 1 else optimizers.ManyOptimizers(made)
+        if lr_scheduler is not None:
+            given = lr_scheduler
+            parts.scheduler = given(parts.optimizer) if callable(given) else given
+        elif job.schedule is not None:
+            name = job.document.name
+            parts.scheduler = optimizers.schedule_of_json(job.schedule, parts.optimizer, name)
     elif job.stage > 0:
         world.say_once("a model without an optimizer is not sharded: each worker has all of it.")
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
-    return kind(model, job, batches, world, trained, outputs, collate_fn)
+    return kind(model, job, batches, world, parts, outputs, collate_fn)
 
 
 def _place(model: nn.Module, world: sw.World, precision: str) -> None:
-    """Move `model` to where this worker computes. Under bf16 its weights are rounded, as DeepSpeed
-    does: masters begin with what the first forward has."""
+    """Move `model` to this rank's device, and round its weights under bf16."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        return  # the engine makes and places what has no memory yet
+        return  # the engine gives meta tensors memory on the device
     model.to(world.device)
     if precision != "bf16":
         return
+    # As in DeepSpeed, the fp32 masters begin with the rounded weights of the first forward.
     for module in model.modules():
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             for parameter in module.parameters(recurse=False):
@@ -181,9 +194,9 @@ def _place(model: nn.Module, world: sw.World, precision: str) -> None:
 
 
 def _optimizers(
-    job: Job, model: nn.Module, optimizer: Any, parameters: list[Any]
+    job: DeepSpeedJob, model: nn.Module, optimizer: Any, parameters: list[Any]
 ) -> list[optim.Optimizer]:
-    """What trains the model: the script's, or the JSON's; none where neither has one."""
+    """Return the script's optimizer, or the JSON's; an empty list if neither has one."""
     if optimizer is None:
         if job.optimizer is None:
             return []
@@ -200,7 +213,7 @@ def _optimizers(
     return made
 
 
-def _scaler(job: Job, world: sw.World) -> GradScaler:
+def _scaler(job: DeepSpeedJob, world: sw.World) -> GradScaler:
     scaling = job.scaling
     scale = scaling.static or float(2**scaling.power)
     scaler = GradScaler(world.device.type, init_scale=scale, growth_interval=scaling.window)
@@ -210,16 +223,8 @@ def _scaler(job: Job, world: sw.World) -> GradScaler:
     return scaler
 
 
-def _schedule(job: Job, optimizer: Any, given: Any) -> Any:
-    if given is not None:
-        return given(optimizer) if callable(given) else given
-    if job.schedule is None:
-        return None
-    return optimizers.schedule_of_json(job.schedule, optimizer, job.document.name)
-
-
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add --deepspeed and --deepspeed_config to `parser`, and their old names; returns it."""
+    """Add --deepspeed and --deepspeed_config to `parser`, and their old names; return it."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     for name in ("deepspeed", "deepscale"):
         group.add_argument(f"--{name}", action="store_true", help="train with DeepSpeed's engine")

@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.errors import UsageError
 
 _BESIDE_AN_ACCELERATOR = 2
-"""Processes that read data, where the processor has nothing else to do."""
+"""Processes that read data if an accelerator computes, so that the CPU is idle."""
 
 
 class DeepSpeedDataLoader:
@@ -69,7 +69,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """Iterates over `loader` without end: it begins again where it has ended."""
+    """Iterates over `loader` without end, again from its start."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

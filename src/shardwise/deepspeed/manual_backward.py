@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.bridging.trained_models import graph_nodes
+
 Backward = Callable[[Tensor], Tensor]
 BackwardOf = Callable[..., Any]
 """A backward that takes `retain_graph` too."""
@@ -22,18 +24,18 @@ Engine = tuple[frozenset[int], BackwardOf]
 
 
 def as_loss(loss: Tensor, backward: Backward) -> Tensor:
-    """A scalar of the value of `loss`, outside of its graph; its own backward calls `backward` with
-    `loss`, times the gradient that arrives: 1, unless the script has gone on computing."""
+    """Return a scalar of the value of `loss` outside of its graph. Its backward calls `backward`
+    with `loss` times the incoming gradient, which is 1 unless the script computes further."""
     begin = torch.zeros((), device=loss.device, requires_grad=True)
-    # In a tuple autograd does not see `loss`, whose graph it would else go through by itself too.
+    # In a tuple, because autograd would also run the graph of a plain tensor argument.
     found: Tensor = _Loss.apply(begin, (loss, backward))  # type: ignore[no-untyped-call]
     return found
 
 
 def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
-    """Let `loss.backward()` call the engines that train a parameter in the graph of `loss`.
+    """Make `loss.backward()` call the engines that train a parameter in the graph of `loss`.
 
-    `trained` gives the engines that train now. A loss of other parameters has torch's backward.
+    `trained` returns the engines that train now. Other losses keep torch's backward.
     """
     stock = Tensor.backward
 
@@ -57,26 +59,22 @@ def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
 
 
 def _reached(loss: Tensor, trained: Sequence[Engine]) -> list[BackwardOf]:
-    """The backwards of the engines with a parameter in the graph of `loss`."""
+    """Return the backwards of the engines with a parameter in the graph of `loss`."""
     left, found = list(trained), []
-    nodes, seen = [loss.grad_fn], set[Any]()
-    while nodes and left:  # one engine is found after a few nodes: its last layer
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes(loss):
+        if not left:  # usually after a few nodes, of the last layer
+            break
         if hasattr(node, "variable"):
             reached = [each for each in left if id(node.variable) in each[0]]
             found += [backward for _, backward in reached]
             left = [each for each in left if each not in reached]
-        nodes.extend(child for child, _ in node.next_functions)
     return found
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begin: Tensor, given: tuple[Tensor, Backward]) -> Tensor:
-        del begin  # without an input that has a gradient autograd would not come here
+        del begin  # autograd calls backward only if an input requires a gradient
         ctx.loss, ctx.backward_of_engine = given
         return given[0].detach().clone()
 

@@ -23,7 +23,7 @@ MODULES = {
     "utils": "utils",
     "utils.logging": "utils",
     "utils.zero_to_fp32": "zero_to_fp32",
-    "runtime.utils": "runtime_utils",
+    "runtime.utils": "utils",
     "accelerator": "accelerator",
     "accelerator.real_accelerator": "accelerator",
     "checkpointing": "checkpointing",
@@ -45,16 +45,16 @@ MODULES = {
     "ops.adam.cpu_adam": "ops.adam",
     "ops.adam.fused_adam": "ops.adam",
 }
-"""A module of DeepSpeed, and ours that has its public names."""
+"""Maps a module of DeepSpeed to our module with its public names."""
 
 
 class _Missing(MetaPathFinder):
-    """Says of a submodule that it does not exist here."""
+    """Reports that a submodule does not exist here."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None for others' modules. Raises ModuleNotFoundError for one of DeepSpeed."""
+        """Return None for other modules. Raises ModuleNotFoundError for one of DeepSpeed."""
         del path, target
         if name.partition(".")[0] != NAME:
             return None
@@ -65,7 +65,7 @@ class _Missing(MetaPathFinder):
 
 
 class _Part(ModuleType):
-    """A module of names that stand elsewhere; of another name it says that it does not exist."""
+    """A package that only holds other modules."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -74,7 +74,7 @@ class _Part(ModuleType):
 
 
 def adopt() -> None:
-    """Let `import deepspeed`, and what it has, give ours in this process, installed or not."""
+    """Make `import deepspeed` and its submodules import ours in this process."""
     for name in [n for n in sys.modules if n.partition(".")[0] == NAME]:
         del sys.modules[name]
     sys.modules[NAME] = import_module(_OURS)
@@ -95,7 +95,7 @@ def _ours(name: str) -> ModuleType | None:
 
 
 def _put(name: str, module: ModuleType) -> None:
-    """Have `module` imported by `name`, as an attribute of its package too."""
+    """Make `module` importable as `name`, and an attribute of its package."""
     sys.modules[name] = module
     package, _, last = name.rpartition(".")
     if package not in sys.modules:

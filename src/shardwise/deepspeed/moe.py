@@ -1,7 +1,7 @@
-"""deepspeed.moe: what scripts import of it that have mixtures of experts as an option.
+"""deepspeed.moe: the names that scripts with optional mixtures of experts import.
 
-There are no layers of experts here. Where a script asks for one it is refused; what sorts
-parameters by experts finds none.
+There are no layers of experts here: making one raises UsageError, and functions that look for
+experts find none.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class MoE:
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Whether `param` belongs to an expert of a MoE layer: none does."""
+    """Return False: no parameter belongs to an expert of a MoE layer."""
     del param
     return False
 
 
 def has_moe_layers(m: Any) -> tuple[bool, int]:
-    """Whether a model has MoE layers, and how many experts: none, and 0."""
+    """Return False and 0: a model has no MoE layers, and no experts."""
     del m
     return False, 0
 
@@ -46,7 +46,7 @@ def has_moe_layers(m: Any) -> tuple[bool, int]:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Iterable[Mapping[str, Any]], max_group_size: Any = None
 ) -> list[dict[str, Any]]:
-    """The parameter groups as they are, in a list: no parameter of an expert is among them."""
+    """Return the parameter groups as a list, unchanged."""
     del max_group_size
     several = [param_groups] if isinstance(param_groups, Mapping) else param_groups
     return [dict(group) for group in several]

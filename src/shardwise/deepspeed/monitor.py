@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.deepspeed.job import Job, Monitor
+from shardwise.config.deepspeed.job import DeepSpeedJob, Monitor
 from shardwise.errors import ConfigError
 
 Event = tuple[str, float, int]
-"""The name of a value, the value, and the samples that were trained on until then."""
+"""The name of a value, the value, and the number of samples trained on so far."""
 
 
 class MonitorMaster:
-    """Writes events to what the JSON asks for, on the main worker. Raises ConfigError where
-    TensorBoard is asked for and not installed."""
+    """Writes events to the JSON's targets, on the main rank. Raises ConfigError if TensorBoard is
+    asked for and not installed."""
 
-    def __init__(self, job: Job, *, is_main: bool) -> None:
+    def __init__(self, job: DeepSpeedJob, *, is_main: bool) -> None:
         self.enabled = job.tensorboard is not None or job.csv is not None
         self._writers: list[Any] = []
         if is_main and job.tensorboard is not None:
@@ -27,7 +27,7 @@ class MonitorMaster:
             self._writers.append(_CsvWriter(job.csv))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write `events`; workers other than the main one write nothing."""
+        """Write `events`; ranks other than the main one write nothing."""
         for writer in self._writers:
             for name, value, samples in events:
                 writer.add_scalar(name, value, samples)
@@ -68,7 +68,7 @@ class _CsvWriter:
             writer.writerow([samples, value])
 
     def flush(self) -> None:
-        """Nothing to do: each value is written at once."""
+        """Do nothing: each value is written at once."""
 
     def close(self) -> None:
-        """Nothing to do either."""
+        """Do nothing: no file stays open."""

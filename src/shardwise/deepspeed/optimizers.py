@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from shardwise.config.deepspeed.job import Named
+from shardwise.config.deepspeed.job import DeepSpeedJob, Named
 from shardwise.deepspeed import schedules
 from shardwise.deepspeed.ops.adam import FusedAdam
 from shardwise.errors import ConfigError
@@ -21,9 +21,8 @@ Parameters = Sequence[Any]
 def of_json(
     named: Named, parameters: Parameters, models: Sequence[nn.Module], name: str
 ) -> list[optim.Optimizer]:
-    """The optimizers that the JSON called `name` asks for, over `parameters`: two for Muon, which
-    leaves what is no matrix to AdamW. Raises ConfigError for one that does not exist, and for
-    keywords that it does not take."""
+    """Return the optimizers of the JSON called `name` over `parameters`. Muon becomes two, because
+    AdamW trains what is not a matrix. Raises ConfigError for unknown names and keywords."""
     try:
         if named.name == "Muon":
             return _muon(named.params, parameters, models)
@@ -32,6 +31,21 @@ def of_json(
         return [_of_torch(named, parameters, name)]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: optimizer {named.name}: {error}.") from None
+
+
+def one_of_json(
+    job: DeepSpeedJob, parameters: Parameters, models: Sequence[nn.Module]
+) -> optim.Optimizer:
+    """Return the optimizer of the JSON over `parameters`. Raises ConfigError for Muon, which is two
+    optimizers here."""
+    assert job.optimizer is not None
+    found = of_json(job.optimizer, parameters, models, job.document.name)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{job.document.name}: {job.optimizer.name} is two optimizers here, and this library "
+            "steps one: take AdamW, or make them in the script."
+        )
+    return found[0]
 
 
 def _adam_of(named: Named, parameters: Parameters) -> optim.Optimizer:
@@ -61,7 +75,7 @@ def _of_torch(named: Named, parameters: Parameters, name: str) -> optim.Optimize
 
 
 def _check_keywords(kind: Any, params: Mapping[str, Any]) -> None:
-    """Raise ValueError for one of `params` that `kind` does not take beside its first argument."""
+    """Raise ValueError for a keyword that `kind` does not take."""
     _, *known = inspect.signature(kind).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in known):
         return
@@ -71,8 +85,8 @@ def _check_keywords(kind: Any, params: Mapping[str, Any]) -> None:
 
 
 def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
-    """The schedule that the JSON called `name` asks for: DeepSpeed's or torch's. Raises ConfigError
-    for one that does not exist, and for keywords that it does not take."""
+    """Return the schedule of the JSON called `name`, DeepSpeed's or torch's. Raises ConfigError for
+    unknown names and keywords."""
     kind: Any = schedules.BY_NAME.get(named.name) or getattr(optim.lr_scheduler, named.name, None)
     if not isinstance(kind, type):
         raise ConfigError(
@@ -92,14 +106,17 @@ def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
 def _muon(
     params: Mapping[str, Any], parameters: Parameters, models: Sequence[nn.Module]
 ) -> list[optim.Optimizer]:
-    """Muon over matrices, but for embeddings and the head, and AdamW over the rest."""
+    """Return Muon over matrices except embeddings and the head, and AdamW over the rest."""
     kind = getattr(optim, "Muon", None)
     if kind is None:
         raise ConfigError(
             f"torch {torch.__version__} has no Muon: take a newer torch, or another optimizer."
         )
     given = dict(params)
-    _check_muon(given)
+    if given.pop("adam_w_mode", True) is False or given.pop("per_head_muon", False):
+        raise ValueError("adam_w_mode=false and per_head_muon are not there: leave them out")
+    if unknown := sorted(set(given) - _MUON_TAKES):
+        raise ValueError(f"it takes {', '.join(sorted(_MUON_TAKES))}, not {unknown[0]}")
     shared = {key: given[key] for key in ("lr", "weight_decay") if key in given}
     by_muon = {"lr": 0.02, "weight_decay": 0.0} | shared
     by_adam: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
@@ -120,17 +137,10 @@ def _muon(
 _MUON_TAKES = {"lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps"}
 
 
-def _check_muon(params: dict[str, Any]) -> None:
-    if params.pop("adam_w_mode", True) is False or params.pop("per_head_muon", False):
-        raise ValueError("adam_w_mode=false and per_head_muon are not there: leave them out")
-    if unknown := sorted(set(params) - _MUON_TAKES):
-        raise ValueError(f"it takes {', '.join(sorted(_MUON_TAKES))}, not {unknown[0]}")
-
-
 def _halves(
     parameters: Parameters, models: Sequence[nn.Module]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The groups of `parameters` that Muon has, and those of the rest."""
+    """Return the parameter groups for Muon, and the groups for AdamW."""
     matrices = {p for model in models for p in _matrices(model)}
     loose = [each for each in parameters if not isinstance(each, Mapping)]
     groups = [dict(each) for each in parameters if isinstance(each, Mapping)]
@@ -138,7 +148,9 @@ def _halves(
         groups.append({"params": loose})
     halves: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:
-        trained = [p for p in _several(group["params"]) if p.requires_grad]
+        params = group["params"]  # one parameter, or several
+        held = [params] if isinstance(params, torch.Tensor) else list(params)
+        trained = [p for p in held if p.requires_grad]
         for half, taken in zip(halves, (True, False), strict=True):
             chosen = [p for p in trained if (p in matrices) is taken]
             keys = ("lr", "weight_decay") if taken else ("lr", "weight_decay", "betas", "eps")
@@ -156,12 +168,8 @@ def _matrices(model: nn.Module) -> Iterable[nn.Parameter]:
             yield parameter
 
 
-def _several(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
 class ManyOptimizers:
-    """The face of several optimizers that step together: their parameter groups in one list."""
+    """Several optimizers that step together, with one list of parameter groups."""
 
     def __init__(self, optimizers: Sequence[optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -169,10 +177,10 @@ class ManyOptimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all, which are the optimizers' own."""
+        """The groups of all optimizers, not copies."""
         return [group for each in self.optimizers for group in each.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all."""
+        """Clear all gradients."""
         for each in self.optimizers:
             each.zero_grad(set_to_none)

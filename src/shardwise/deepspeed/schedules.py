@@ -1,7 +1,7 @@
-"""DeepSpeed's five learning-rate schedules, as functions of the number of steps made.
+"""DeepSpeed's five learning-rate schedules, as functions of the number of steps.
 
-The range test, and the cycle of rate and momentum, are those of Smith (2018), "A disciplined
-approach to neural network hyper-parameters: Part 1"; the figures are DeepSpeed 0.19.8's.
+The range test and the cycle of rate and momentum are from Smith (2018), "A disciplined approach to
+neural network hyper-parameters: Part 1". The values are the same as in DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Values = float | Sequence[float]
 class Schedule:
     """Sets the learning rate of each group of `optimizer`; `step` is called after each update.
 
-    `last_batch_iteration` counts the steps, from -1: the rates of the first update are those of a
-    schedule that has begun, and stand in the optimizer from the start.
+    `last_batch_iteration` counts the steps, from -1. The constructor sets the rates of the first
+    update.
     """
 
     def __init__(self, optimizer: optim.Optimizer, last_batch_iteration: int = -1) -> None:
@@ -32,11 +32,11 @@ class Schedule:
         self._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups after so many steps."""
+        """Return the rates of the groups after so many steps."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were set last."""
+        """Return the rates that were set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -48,7 +48,7 @@ class Schedule:
         self._set(self.get_lr())
 
     def state_dict(self) -> dict[str, int]:
-        """The count of steps."""
+        """Return the count of steps."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -99,18 +99,15 @@ class WarmupLR(Schedule):
             self._set(self.get_lr())
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups after so many steps."""
+        """Return the rates of the groups after so many steps."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
-        share = self._share()
+        done, steps = self.last_batch_iteration, self.warmup_num_steps
+        is_warm = done >= steps
+        share = self._after_warmup() if is_warm else _warmed_up(done, steps, self.warmup_type)
         return [
             low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
         ]
-
-    def _share(self) -> float:
-        if self.last_batch_iteration < self.warmup_num_steps:
-            return _warmed_up(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
-        return self._after_warmup()
 
     def _after_warmup(self) -> float:
         return 1.0
@@ -168,12 +165,12 @@ class WarmupCosineLR(Schedule):
             self._set(self.get_lr())
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups after so many steps."""
+        """Return the rates of the groups after so many steps."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """What each group's own rate is multiplied by."""
+        """Return the factor of each group's own rate."""
         done = self.last_batch_iteration
         if done < 0:
             return 0.0
@@ -212,7 +209,7 @@ class LRRangeTest(Schedule):
             self._set(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups after so many steps."""
+        """Return the rates of the groups after so many steps."""
         intervals = (self.last_batch_iteration + 1) / self.step_size
         if self.staircase:
             intervals = math.floor(intervals)
@@ -284,7 +281,7 @@ class OneCycle(Schedule):
             self._set_momentum([beta for beta, _ in moments])
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups after so many steps."""
+        """Return the rates of the groups after so many steps."""
         if self.last_batch_iteration < self.total_size:
             height = self._height()
             return [
@@ -295,7 +292,7 @@ class OneCycle(Schedule):
         return [rate / factor for rate in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of the groups after so many steps, None where they are not cycled."""
+        """Return the betas of the groups after so many steps, None if they are not cycled."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
@@ -310,13 +307,13 @@ class OneCycle(Schedule):
         return [(first, _SECOND_BETA) for first in firsts]
 
     def _decays(self) -> float:
-        """How many times the decay has acted since the end of the cycle."""
+        """Return how many times the decay has acted since the end of the cycle."""
         if not self._decay_step_size:
             return 0.0
         return (self.last_batch_iteration - self.total_size + 1) / self._decay_step_size
 
     def _height(self) -> float:
-        """From 0 at the ends of the cycle to 1 at its peak."""
+        """Return the position in the cycle: 0 at its ends, 1 at its peak."""
         first, second = self._halves
         at = (self.last_batch_iteration + 1) % self.total_size
         rising = at <= first
@@ -331,18 +328,18 @@ class OneCycle(Schedule):
 
 
 _SECOND_BETA = 0.99
-"""What OneCycle sets for the second beta of Adam."""
+"""The second beta of Adam that OneCycle sets."""
 
 
 def _warmed_up(done: int, steps: int, kind: str) -> float:
-    """The share of a warmup of `steps` after `done` of them, from 0 to 1."""
+    """Return the share of a warmup of `steps` after `done` of them, from 0 to 1."""
     return math.log(done + 1) / math.log(steps) if kind == "log" else done / steps
 
 
 def _warmup_steps(count: Any) -> int:
     if not isinstance(count, int) or count <= 0:
         raise BadSchedule(f"warmup_num_steps takes a whole number of 1 or more, not {count!r}.")
-    return max(2, count)  # a logarithm to the base 1 is none
+    return max(2, count)  # log(1) is 0, and would be a divisor
 
 
 def _warmup_type(kind: str) -> str:
@@ -357,4 +354,4 @@ BY_NAME = {
 }
 
 VALID_LR_SCHEDULES = list(BY_NAME)
-"""Their names, where scripts look for them."""
+"""The names, which scripts import."""

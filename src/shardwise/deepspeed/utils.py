@@ -1,15 +1,21 @@
-"""deepspeed.utils: whole fp32 parameters, gradients and optimizer state; a log; a loader."""
+"""deepspeed.utils and deepspeed.runtime.utils: whole fp32 parameters, gradients and optimizer
+state; a log; seeds; a line on memory."""
 
 from __future__ import annotations
 
 import logging
+import random
+import resource
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import shardwise as sw
+from shardwise.deepspeed.accelerator import get_accelerator
 from shardwise.deepspeed.engine import DeepSpeedEngine, engine_of
 from shardwise.deepspeed.loader import RepeatingLoader
 from shardwise.errors import UsageError
@@ -24,6 +30,8 @@ __all__ = [
     "safe_get_full_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
+    "see_memory_usage",
+    "set_random_seed",
     "set_z3_leaf_modules",
 ]
 
@@ -38,12 +46,12 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func` as it is: --timeline shows where time goes."""
+    """Return `func` unchanged: --timeline shows where time goes."""
     return func
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """A copy of the whole of `param` in fp32, None where no engine trains it. Collective.
+    """Return a whole copy of `param` in fp32, None if no engine trains it. Collective.
 
     Raises UsageError under 16-bit weights, whose fp32 masters are in checkpoints.
     """
@@ -56,7 +64,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Write `value` to the whole of `param`; rank 0's is everyone's. Collective. Raises as
+    """Write rank 0's `value` to the whole `param`. Collective. Raises as
     safe_get_full_fp32_param does."""
     engine = engine_of(param)
     if engine is not None:
@@ -75,8 +83,8 @@ def _without_masters(engine: DeepSpeedEngine, call: str) -> sw.Engine:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """A copy of the whole gradient of `param`, averaged over the workers, between the last backward
-    of a step and the step; None where there is none. Collective."""
+    """Return a copy of the whole gradient of `param`, averaged over the ranks, between the last
+    backward and the step; None without a gradient. Collective."""
     engine = engine_of(param)
     if engine is None:
         return None
@@ -85,8 +93,8 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Put `value` in the place of the whole gradient of `param`, where `safe_get_full_grad` reads
-    it; rank 0's is everyone's. Collective."""
+    """Replace the whole gradient of `param` by rank 0's `value`, when `safe_get_full_grad` could
+    read it. Collective."""
     engine = engine_of(param)
     if engine is not None:
         with engine._engine("safe_set_full_grad").full_gradients():
@@ -95,14 +103,14 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """The whole of what the optimizer keeps for `param` as `optim_state_key` ("exp_avg"), None
-    where it keeps none. All of the optimizer's state passes by. Collective."""
+    """Return the whole optimizer state of `param` called `optim_state_key` ("exp_avg"), None
+    without it. Gathers all of the optimizer's state. Collective."""
     engine = engine_of(param)
     if engine is None:
         return None
     inner = engine._engine("safe_get_full_optimizer_state")
     found: Tensor | None = None
-    for optimizer in engine._trained.optimizers:
+    for optimizer in engine._parts.optimizers:
         state = inner.optimizer_state_dict(optimizer)["state"]
         held = [p for group in optimizer.param_groups for p in group["params"]]
         for number, each in enumerate(held):
@@ -112,6 +120,30 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Sequence[Any]) -> list[Any]:
-    """The modules of these classes in `model`. A mixture of experts is one unit by itself, and
+    """Return the modules of these classes in `model`. A mixture of experts is one unit already, and
     `--units` names others."""
     return [each for each in model.modules() if type(each) in tuple(leaf_module_classes)]
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of random, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log `message` and memory in GB on rank 0 if `force`: of tensors on the GPU, now and at most,
+    and the most resident memory of this process."""
+    if not force:
+        return
+    accelerator = get_accelerator()
+    now, most = accelerator.memory_allocated(), accelerator.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # of the kernel's count
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    log_dist(
+        f"{message}: allocated {now / 1e9:.2f} GB, at most {most / 1e9:.2f} GB; "
+        f"resident at most {resident / 1e9:.2f} GB",
+        ranks=[0],
+        level=logging.WARNING,
+    )

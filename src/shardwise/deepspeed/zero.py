@@ -1,4 +1,4 @@
-"""deepspeed.zero: models built without memory, and whole parameters for a moment."""
+"""deepspeed.zero: models built without memory, and gathered parameters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.deepspeed import zero_marks
-from shardwise.deepspeed.engine import DeepSpeedEngine, engine_of
-from shardwise.deepspeed.zero_marks import ZeroParamStatus
+from shardwise.deepspeed.engine import ZeroParamStatus, engine_of, marked_whole
 from shardwise.errors import UsageError
 from shardwise.model import meta
 
@@ -21,10 +19,10 @@ __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_p
 
 
 class Init:
-    """Inside the block models are built without memory, and get it when their engine is made.
+    """Builds models without memory inside the block; they get memory when their engine is made.
 
-    The values are those of a plain build. Of the arguments, which are DeepSpeed's, `enabled` counts
-    and a `module` that is built already stays as it is.
+    Their values are the same as without the block. Of DeepSpeed's arguments only `enabled` is used;
+    a `module` that exists already does not change.
     """
 
     def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **options: Any):
@@ -42,11 +40,11 @@ class Init:
 
 
 class GatheredParameters:
-    """Inside the block `params`, one or several, are whole on every worker. With `modifier_rank`
-    what that worker has written is everyone's afterwards. Collective.
+    """Makes one or more `params` whole on every rank inside the block. With `modifier_rank` all
+    ranks get the values that this rank has written. Collective.
 
-    Before their engine is made, parameters that have no memory yet get theirs. Raises UsageError
-    for parameters of several engines.
+    Parameters without memory get it if their engine is not made yet. Raises UsageError for
+    parameters of several engines.
     """
 
     def __init__(
@@ -65,44 +63,37 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self._parameters:
             return
-        engine = engine_of_all(self._parameters)
+        found = {id(engine): engine for engine in map(engine_of, self._parameters)}
+        if len(found) > 1:
+            raise UsageError(
+                "GatheredParameters with parameters of several engines, or of one and of none: "
+                "write a block for each."
+            )
+        engine = next(iter(found.values()))
         if engine is None:
-            _fill(self._parameters)
+            # Built inside `Init`: give memory now, so that writes of the block are kept.
+            for parameter in self._parameters:
+                if parameter.is_meta and isinstance(parameter, nn.Parameter):
+                    meta.make_real(parameter, meta.materialise(parameter))
             return
         inner, writes = engine._engine("GatheredParameters"), self._modifier_rank is not None
         part = _smallest(engine.module, self._parameters)
         self._blocks.enter_context(inner.full_parameters(part, write=writes))
-        self._blocks.enter_context(zero_marks.whole(self._parameters))
+        self._blocks.enter_context(marked_whole(self._parameters))
 
     def __exit__(self, *error: Any) -> None:
         if error[0] is None and self._modifier_rank is not None and dist.is_initialized():
-            _give(self._parameters, self._modifier_rank)
+            with torch.no_grad():
+                for parameter in self._parameters:
+                    # By way of this rank's device: a group of GPUs sends nothing else.
+                    value = parameter.data.to(sw.world().device)
+                    dist.broadcast(value, self._modifier_rank)
+                    parameter.data.copy_(value)
         self._blocks.__exit__(*error)
 
 
-def _give(parameters: list[Tensor], rank: int) -> None:
-    """Give every worker the values that `rank` has; by way of where it computes, since a group of
-    GPUs moves nothing else."""
-    with torch.no_grad():
-        for parameter in parameters:
-            value = parameter.data.to(sw.world().device)
-            dist.broadcast(value, rank)
-            parameter.data.copy_(value)
-
-
-def engine_of_all(parameters: Iterable[Tensor]) -> DeepSpeedEngine | None:
-    """The engine that trains `parameters`, None without one. Raises UsageError for several."""
-    found = {id(engine): engine for engine in map(engine_of, parameters)}
-    if len(found) > 1:
-        raise UsageError(
-            "GatheredParameters with parameters of several engines, or of one and of none: write a "
-            "block for each."
-        )
-    return next(iter(found.values()))
-
-
 def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
-    """The module with the fewest parameters that has all of these."""
+    """Return the module with the fewest parameters that has all of these."""
     wanted = {id(parameter) for parameter in parameters}
     holders = []
     for number, module in enumerate(model.modules()):
@@ -112,13 +103,6 @@ def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
     return min(holders)[2]
 
 
-def _fill(parameters: list[Tensor]) -> None:
-    """Give memory to parameters that were built inside `Init`: what is written to them stays."""
-    for parameter in parameters:
-        if parameter.is_meta and isinstance(parameter, nn.Parameter):
-            meta.make_real(parameter, meta.materialise(parameter))
-
-
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: a unit is found by the parameters that its forward uses."""
+    """Do nothing: a unit is found by the parameters that its forward uses."""
     del module, parameter

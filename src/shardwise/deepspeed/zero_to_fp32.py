@@ -28,9 +28,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights that save_checkpoint wrote into `checkpoint_dir` under `tag` (default: the latest
-    one), floating-point ones in fp32: masters where there are some. Needs no other worker. Raises
-    CheckpointError where there is none, and UsageError for the two last words."""
+    """Return the weights that save_checkpoint wrote into `checkpoint_dir` under `tag` (default: the
+    latest), in fp32: masters if it has some. Needs one process. Raises CheckpointError without a
+    save, UsageError for the last two arguments."""
     _refuse_words(exclude_frozen_parameters=exclude_frozen_parameters, lazy_mode=lazy_mode)
     home = Path(checkpoint_dir)
     latest = home / "latest"
@@ -39,7 +39,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     place = home if tag is None else home / tag
     if not place.is_dir():
         raise CheckpointError(f"{home} has no checkpoint with the tag {tag!r}.")
-    return dict(_of_ours(place) if complete(place) else _of_deepspeed(place))
+    if complete(place):
+        return dict(_of_ours(place))
+    save = as_checkpoint.opened(place)  # DeepSpeed's own files
+    tensors = save.fp32()
+    found = {name: _wide(tensors.whole(name)) for name in tensors.specs}
+    return found | {name: found[first] for name, first in save.twins.items()}
 
 
 def _of_ours(place: Path) -> Iterator[tuple[str, Tensor]]:
@@ -54,14 +59,6 @@ def _of_ours(place: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, _wide(model.whole(first))
 
 
-def _of_deepspeed(place: Path) -> Iterator[tuple[str, Tensor]]:
-    save = as_checkpoint.opened(place)
-    tensors = save.fp32()
-    found = {name: _wide(tensors.whole(name)) for name in tensors.specs}
-    yield from found.items()
-    yield from ((name, found[first]) for name, first in save.twins.items())
-
-
 def _wide(value: Tensor) -> Tensor:
     return value.float() if value.is_floating_point() else value
 
@@ -69,8 +66,8 @@ def _wide(value: Tensor) -> Tensor:
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load those weights into `model`, on the CPU, and return it. As DeepSpeed's, it leaves alone
-    what only one of the two has."""
+    """Load those weights into `model`, on the CPU, and return it. As in DeepSpeed, missing and
+    additional names are no error."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.cpu().load_state_dict(state, strict=False)
     return model
@@ -87,12 +84,20 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write those weights into the folder `output_dir`, as `pytorch_model.bin` or, with
     `safe_serialization`, `model.safetensors`.
 
-    Raises UsageError for weights of more than `max_shard_size` bytes, and to leave frozen ones out.
+    Raises UsageError for more than `max_shard_size`, and for excluding frozen parameters.
     """
     _refuse_words(exclude_frozen_parameters=exclude_frozen_parameters)
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     nbytes = sum(value.nbytes for value in state.values())
-    if max_shard_size is not None and nbytes > _bytes_of(max_shard_size):
+    most = float("inf")
+    if max_shard_size is not None:
+        try:
+            most = float(max_shard_size[:-2]) * _UNITS[max_shard_size[-2:].upper()]
+        except (KeyError, ValueError):
+            raise UsageError(
+                f"max_shard_size is a text like 5GB, not {max_shard_size!r}."
+            ) from None
+    if nbytes > most:
         raise UsageError(
             f"The weights of {checkpoint_dir} are {nbytes / 1e9:.1f} GB, and max_shard_size is "
             f"{max_shard_size}: one file is written here. Write max_shard_size=None, or split them "
@@ -107,13 +112,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def _bytes_of(size: str) -> float:
-    try:
-        return float(size[:-2]) * _UNITS[size[-2:].upper()]
-    except (KeyError, ValueError):
-        raise UsageError(f"max_shard_size is a text like 5GB, not {size!r}.") from None
 
 
 def _refuse_words(**words: bool) -> None:

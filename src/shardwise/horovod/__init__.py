@@ -1,17 +1,22 @@
 """A drop-in for `import horovod.torch as hvd`: write `import shardwise.horovod as hvd`.
 
-coordinator.py      matches requests on rank 0: what every rank executes next
-links.py            carries requests and responses; background.py  the thread that negotiates
-execution.py        executes agreed operations on a transport; streams.py  orders CUDA work
+The path of an allreduce:
+
+    gradient_buckets.py  a hook fills a bucket and launches it      any thread
+    operations.py        submit: a request and a handle             any thread
+    background.py        the communication thread sends the request ─▶ rank 0
+    coordinator.py       rank 0 matches the requests of all ranks   ─▶ a response to all
+    execution.py         runs the agreed operation on a transport   communication thread
+    operations.py        wait: the handle returns the result        any thread
+
+links.py connects the ranks, streams.py orders CUDA work between the threads.
 
 basics.py           init, shutdown, rank, size, join, barrier; context.py  the state between
 process_sets.py     groups of ranks
-operations.py       requests an operation; operation_handle.py  waits for it
 allreduce.py        dense tensors; sparse_allreduce.py  sparse COO tensors
 gather_scatter.py   allgather, alltoall, broadcast, reducescatter
-
-optimizer.py        DistributedOptimizer; gradient_hooks.py and buckets.py reduce its gradients
-script_checks.py    warns of left-out steps and of stalls
+optimizer.py        DistributedOptimizer
+script_checks.py    warns of steps that a script leaves out, and of stalls
 functions.py compression.py elastic.py mpi_ops.py sync_batch_norm.py   Horovod's own module names
 """
 

@@ -1,15 +1,18 @@
 """allreduce: reduces every rank's tensors to one, equal on all ranks.
 
-allreduce        a new tensor; differentiable         allreduce_async     a handle to it
+allreduce        a new tensor, differentiable         allreduce_async     a handle to it
 allreduce_       in place                             allreduce_async_    a handle to it
-grouped_...      several tensors in one operation: all are ready, or none is
+grouped_...      several tensors in one operation: it waits for all of them
+
+All but allreduce and grouped_allreduce take the arguments of allreduce_async.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.autograd import Function
@@ -17,8 +20,8 @@ from torch.autograd import Function
 from shardwise.errors import BadCall
 from shardwise.horovod.compression import Compression, Compressor, compressed
 from shardwise.horovod.context import current
-from shardwise.horovod.operation_handle import OperationHandle
 from shardwise.horovod.operations import (
+    OperationHandle,
     ReduceOp,
     as_group,
     check_numbers,
@@ -29,28 +32,33 @@ from shardwise.horovod.operations import (
 )
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-def _submit_allreduce(
+
+def _start(
     tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    scale: tuple[float, float],
-    process_set: ProcessSet,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
     **more: Any,
 ) -> OperationHandle:
+    """Request the reduction of `tensors` in one operation."""
+    op = resolve_op(op, average)
     check_numbers("allreduce", tensors)
     if op == ReduceOp.Adasum:
-        _check_adasum(tensors, process_set)
+        size = process_set.size()
+        if size & (size - 1):
+            raise BadCall(
+                f"Adasum joins pairs of pairs: it takes 1, 2, 4, 8 ... ranks, not {size}."
+            )
+        if not all(tensor.is_floating_point() for tensor in tensors):
+            raise BadCall("Adasum takes floating tensors: others have no direction.")
     current().reduces = True
+    scale = prescale_factor, postscale_factor
     return submit("allreduce", tensors, name, process_set, op=op.name, scale=scale, **more)
-
-
-def _check_adasum(tensors: Sequence[Tensor], process_set: ProcessSet) -> None:
-    size = process_set.size()
-    if size & (size - 1):
-        raise BadCall(f"Adasum joins pairs of pairs: it takes 1, 2, 4, 8 ... ranks, not {size}.")
-    if not all(tensor.is_floating_point() for tensor in tensors):
-        raise BadCall("Adasum takes floating tensors: others have no direction.")
 
 
 def allreduce_async(
@@ -62,94 +70,62 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """Handle to the reduction of every rank's `tensor` of one shape and dtype, a new tensor.
+    """Return a handle to the reduction of every rank's `tensor`, which is a new tensor.
 
-    `op` is hvd.Average without any; `average` is its older form. Values are multiplied by
-    `prescale_factor` before and `postscale_factor` after. Integers are truncated towards zero.
+    All tensors have one shape and dtype. `op` is hvd.Average by default; `average` is its older
+    form. Values are multiplied by `prescale_factor` before and `postscale_factor` after the
+    reduction. Integers are truncated towards zero.
     """
-    scale = prescale_factor, postscale_factor
-    return _submit_allreduce(
-        [tensor], name, resolve_op(op, average), scale, process_set, finish=only_result
-    )
+    factors = prescale_factor, postscale_factor
+    return _start([tensor], average, name, op, *factors, process_set, finish=only_result)
 
 
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> OperationHandle:
+def _with_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
+    """Let help() show the arguments of `shown` for a function that passes them on."""
+
+    def decorate(function: F) -> F:
+        shared = inspect.signature(shown).parameters.values()
+        parameters = [each for each in shared if each.kind is not each.VAR_KEYWORD]
+        own: Any = function
+        own.__signature__ = inspect.signature(function).replace(parameters=parameters)
+        return function
+
+    return decorate
+
+
+@_with_arguments_of(allreduce_async)
+def allreduce_async_(tensor: Tensor, *how: Any, **named: Any) -> OperationHandle:
     """`allreduce_async` in place: the result is in `tensor`."""
-    scale, op = (prescale_factor, postscale_factor), resolve_op(op, average)
-    return _submit_allreduce(
-        [tensor], name, op, scale, process_set, in_place=True, finish=lambda _: tensor
-    )
+    return _start([tensor], *how, **named, in_place=True, finish=lambda _: tensor)
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
+@_with_arguments_of(allreduce_async)
+def allreduce_(tensor: Tensor, *how: Any, **named: Any) -> Tensor:
     """Reduce in place, and wait."""
-    scale = prescale_factor, postscale_factor
-    return wait(allreduce_async_(tensor, average, name, op, *scale, process_set))  # type: ignore[no-any-return]
+    return wait(allreduce_async_(tensor, *how, **named))  # type: ignore[no-any-return]
 
 
-def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> OperationHandle:
-    """`allreduce_async` of several tensors in one operation; the result is a list of new ones."""
-    tensors, scale = as_group("allreduce", tensors), (prescale_factor, postscale_factor)
-    return _submit_allreduce(tensors, name, resolve_op(op, average), scale, process_set)
+@_with_arguments_of(_start)
+def grouped_allreduce_async(tensors: Sequence[Tensor], *how: Any, **named: Any) -> OperationHandle:
+    """`allreduce_async` of several tensors in one operation. The result is a list."""
+    return _start(as_group("allreduce", tensors), *how, **named)
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> OperationHandle:
+@_with_arguments_of(_start)
+def grouped_allreduce_async_(tensors: Sequence[Tensor], *how: Any, **named: Any) -> OperationHandle:
     """`grouped_allreduce_async` in place."""
-    given, scale = as_group("allreduce", tensors), (prescale_factor, postscale_factor)
-    op = resolve_op(op, average)
-    return _submit_allreduce(
-        given, name, op, scale, process_set, in_place=True, finish=lambda _: given
-    )
+    group = as_group("allreduce", tensors)
+    return _start(group, *how, **named, in_place=True, finish=lambda _: group)
 
 
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+@_with_arguments_of(_start)
+def grouped_allreduce_(tensors: Sequence[Tensor], *how: Any, **named: Any) -> list[Tensor]:
     """Reduce several tensors in place, and wait."""
-    scale = prescale_factor, postscale_factor
-    return wait(grouped_allreduce_async_(tensors, average, name, op, *scale, process_set))  # type: ignore[no-any-return]
+    return wait(grouped_allreduce_async_(tensors, *how, **named))  # type: ignore[no-any-return]
 
 
 class _Allreduce(Function):
-    """Differentiable allreduce; its gradient is the same reduction of the gradients."""
+    """Differentiable allreduce. Its gradient is the same reduction of the gradients."""
 
     @staticmethod
     def forward(
@@ -160,27 +136,12 @@ class _Allreduce(Function):
         process_set: ProcessSet,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.how = op, scale, process_set
-        return tuple(wait(_submit_allreduce(tensors, name, op, scale, process_set)))
+        ctx.how = op, *scale, process_set
+        return tuple(wait(_start(tensors, None, name, *ctx.how)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, None, None, *wait(_submit_allreduce(grads, None, *ctx.how))
-
-
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Reduce every rank's `tensor` to a new one; differentiable."""
-    scale = prescale_factor, postscale_factor
-    return grouped_allreduce([tensor], average, name, compression, op, *scale, process_set)[0]
+        return None, None, None, None, *wait(_start(grads, None, None, *ctx.how))
 
 
 def grouped_allreduce(
@@ -197,3 +158,18 @@ def grouped_allreduce(
     scale = prescale_factor, postscale_factor
     reduce = partial(_Allreduce.apply, name, resolve_op(op, average), scale, process_set)
     return compressed(compression, as_group("allreduce", tensors), reduce)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Reduce every rank's `tensor` to a new one. Differentiable."""
+    scale = prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], average, name, compression, op, *scale, process_set)[0]

@@ -4,7 +4,7 @@
     submit ─▶ queue, eventfd ─▶ request ──────────────────────────▶ coordinator
     wait   ◀───── done ◀── execute, on the transport ◀── responses, in one order for all ranks
 
-It sleeps between operations. Every rank has one such thread, and no other uses its transport.
+It sleeps between operations. Every rank has one such thread, and only that uses its transport.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -37,7 +37,7 @@ from shardwise.horovod.coordinator import (
 )
 from shardwise.horovod.execution import AgreedOperation, execute, joined_zeros
 from shardwise.horovod.links import NegotiationMessage, send_up_to
-from shardwise.horovod.operation_handle import OperationHandle
+from shardwise.horovod.operations import OperationHandle
 from shardwise.horovod.script_checks import ScriptComparison, warn_stalled, write_warning
 from shardwise.horovod.streams import CommunicationStream, StreamEvent, enter
 from shardwise.net.rpc import Link
@@ -47,7 +47,7 @@ from shardwise.watch.status_server import forked_from
 T = TypeVar("T")
 
 DueResponse = tuple["Response | str", dict[int, int]]
-"""A response to execute, or why no more will come; and the bytes to send before, by rank."""
+"""A response to execute, or why there will be no more; and the bytes to send before it, by rank."""
 
 _living: WeakSet[BackgroundThread] = WeakSet()
 
@@ -56,10 +56,13 @@ SHUTDOWN_SECONDS = 10.0
 
 
 class BackgroundThread:
-    """Runs the communication thread of one rank. `links` lead to rank 0, or from it to all others.
+    """Runs the communication thread of one rank.
 
-    `group` has all ranks, over channels that nobody else uses; `timeout` and `warn_after` in
-    seconds bound how long an operation waits for ranks that do not request it.
+    Args:
+        group: all ranks, over channels that nothing else uses
+        links: to rank 0; on rank 0 to all other ranks
+        device: where this rank computes
+        timeout, warn_after: seconds that an operation waits for ranks that do not request it
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class BackgroundThread:
         self._links = links
         self._coordinator = Coordinator(group.size) if group.rank == 0 else None
         self._script_comparison = ScriptComparison()
+        # Guards the handles, the calls and the failure, which any thread reads and writes. What
+        # only the communication thread uses needs no lock.
         self._lock = threading.Lock()
         self._handles: dict[OperationKey, OperationHandle] = {}
         self._executing: OperationHandle | None = None
@@ -92,11 +97,11 @@ class BackgroundThread:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         for rank, link in links.items():
             self._selector.register(link.socket, link.events, rank)
-        # A daemon, since the end of a process must not wait for ranks that never come.
+        # A daemon, because the end of a process must not wait for ranks that never answer.
         self._thread = threading.Thread(target=self._run, name="shardwise-horovod", daemon=True)
+        # A link may hold requests that were read along with its hello: the selector would not tell.
         for rank, link in links.items():
-            self._inbox.put(partial(self._receive, rank, link))  # requests read with the hello
-        self._post(lambda: None)
+            self._post(partial(self._receive, rank, link))
         self._thread.start()
         _living.add(self)
 
@@ -120,13 +125,12 @@ class BackgroundThread:
         return handle
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` on the thread, which alone may use the transport; returns its result.
-        Raises HorovodInternalError where the thread has ended, or ends before it runs
-        `function`."""
+        """Run `function` on the thread, the only one that may use the transport; return its result.
+        Raises HorovodInternalError if the thread ends before that."""
         future: Future[T] = Future()
 
         def answer() -> None:
-            if future.done():
+            if future.done():  # `_fail_all` was faster
                 return
             try:
                 future.set_result(function())
@@ -144,23 +148,19 @@ class BackgroundThread:
             with self._lock:
                 self._calls.discard(future)
 
-    def members(self, number: int) -> tuple[int, ...]:
-        """The ranks of a process set."""
-        return self._members[number]
-
     def group(self, number: int) -> Collectives:
-        """The transport of a process set, for `call`."""
+        """Return the transport of a process set, for `call`."""
         return self._groups[number]
 
     def report_save(self, what: list[str]) -> None:
-        """Report a file that this rank saves to rank 0, which compares it with the other ranks'."""
+        """Report a file that this rank saves to rank 0, which compares the ranks' paths."""
         if self._coordinator is not None:
             self._post(partial(self._compare_save, 0, what))
         else:
             self._post(partial(self._links[0].send, {"saved": what}))
 
     def close(self) -> None:
-        """End the thread: operations in flight fail, here and on ranks that wait for this one."""
+        """End the thread. Operations in flight fail, here and on ranks that wait for this one."""
         self._post(self._leave)
         self._thread.join(SHUTDOWN_SECONDS)
         for link in self._links.values():
@@ -168,6 +168,7 @@ class BackgroundThread:
         if not self._thread.is_alive():
             self._selector.close()
             os.close(self._wakeup)
+            # Process sets first: their transports are parts of the one of all ranks.
             for number in sorted(self._groups, reverse=True):
                 self._groups[number].close()
 
@@ -187,15 +188,24 @@ class BackgroundThread:
                     self._check_stalls()
                     self._execute_all()
             except Exception as error:  # shown by every wait, here and on the other ranks
-                self._abort(str(error) or type(error).__name__)
+                self._fail_all(str(error) or type(error).__name__)
+                self._ended = True
+                for link in self._links.values():
+                    link.close()
 
     def _wait_for_events(self) -> None:
-        """Wait for messages of other ranks or for calls of other threads, and handle them."""
+        """Wait for messages from other ranks or calls from other threads, and handle them."""
+        # The select must also return once a socket has room again for unsent bytes.
         for link in self._links.values():
             if link.is_open:
                 rank = self._selector.get_key(link.socket).data
                 self._selector.modify(link.socket, link.events, rank)
-        for key, events in self._selector.select(self._select_timeout()):
+        seconds: float | None = None  # as long as it takes
+        if not self._inbox.empty() or self._responses:
+            seconds = 0.0
+        elif self._coordinator is not None and self._coordinator.waiting_since is not None:
+            seconds = max(0.05, min(self._warn_after, 1.0))  # then stalls are checked
+        for key, events in self._selector.select(seconds):
             if key.fd == self._wakeup:
                 os.eventfd_read(self._wakeup)
                 continue
@@ -236,6 +246,8 @@ class BackgroundThread:
         if self._coordinator is not None:
             self._send_responses(self._coordinator.remove_rank(rank, why))
         else:
+            # Rank 0 has ended: no further operation can be agreed on. It takes its turn behind the
+            # responses that rank 0 has sent before, which the other ranks execute too.
             self._responses.append((why, {}))
 
     def _request(self, request: OperationRequest) -> None:
@@ -244,7 +256,7 @@ class BackgroundThread:
         else:
             try:
                 self._links[0].send({"request": request.as_json()})
-            except (TypeError, ValueError) as error:  # not JSON: fails here alone
+            except (TypeError, ValueError) as error:  # not JSON: fails on this rank only
                 with self._lock:
                     handle = self._handles.pop(request.key)
                 handle.fail(f"{request.kind} {request.name!r} cannot be requested: {error}")
@@ -254,13 +266,16 @@ class BackgroundThread:
             write_warning(line)
 
     def _send_responses(self, responses: list[Response]) -> None:
-        """Send responses to the ranks that they are for, in one order."""
+        """Send responses to the ranks that they are for."""
+        # Every rank gets them in this order and executes them in it, its own rank 0 included. Two
+        # ranks that entered two collectives in different orders would wait for each other for ever.
         for response in responses:
             for line in self._script_comparison.compare(response.notes):
                 write_warning(line)
             others = [rank for rank in response.ranks if rank != 0 and self._links[rank].is_open]
+            message = {"response": response.as_json()} if others else {}
             for rank in others:
-                self._links[rank].send({"response": response.as_json()})
+                self._links[rank].send(message)
             if 0 in response.ranks:
                 self._responses.append(
                     (response, {rank: self._links[rank].queued_bytes for rank in others})
@@ -271,8 +286,8 @@ class BackgroundThread:
     def _execute_all(self) -> None:
         while self._responses:
             what, upto = self._responses.popleft()
-            # The other members must have this response before rank 0 enters the collective: inside
-            # it this thread sends nothing, and they would never come.
+            # The other members must have this response before rank 0 enters the collective. Inside
+            # it this thread sends nothing, so they would never join.
             send_up_to(upto, self._links)
             self._execute(what)
 
@@ -294,16 +309,19 @@ class BackgroundThread:
             self._change_process_sets(response)
             handle.succeed(response.number, StreamEvent())
         else:
-            assert handle is not None or has_joined  # only ranks that joined take part unasked
+            assert handle is not None or has_joined  # only joined ranks take part without a request
             self._communicate(response, handle)
 
     def _communicate(self, response: Response, handle: OperationHandle | None) -> None:
         request, number = response.request, response.request.process_set
         tensors = joined_zeros(request, self._device) if handle is None else handle.tensors
         try:
-            noted = span(
-                f"{request.kind} {request.name}", Row.COMMUNICATION, _span_details(tensors)
-            )
+            dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+            details: dict[str, int | str] = {
+                "bytes": sum(tensor.nbytes for tensor in tensors),
+                "dtype": ", ".join(dtypes),
+            }
+            noted = span(f"{request.kind} {request.name}", Row.COMMUNICATION, details)
             with noted, self._stream.after(StreamEvent() if handle is None else handle.ready):
                 self._stream.record_use(tensors)
                 operation = AgreedOperation(
@@ -315,8 +333,8 @@ class BackgroundThread:
                     in_place=handle is None or handle.in_place,
                 )
                 results = execute(operation)
-                # The caller may write to inputs and results once its wait returns: not before the
-                # other ranks have read them.
+                # Once its wait returns, the caller may write to inputs and results. So the other
+                # ranks must have read them before.
                 for sent in operation.sent:
                     sent.reusable()
                 if handle is not None:
@@ -324,7 +342,7 @@ class BackgroundThread:
         except Exception as error:
             if handle is not None:
                 handle.fail(f"{request.kind} {request.name!r} failed: {error}")
-            raise
+            raise  # ends the thread: other ranks may be anywhere in this collective
 
     def _change_process_sets(self, response: Response) -> None:
         number = response.number
@@ -338,17 +356,8 @@ class BackgroundThread:
 
     # -- time and ends --------------------------------------------------------------------
 
-    def _select_timeout(self) -> float | None:
-        """Seconds to wait for events before stalls are checked; None for as long as it takes."""
-        if self._inbox.empty() is False or self._responses:
-            return 0.0
-        oldest = self._coordinator.waiting_since if self._coordinator is not None else None
-        if oldest is None:
-            return None
-        return max(0.05, min(self._warn_after, 1.0))
-
     def _check_stalls(self) -> None:
-        """Warn of operations that wait for long, and fail those that waited too long."""
+        """Warn of operations that wait long, and fail those that wait too long."""
         if self._coordinator is None:
             return
         now = time.monotonic()
@@ -358,8 +367,8 @@ class BackgroundThread:
         self._send_responses(self._coordinator.time_out(now, self.timeout))
 
     def _leave(self) -> None:
-        """Execute what was agreed on, since other ranks count on this one; then report that this
-        rank leaves."""
+        """Report to the other ranks that this one leaves, and end the thread."""
+        # First all agreed operations: the other ranks have begun them, and wait for this one.
         self._execute_all()
         rank = self._groups[0].rank
         said = f"rank {rank} has shut down, or come to the end of its script"
@@ -368,13 +377,6 @@ class BackgroundThread:
                 link.send({"leave": said})
         self._fail_all("hvd.shutdown() was called, or the script has come to its end")
         self._ended = True
-
-    def _abort(self, why: str) -> None:
-        """End the thread after a failure of the transport or of this code."""
-        self._fail_all(why)
-        self._ended = True
-        for link in self._links.values():
-            link.close()
 
     def _fail_all(self, why: str) -> None:
         with self._lock:
@@ -389,9 +391,9 @@ class BackgroundThread:
             handle.fail(f"{request.kind} {request.name!r} cannot be done: {why}")
 
     def _leave_in_child(self) -> None:
-        """In a forked child, which has no such thread: fail all operations, and refuse more."""
-        # Another thread may have held any of these locks at the fork. The eventfd is the parent's
-        # too: nothing is written to it from now on.
+        """Fail all operations in a forked child, which has no such thread, and refuse more."""
+        # Another thread may have held any of these locks at the fork. The parent reads the eventfd
+        # too: nothing may be written to it from now on.
         self._lock = threading.Lock()
         self._inbox = SimpleQueue()
         self._calls.clear()
@@ -403,15 +405,9 @@ class BackgroundThread:
         self._handles.clear()
 
 
-def _span_details(tensors: Sequence[torch.Tensor]) -> dict[str, int | str]:
-    """What the timeline shows beside an operation."""
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
-    return {"bytes": sum(tensor.nbytes for tensor in tensors), "dtype": ", ".join(dtypes)}
-
-
-def _in_forked_child() -> None:
+def _leave_all_in_child() -> None:
     for background in list(_living):
         background._leave_in_child()
 
 
-os.register_at_fork(after_in_child=_in_forked_child)
+os.register_at_fork(after_in_child=_leave_all_in_child)

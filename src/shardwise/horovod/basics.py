@@ -1,4 +1,4 @@
-"""init, shutdown, rank, size, join and their like: what Horovod calls its basics."""
+"""init, shutdown, rank, size, join and the like: Horovod calls them its basics."""
 
 from __future__ import annotations
 
@@ -38,11 +38,16 @@ from shardwise.world.world import stop_timeline as stop
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | None = None
 ) -> None:
-    """Join the other ranks, whoever launched them; once more does nothing.
+    """Join the other ranks, whatever launched them. A second call does nothing.
 
-    `process_sets` are made at once; "dynamic" is as Horovod has it, and always so here. Random
-    numbers are left alone, unlike by `shardwise.init`; where that was called, its world is used.
-    Raises BadCall for a communicator that is not all ranks, LaunchError where they do not meet.
+    Unlike `shardwise.init`, it does not seed random numbers. If that was called before, its world
+    is used. Raises BadCall for a communicator that is not all ranks, LaunchError if ranks are
+    missing.
+
+    Args:
+        comm: all ranks in order, or None
+        process_sets: sets of ranks to add at once; "dynamic" changes nothing, since process sets
+            are always dynamic here
     """
     if context.is_initialized():
         return
@@ -54,7 +59,9 @@ def init(
             "them; mpi4py's communicators are not used."
         )
     if not world.engines:
-        _warn_of_idle_settings(world)
+        given = config.winning(config.sources(os.environ, {}))
+        if line := script_checks.idle_settings_line(given):
+            world.say_once(line)
     context.enter(_make_context(world))
     exit_handlers.register(shutdown)
     for members in process_sets if isinstance(process_sets, Sequence) else ():
@@ -64,7 +71,9 @@ def init(
 
 def _make_context(world: World) -> Context:
     """Start the communication thread. Collective."""
-    hosts = _hosts(world)
+    mine = world.host, collectives.host_key()
+    names = [tuple(each) for each in world.collectives.gather_plain(mine)]
+    hosts = [[r for r, n in enumerate(names) if n == name] for name in dict.fromkeys(names)]
     timeout, warn_after = world.settings.timeout, world.settings.warn_after
     group = collectives.for_thread(world.collectives, timeout)
     found = _connect(world, timeout) if world.size > 1 else {}
@@ -72,15 +81,8 @@ def _make_context(world: World) -> Context:
     return Context(world, hosts, thread)
 
 
-def _hosts(world: World) -> list[list[int]]:
-    """The ranks of each host, in the order of their first."""
-    mine = world.host, collectives.host_key()
-    names = [tuple(each) for each in world.collectives.gather_plain(mine)]
-    return [[r for r, n in enumerate(names) if n == name] for name in dict.fromkeys(names)]
-
-
 def _connect(world: World, timeout: float) -> dict[int, rpc.Link]:
-    """Connect every rank to rank 0; the links of this rank, by rank. Collective."""
+    """Connect every rank to rank 0; return the links of this rank, by rank. Collective."""
     group, secret = world.collectives, world.collectives.status_server.secret
     if world.rank != 0:
         address, port = group.gather_plain(None)[0]
@@ -92,14 +94,14 @@ def _connect(world: World, timeout: float) -> dict[int, rpc.Link]:
 
 
 def _world() -> World:
-    """The world that the script made, or a new one that leaves random numbers as they are."""
+    """Return the world that the script made, or a new one without seeding random numbers."""
     try:
         return current_world()
     except UsageError:
         states = random.getstate(), np.random.get_state()
         device = torch.accelerator.current_accelerator(check_available=True)
-        kind = "cuda" if device is None else device.type  # of none, where there is none
-        count = torch.accelerator.device_count() if kind != "mps" else 0  # fork_rng knows it not
+        kind = "cuda" if device is None else device.type
+        count = torch.accelerator.device_count() if kind != "mps" else 0  # fork_rng lacks mps
         with torch.random.fork_rng(devices=range(count), device_type=kind):
             world = init_world()
         random.setstate(states[0])
@@ -107,48 +109,41 @@ def _world() -> World:
         return world
 
 
-def _warn_of_idle_settings(world: World) -> None:
-    """Name settings from flags, environment or files that only `sw.Engine` acts upon."""
-    line = script_checks.idle_settings_line(config.winning(config.sources(os.environ, {})))
-    if line:
-        world.say_once(line)
-
-
 def shutdown() -> None:
-    """Leave the run: operations in flight fail, here and where they wait for this rank. The
-    communication thread has ended when this returns."""
+    """Leave the run, and wait for the communication thread to end. Operations in flight fail, also
+    on other ranks that need this one."""
     exit_handlers.unregister(shutdown)
     context.leave()
 
 
 def size() -> int:
-    """The number of ranks."""
+    """Return the number of ranks."""
     current().asked_size = True
     return current().world.size
 
 
 def rank() -> int:
-    """This rank, from 0 on."""
+    """Return this rank, from 0."""
     return current().world.rank
 
 
 def local_size() -> int:
-    """The number of ranks on this host."""
+    """Return the number of ranks on this host."""
     return current().world.local_size
 
 
 def local_rank() -> int:
-    """This rank among those of its host."""
+    """Return this rank's number among the ranks of its host."""
     return current().world.local_rank
 
 
 def cross_size() -> int:
-    """The number of hosts that have a rank of this local rank."""
+    """Return the number of hosts that have a rank with this local rank."""
     return len(_ranks_of_this_local_rank())
 
 
 def cross_rank() -> int:
-    """The index of this host among those that `cross_size` counts."""
+    """Return the index of this host among those that `cross_size` counts."""
     return _ranks_of_this_local_rank().index(current().world.rank)
 
 
@@ -158,38 +153,38 @@ def _ranks_of_this_local_rank() -> list[int]:
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have as many ranks."""
+    """Return whether all hosts have the same number of ranks."""
     return len({len(ranks) for ranks in current().hosts}) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may use MPI: yes, since this package uses none of it."""
+    """Return True: several threads may communicate, because nothing here uses MPI."""
     current()
     return True
 
 
 def mpi_enabled() -> bool:
-    """Whether ranks talk over MPI: never, also where mpirun has started them."""
+    """Return False: ranks never communicate over MPI, even if mpirun has started them."""
     return False
 
 
 def mpi_built() -> bool:
-    """Whether ranks can talk over MPI: never."""
+    """Return False: nothing here uses MPI."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Whether ranks talk over Gloo, or memory that they share; else over NCCL."""
+    """Return whether ranks communicate over Gloo or shared memory, not NCCL."""
     return current().world.collectives.name != "nccl"
 
 
 def gloo_built() -> bool:
-    """Whether this PyTorch has Gloo."""
+    """Return whether this PyTorch has Gloo."""
     return dist.is_gloo_available()
 
 
 def nccl_built() -> int:
-    """The version of this PyTorch's NCCL, such as 22703; 0 without."""
+    """Return the version of this PyTorch's NCCL, such as 22703; 0 without NCCL."""
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return 0
     version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -197,22 +192,22 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether this PyTorch knows CUDA."""
+    """Return whether this PyTorch supports CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether this PyTorch knows ROCm."""
+    """Return whether this PyTorch supports ROCm."""
     return torch.version.hip is not None
 
 
 def ddl_built() -> bool:
-    """Whether there is IBM's DDL: never."""
+    """Return False: nothing here uses IBM's DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """Whether there is Intel's oneCCL: never."""
+    """Return False: nothing here uses Intel's oneCCL."""
     return False
 
 
@@ -231,11 +226,11 @@ _STANDS_FOR = {
 
 
 def install_as_horovod() -> None:
-    """Make `import horovod.torch` and its submodules give this package, in the whole process.
+    """Make `import horovod.torch` and its submodules import this package, in the whole process.
     A second call does nothing.
 
-    Other parts of Horovod are not found then, such as `horovod.tensorflow`. Raises BadCall where
-    the real Horovod was imported before: code that has it would go on with it.
+    Other parts of Horovod, such as `horovod.tensorflow`, are then missing. Raises BadCall if the
+    real Horovod was imported before, because that code would continue to use it.
     """
     there = sys.modules.get("horovod")
     if isinstance(there, _StandInPackage):
@@ -266,10 +261,10 @@ class _StandInPackage(ModuleType):
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record what all ranks do into `file_path` from now on, as Chrome trace JSON.
+    """Record what all ranks do into `file_path`, as Chrome trace JSON. Every rank calls it.
 
-    To be called by every rank. Raises ConfigError where it cannot be written. Operations are not
-    begun in cycles here, so there are none to mark: asked for, that is said.
+    `mark_cycles` only warns, because operations do not begin in cycles here. Raises ConfigError if
+    the file cannot be written.
     """
     if mark_cycles:
         warnings.warn(
@@ -286,17 +281,19 @@ def stop_timeline() -> None:
 
 
 def join(device: int = -1) -> int:
-    """Report that this rank has no more data, and wait for the others. Returns the rank that joined
+    """Report that this rank has no more data, and wait for the others. Return the rank that joined
     last.
 
-    Until then this rank takes part in every allreduce of all ranks, with zeros. `device` is unused
-    (Horovod's signature has it): zeros are made on the device of the others' tensors.
+    Until then this rank takes part in every allreduce of all ranks, with zeros. They are on the
+    device of the other ranks' tensors; Horovod's `device` is not used.
     """
     del device
     context = current()
     last = wait(submit(JOIN, [], JOIN, global_process_set))
+    # Ranks have made different numbers of calls without a name: count them from 0 again, so that
+    # the same calls get the same names.
     for counted in [name for name in context.counters if "noname" in name]:
-        del context.counters[counted]  # ranks have made different numbers of calls without a name
+        del context.counters[counted]
     return int(last)
 
 

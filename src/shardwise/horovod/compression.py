@@ -11,17 +11,17 @@ from torch import Tensor
 
 
 class Compressor(ABC):
-    """Turns a tensor into the one that is sent, and back; subclass it for your own."""
+    """Converts a tensor to the one that is sent, and back. Subclass it for your own."""
 
     @staticmethod
     @abstractmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor to send, and a context for `decompress`."""
+        """Return the tensor to send, and a context for `decompress`."""
 
     @staticmethod
     @abstractmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The tensor restored from what was sent."""
+        """Return the tensor restored from the one that was sent."""
 
 
 class NoneCompressor(Compressor):
@@ -49,7 +49,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The built-in compressors; `compression=` takes any of them, or your own."""
+    """The built-in compressors, for `compression=`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -58,11 +58,11 @@ class Compression:
 def compressed(
     compressor: type[Compressor],
     tensors: Sequence[Tensor],
-    travel: Callable[..., Sequence[Tensor]],
+    send: Callable[..., Sequence[Tensor]],
 ) -> list[Tensor]:
-    """Compress `tensors`, pass them to `travel` as arguments, and decompress its results."""
+    """Compress `tensors`, pass them to `send` as arguments, and decompress its results."""
     packed = [compressor.compress(tensor) for tensor in tensors]
-    found = travel(*(tensor for tensor, _ in packed))
+    found = send(*(tensor for tensor, _ in packed))
     return [
         compressor.decompress(tensor, ctx) for tensor, (_, ctx) in zip(found, packed, strict=True)
     ]

@@ -38,7 +38,7 @@ class Context:
         self.hosts = hosts
         self.background = background
         self.counters: Counter[str] = Counter()
-        """The number of operations without a name, by kind, and of optimizers, by process set."""
+        """Numbers of unnamed operations by kind, and of optimizers by process set."""
         self.steps = self.commits = 0
         self.asked_size = False
         self.reduces = False
@@ -51,10 +51,10 @@ class Context:
         self.sample_counter = SampleCounter(world.step_log) if world.step_log.is_on else None
 
     def stepped(self) -> None:
-        """Record a step of a DistributedOptimizer, which a restart would lose."""
+        """Record a step of a DistributedOptimizer, which a restart would repeat."""
         self.steps += 1
         if self.steps == 1:
-            self.world.progress.kept(0, 0)  # commits were counted before
+            self.world.progress.kept(0, 0)  # commits were counted until now
         self.world.progress.stepped(0, self.steps)
         if (recording := recorder.active) is not None:
             recording.stepped(0, self.steps)
@@ -62,8 +62,9 @@ class Context:
             self.sample_counter.stepped(self.steps)
 
     def kept(self) -> None:
-        """Record that a restart would resume from here. Where no steps are counted, as with the
-        user's own optimizers, commits are: the launcher gives up a run that gets no further."""
+        """Record that a restart would resume from here."""
+        # The launcher gives up a run without progress. With the user's own optimizers no steps are
+        # counted, so that commits are its progress.
         if not self.steps:
             self.world.progress.stepped(0, self.commits)
         self.world.progress.kept(0, self.steps or self.commits)
@@ -78,7 +79,7 @@ class Context:
 
 
 def enter(context: Context) -> None:
-    """Make `context` the one that `current` returns; a process has one at most."""
+    """Make `context` the one that `current` returns. A process has at most one."""
     global _current
     _current = context
 
@@ -92,12 +93,12 @@ def leave() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` not since."""
+    """Return whether `init` was called, and `shutdown` not since."""
     return _current is not None
 
 
 def current() -> Context:
-    """The context of this rank. Raises BadCall before `init`."""
+    """Return the context of this rank. Raises BadCall before `init`."""
     if _current is None:
         raise BadCall("Horovod has not been initialized; call hvd.init() first.")
     return _current
@@ -137,16 +138,12 @@ class SampleCounter:
                 self._log.began()
             for batch in batches:
                 if in_hand := torch.is_grad_enabled():
-                    self._log.given(_rows(batch))
+                    leaves = pytree.tree_leaves(batch)
+                    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+                    self._log.given(next((len(tensor) for tensor in tensors), 0))
                 yield batch
                 in_hand = False
                 if torch.is_grad_enabled():
                     self._log.asked()
         finally:
             self._log.closed(in_hand=in_hand)
-
-
-def _rows(batch: Any) -> int:
-    """The length of the first tensor in a batch."""
-    tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim)
-    return next((len(tensor) for tensor in tensors), 0)

@@ -15,16 +15,16 @@ communicates or reads the time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from shardwise.watch.wait_graph import named
 
 OperationKey = tuple[int, str, str]
-"""Identity of an operation: process set, kind (only where there are no tensors) and name."""
+"""Identity of an operation: process set, kind (only without tensors) and name."""
 
 JOIN = "join"
-"""The kind, and the name, of the request by which a rank reports that it has no more data."""
+"""The kind and name of the request of a rank without more data."""
 
 JOIN_KEY: OperationKey = (0, JOIN, JOIN)
 
@@ -54,95 +54,78 @@ class OperationRequest:
 
     @property
     def key(self) -> OperationKey:
-        """The identity of the operation; one with tensors needs no kind, for a tensor may have any
-        name."""
+        """The identity of the operation. The kind is part of it only without tensors, so that a
+        tensor may have any name, such as "join"."""
         return self.process_set, "" if self.shapes else self.kind, self.name
 
     def rows(self) -> list[int]:
-        """The numbers of rows that may differ between ranks: of each tensor, or sent to each
-        member."""
+        """Return the row counts that may differ between ranks: of each tensor, or for each member
+        of an alltoall."""
         if self.kind == "alltoall":
             return list(self.splits)
         return [shape[0] if shape else 1 for shape in self.shapes]
 
     def as_json(self) -> dict[str, Any]:
-        """The request as plain values, for a message."""
+        """Return the request as plain values, for a message."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> OperationRequest:
-        """The request that `as_json` wrote."""
+        """Return the request that `as_json` wrote."""
         shapes = tuple(tuple(shape) for shape in said["shapes"])
         lists = {name: tuple(said[name]) for name in ("dtypes", "scale", "splits")}
         return cls(**{**said, **lists, "shapes": shapes})
 
 
 UNEVEN_ROWS = ("allgather", "alltoall", "sparse_allreduce")
-"""Kinds for which ranks may have different numbers of rows."""
+"""Kinds with different numbers of rows on the ranks."""
 
 
 def difference(requests: Mapping[int, OperationRequest]) -> str:
-    """The error for requests of one name that do not match; "" where they do."""
-    for words in (_kind, _tensors, _op, _root, _splits, _layout):
-        said = {rank: words(requests[rank]) for rank in sorted(requests)}
-        if len(set(said.values())) > 1:
-            name = next(iter(requests.values())).name
-            return f"{name!r} is {_by_rank(said)}: it must be the same on all ranks."
+    """Return the error for requests of one name that do not match; "" if they match."""
+    ranks = sorted(requests)
+    for texts in zip(*(_described(requests[rank]) for rank in ranks), strict=True):
+        if len(set(texts)) > 1:
+            by_text = {
+                text: [r for r, t in zip(ranks, texts, strict=True) if t == text]
+                for text in dict.fromkeys(texts)
+            }
+            what = " and ".join(f"{text} on {named(by_text[text])}" for text in by_text)
+            return f"{requests[ranks[0]].name!r} is {what}: it must be the same on all ranks."
     return ""
 
 
-def _by_rank(said: Mapping[int, str]) -> str:
-    texts = dict.fromkeys(said.values())
-    parts = [f"{text} on {named([r for r, t in said.items() if t == text])}" for text in texts]
-    return " and ".join(parts)
-
-
-def _kind(request: OperationRequest) -> str:
-    count = len(request.shapes)
-    return f"{request.kind} of {count} tensors" if count > 1 else request.kind
-
-
-def _tensors(request: OperationRequest) -> str:
-    free = request.kind in UNEVEN_ROWS
-    tensors = zip(request.shapes, request.dtypes, strict=True)
-    said = ", ".join(f"{dtype} of shape {_shape(shape, free)}" for shape, dtype in tensors)
-    return f"{request.kind} of {said} on {request.device}"
-
-
-def _shape(shape: tuple[int, ...], free: bool) -> str:
-    sizes = ["*" if free and place == 0 else str(size) for place, size in enumerate(shape)]
-    return f"({', '.join(sizes)})"
-
-
-def _op(request: OperationRequest) -> str:
+def _described(request: OperationRequest) -> tuple[str, ...]:
+    """Describe each part of a request that must be equal on all ranks, the plainest first."""
+    kind, count = request.kind, len(request.shapes)
+    tensors = []
+    for shape, dtype in zip(request.shapes, request.dtypes, strict=True):
+        sizes = list(map(str, shape))
+        if kind in UNEVEN_ROWS:
+            sizes[:1] = ["*"]
+        tensors.append(f"{dtype} of shape ({', '.join(sizes)})")
     before, after = request.scale
-    if (before, after) == (1.0, 1.0):
-        return f"{request.kind} with op {request.op}"
-    return f"{request.kind} with op {request.op}, scaled by {before:g} before and {after:g} after"
-
-
-def _root(request: OperationRequest) -> str:
-    return f"{request.kind} from rank {request.root}"
-
-
-def _splits(request: OperationRequest) -> str:
-    return "" if request.kind == "alltoall" else f"{request.kind} {list(request.splits)}"
-
-
-def _layout(request: OperationRequest) -> str:
-    return f"{request.kind} of {request.layout}"
+    scaled = f", scaled by {before:g} before and {after:g} after"
+    return (
+        f"{kind} of {count} tensors" if count > 1 else kind,
+        f"{kind} of {', '.join(tensors)} on {request.device}",
+        f"{kind} with op {request.op}{'' if request.scale == (1.0, 1.0) else scaled}",
+        f"{kind} from rank {request.root}",
+        "" if kind == "alltoall" else f"{kind} {list(request.splits)}",
+        f"{kind} of {request.layout}",
+    )
 
 
 ADD_PROCESS_SET = "process set to add"
 REMOVE_PROCESS_SET = "process set to remove"
 
 REDUCTIONS = ("allreduce", "sparse_allreduce")
-"""Kinds in which a rank that has joined takes part, with zeros."""
+"""Kinds that a joined rank takes part in, with zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What members of a process set execute next: `request`, as one of them made it; or an `error`.
+    """The next operation of a process set: `request`, as one member made it; or an `error`.
 
     `ranks` are those it is sent to. `rows` has `OperationRequest.rows()` of each member (zeros for
     ranks that joined). `number` is the new process set's, or the rank that joined last.
@@ -159,16 +142,12 @@ class Response:
     notes: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """The response as plain values, for a message."""
-        rest = {
-            name: getattr(self, name)
-            for name in ("ranks", "rows", "number", "error", "is_bad_call")
-        }
-        return {**rest, "request": self.request.as_json()}
+        """Return the response as plain values, for a message."""
+        return asdict(replace(self, notes={}))
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> Response:
-        """The response that `as_json` wrote."""
+        """Return the response that `as_json` wrote."""
         request = OperationRequest.from_json(said["request"])
         return cls(**{**said, "request": request, "ranks": tuple(said["ranks"])})
 
@@ -194,7 +173,7 @@ class Coordinator:
         self._gone: dict[int, str] = {}
 
     def add_request(self, rank: int, request: OperationRequest, now: float) -> list[Response]:
-        """Record a request of `rank`; returns the responses that it makes ready."""
+        """Record a request of `rank`; return the responses that it makes ready."""
         if request.process_set not in self.members:
             why = f"there is no process set {request.process_set}: it was removed."
             text = f"{request.kind} {request.name!r} cannot be done: {why}"
@@ -203,17 +182,18 @@ class Coordinator:
         pending.requests[rank] = request
         if request.kind == JOIN:
             self._joined.append(rank)
+            # A join may complete operations that waited for this rank; it is itself the last.
             others = [key for key in self._pending if key != request.key]
             return list(self._ready([*others, request.key]))
         return list(self._ready([request.key]))
 
     def remove_rank(self, rank: int, why: str) -> list[Response]:
-        """Record that `rank` has ended; returns errors for operations that wait for it."""
+        """Record that `rank` has ended; return errors for operations that wait for it."""
         self._gone.setdefault(rank, why)
         return list(self._ready(list(self._pending)))
 
     def time_out(self, now: float, patience: float) -> list[Response]:
-        """Errors for operations that have waited for longer than `patience` seconds."""
+        """Return errors for operations that have waited longer than `patience` seconds."""
         late = [key for key, since in self._waits() if now - since > patience]
         return [
             self._fail(
@@ -225,8 +205,8 @@ class Coordinator:
         ]
 
     def stalled(self, now: float, after: float) -> list[tuple[OperationRequest, list[int]]]:
-        """Operations that have waited for longer than `after` seconds, with the missing ranks; each
-        once."""
+        """Return operations that have waited longer than `after` seconds, each once, with the
+        missing ranks."""
         found = []
         for key, since in self._waits():
             pending = self._pending[key]
@@ -237,24 +217,20 @@ class Coordinator:
 
     @property
     def waiting_since(self) -> float | None:
-        """The time since which the oldest operation waits; None where none waits."""
+        """The time since which the oldest operation waits; None if none waits."""
         return min((since for _, since in self._waits()), default=None)
 
     def _waits(self) -> list[tuple[OperationKey, float]]:
-        """Pending operations and since when. Not join: it may wait for as long as others have
-        data."""
+        """Return pending operations and since when they wait, except join: it may wait for as long
+        as others have data."""
         return [(key, pending.since) for key, pending in self._pending.items() if key != JOIN_KEY]
 
     def _missing(self, key: OperationKey) -> list[int]:
-        requests = self._pending[key].requests
-        return [
-            r for r in self.members[key[0]] if r not in requests and not self._is_joined(key, r)
-        ]
-
-    def _is_joined(self, key: OperationKey, rank: int) -> bool:
-        """Whether `rank` has joined, so that it need not request; holds for operations of all ranks
-        only."""
-        return key[0] == 0 and rank in self._joined
+        requests, number = self._pending[key].requests, key[0]
+        # A rank that has joined need not request operations of all ranks, but those of other
+        # process sets.
+        joined = self._joined if number == 0 else []
+        return [r for r in self.members[number] if r not in requests and r not in joined]
 
     def _ready(self, keys: Sequence[OperationKey]) -> Iterator[Response]:
         for key in keys:
@@ -265,18 +241,25 @@ class Coordinator:
                 yield self._fail(key, f"cannot be done: {self._gone[gone[0]]}")
             elif request.kind == JOIN:
                 if len(requests) == len(self.members[0]):
-                    yield self._join(key)
+                    last = self._joined[-1]
+                    self._joined.clear()
+                    del self._pending[key]
+                    yield Response(ranks=self.members[0], request=requests[last], number=last)
             elif not self._missing(key):
                 response = self._respond(key)
                 if request.kind == REMOVE_PROCESS_SET and not response.error:
-                    yield from self._fail_process_set(response.number)
+                    # Before the removal: afterwards no rank has a transport for them.
+                    number = response.number
+                    for left in [left for left in self._pending if left[0] == number]:
+                        why = f"cannot be done: process set {number} was removed."
+                        yield self._fail(left, why)
                 yield response
 
     def _respond(self, key: OperationKey) -> Response:
         requests = self._pending[key].requests
         members = self.members[key[0]]
         joined = [rank for rank in members if rank not in requests]
-        request = requests[min(requests)]
+        request = requests[min(requests)]  # any would do, since all match
         if found := difference(requests):
             return self._fail(key, found, names_it=True)
         if joined and (request.kind not in REDUCTIONS or request.op == "Adasum"):
@@ -290,18 +273,13 @@ class Coordinator:
             return self._fail(key, fault, names_it=True, is_bad_call=True)
         number = self._change_process_sets(request)
         del self._pending[key]
-        nothing = [0] * len(request.rows())
+        nothing = [0] * len(request.rows())  # what a rank that has joined contributes
         rows = [requests[rank].rows() if rank in requests else nothing for rank in members]
         notes = {rank: one.note for rank, one in requests.items() if one.note}
         return Response(ranks=members, request=request, rows=rows, number=number, notes=notes)
 
-    def _fail_process_set(self, number: int) -> Iterator[Response]:
-        """Errors for operations that are pending in a process set that was removed."""
-        for key in [key for key in self._pending if key[0] == number]:
-            yield self._fail(key, f"cannot be done: process set {number} was removed.")
-
     def _change_process_sets(self, request: OperationRequest) -> int:
-        """Add or remove a process set; returns its number."""
+        """Add or remove a process set if `request` asks for it; return its number, else 0."""
         if request.kind == REMOVE_PROCESS_SET:
             del self.members[request.root]
             return request.root
@@ -319,16 +297,10 @@ class Coordinator:
             return f"process set {same[0]} has the ranks {list(request.splits)} already."
         return ""
 
-    def _join(self, key: OperationKey) -> Response:
-        last = self._joined[-1]
-        self._joined.clear()
-        requests = self._pending.pop(key).requests
-        return Response(ranks=self.members[0], request=requests[last], number=last)
-
     def _fail(
         self, key: OperationKey, why: str, *, names_it: bool = False, is_bad_call: bool = False
     ) -> Response:
-        """The error response to all ranks that requested `key`; `names_it` if `why` names the
+        """Return an error to all ranks that requested `key`; `names_it` if `why` names the
         operation."""
         requests = self._pending.pop(key).requests
         request = requests[min(requests)]

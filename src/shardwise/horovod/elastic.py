@@ -1,13 +1,13 @@
-"""`hvd.elastic`: restarts a run from its last commit, on the ranks that there are then.
+"""`hvd.elastic`: restarts a run from its last commit, with the ranks that are available then.
 
-Where ranks are lost or come, all of them start again: `shardwise run --restarts K` on hosts that
-stay, `--nnodes MIN:MAX` where hosts come and go. `run` then finds the newest commit:
+If a rank fails or hosts change, all ranks start again: `shardwise run --restarts K` on fixed hosts,
+`--nnodes MIN:MAX` on changing ones. `run` then finds the newest commit:
 
     commit ─▶ file on each host     a rank dies ─▶ all start again ─▶ newest commit ─▶ sync ─▶ func
 
-The first rank of each host writes the commit into the user's own temporary folder there, under a
-name that all starts of a run share and no other run has. So any surviving host has it. Values of a
-script are pickled, so a commit is read only where nobody else can have written it.
+The first rank of each host writes the commit into the user's own temporary folder, under a name
+that is the same in all starts of a run. So any surviving host has it. A commit is a pickle, which
+could run code: a file that another user has written is not read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import copy
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import suppress
 from functools import wraps
 from itertools import cycle, islice
 from pathlib import Path
@@ -61,8 +62,7 @@ class TorchState:
         self.save()
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Register callbacks for when the run resumes after a restart, perhaps on other ranks than
-        before."""
+        """Register callbacks to call when the run resumes after a restart, maybe on other ranks."""
         self._callbacks += callbacks
 
     def save(self) -> None:
@@ -75,8 +75,7 @@ class TorchState:
             self._take(name, copy.deepcopy(self._saved[name]))
 
     def commit(self) -> None:
-        """Save a copy that survives this process, from which a restart resumes. All ranks commit at
-        the same batch."""
+        """Save a copy to disk, from which a restart resumes. All ranks commit at the same batch."""
         self.save()
         context = current()
         context.commits += 1
@@ -87,8 +86,7 @@ class TorchState:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Do nothing: hosts come and go between two starts of a run, so no running rank is
-        notified."""
+        """Do nothing: hosts change only between two starts of a run."""
 
     def sync(self, root_rank: int = 0) -> None:
         """Broadcast the state of rank `root_rank` to all ranks. Collective."""
@@ -108,10 +106,9 @@ class TorchState:
             callback()
 
     def resume(self) -> bool:
-        """Load the newest commit on any host of this run; returns whether there is one.
+        """Load the newest commit on any host of this run; return whether there is one.
         Collective."""
-        found = self._commit_file.read()
-        number, state = found if found is not None else (0, {})
+        number, state = self._commit_file.read() or (0, {})
         numbers = allgather_object(number)
         newest = max(numbers)
         if newest == 0:
@@ -159,7 +156,7 @@ def run(
 ) -> Callable[Concatenate[TorchState, P], T]:
     """Decorate `func(state, ...)` so that it resumes from the run's newest commit, on all ranks.
 
-    An error ends this start of the run: the launcher starts it again, where it was asked to.
+    An error ends this start of the run. The launcher starts it again if it was asked to.
     """
 
     @wraps(func)
@@ -178,21 +175,17 @@ def run(
 
 
 def run_name(environ: Mapping[str, str]) -> str | None:
-    """The name that all starts of this run share; None where no launcher would start it again."""
+    """Return the name that all starts of this run share; None if no launcher would restart it."""
     if environment.RUN_VARIABLE in environ:
         return environ[environment.RUN_VARIABLE]
-    if "TORCHELASTIC_RUN_ID" in environ:  # torch's agent outlives the ranks that it starts
-        return f"{os.getppid()}-{_start_time(os.getppid())}"
-    return None
-
-
-def _start_time(pid: int) -> str:
-    """When a process started, which tells it from a later one with its number; "" where not
-    known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    # torch's agent is the parent of all starts. Its start time tells it from a later process with
+    # the same number.
+    agent, started = os.getppid(), ""
+    with suppress(OSError):
+        started = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{agent}-{started}"
 
 
 class CommitFile:
@@ -205,7 +198,7 @@ class CommitFile:
         )
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
-        """Replace the commit before by commit `number`, atomically."""
+        """Replace the earlier commit by commit `number`, atomically."""
         if self.path is None:
             return
         aside = self.path.with_suffix(".new")
@@ -215,7 +208,7 @@ class CommitFile:
         aside.rename(self.path)
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
-        """The commit on this host, if any; a file of another user does not count."""
+        """Return the commit on this host, None without one. Ignores a file of another user."""
         file = private_files.opened(self.path) if self.path is not None else None
         if file is None:
             return None
@@ -231,11 +224,11 @@ class CommitFile:
 
 
 class ElasticSampler(Sampler[int]):
-    """Samples the indices of `dataset` that this rank reads of the present epoch.
+    """Samples the indices of `dataset` that this rank reads in the present epoch.
 
-    All ranks shuffle alike, by (seed, epoch), and take turns. `record_batch` counts what all have
-    read of it; after a restart the rest is shared among the ranks that there are then. The last
-    turn is filled with indices of that rest, so that all ranks have as many.
+    All ranks shuffle in the same order, by (seed, epoch), and take turns. `record_batch` counts the
+    samples that all ranks have read. After a restart the new ranks share the rest. The last turn is
+    filled with indices of that rest, so that all ranks have the same number.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -247,7 +240,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start another epoch; call it at the end of the one before, not at the beginning."""
+        """Start another epoch. Call it at the end of an epoch: the count of samples is reset."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -258,16 +251,16 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many samples all ranks have read of it."""
+        """Return the epoch, and how many of its samples all ranks have read."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, with the ranks that there are now."""
+        """Continue from a `state_dict`, with the present ranks."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share the rest of the epoch among the ranks that there are now."""
+        """Share the rest of the epoch among the present ranks."""
         world = current().world
         self.rank, self.num_replicas = world.rank, world.size
         indices = list(range(len(self.dataset)))

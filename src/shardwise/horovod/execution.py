@@ -64,17 +64,15 @@ def execute(operation: AgreedOperation) -> list[Tensor]:
     if operation.in_place:
         pairs = zip(operation.tensors, results, strict=True)
         return [tensor.detach().copy_(result) for tensor, result in pairs]
-    homes = [
-        tensor.device for tensor in [*operation.tensors, operation.tensors[0]]
-    ]  # alltoall has one more
+    # An alltoall has one result more: the numbers of rows.
+    homes = [tensor.device for tensor in [*operation.tensors, operation.tensors[0]]]
     return [result.to(home) for result, home in zip(results, homes, strict=False)]
 
 
 def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor]:
-    """The zeros with which a rank that has joined takes part; without rows, where rows may
-    differ."""
+    """Return the zeros that a rank contributes after it has joined."""
     shapes = request.shapes
-    if request.kind in UNEVEN_ROWS:
+    if request.kind in UNEVEN_ROWS:  # no rows at all, which need not be summed
         shapes = tuple((0, *shape[1:]) for shape in shapes)
     tensors = zip(shapes, request.dtypes, strict=True)
     here = device if request.device == device.type else torch.device(request.device)
@@ -86,12 +84,15 @@ def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor
 
 def _allreduce(operation: AgreedOperation) -> list[Tensor]:
     results = [t.detach() if operation.in_place else _copy(t) for t in operation.tensors]
-    for alike in _by_dtype(results):
+    # One collective for all tensors of a dtype, not one for each tensor.
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in results:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
         if operation.request.op == "Adasum":
+            scale = math.prod(operation.request.scale)
             for tensor in alike:
-                tensor.copy_(
-                    adasum_reduce(tensor, operation.group, math.prod(operation.request.scale))
-                )
+                tensor.copy_(adasum_reduce(tensor, operation.group, scale))
         elif len(alike) == 1 and alike[0].is_contiguous():
             _reduce(operation, alike[0].view(-1))
         else:
@@ -103,20 +104,16 @@ def _allreduce(operation: AgreedOperation) -> list[Tensor]:
     return results
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group tensors that can share a buffer."""
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
-    return list(found.values())
-
-
 def _reduce(operation: AgreedOperation, flat: Tensor) -> None:
     """Reduce `flat` over all ranks, in place."""
     before, after = operation.request.scale
-    if operation.request.op in _JOINED_BY_GATHER:
+    if operation.request.op in _REDUCED_ROWS:  # ops that the transport cannot reduce
         _scale(flat, before)
-        _reduce_by_gather(operation, flat, _JOINED_BY_GATHER[operation.request.op])
+        for part in torch.split(flat, CHUNK):
+            rows = part.new_empty((operation.size, part.numel()))
+            rows[operation.rank] = part
+            _gather(operation, rows.view(-1), [part.numel()] * operation.size)
+            part.copy_(_REDUCED_ROWS[operation.request.op](rows))
         _scale(flat, after)
     elif _is_floating(flat):
         first, then = _factors(operation, flat.dtype)
@@ -135,14 +132,12 @@ def _is_floating(tensor: Tensor) -> bool:
 
 
 def _factors(operation: AgreedOperation, dtype: torch.dtype) -> tuple[float, float]:
-    """The factors of floating values before their sum and after it.
-
-    Before it goes the power of two in the user's factor, which rounds nothing: then a sum stays
-    finite where all of the factor before it would keep it so. The rest goes into the one rounding
-    after it. Sums of fp16 are made in fp32, where none of them overflows.
-    """
+    """Return the factors of floating values before their sum and after it."""
     before, after = operation.request.scale
     first = 1.0
+    # Before the sum only the power of two in the user's factor, because it rounds nothing and yet
+    # keeps the sum as far from overflow as the whole factor. The rest goes into the one rounding
+    # after the sum. Not for fp16, whose sums are made in fp32 and cannot overflow there.
     if before not in (0.0, 1.0) and math.isfinite(before) and dtype != torch.float16:
         most = math.frexp(torch.finfo(dtype).max)[1] - 2
         first = math.ldexp(1.0, max(-most, min(math.frexp(before)[1] - 1, most)))
@@ -163,33 +158,12 @@ def _scale(flat: Tensor, factor: float) -> None:
         flat.copy_(flat.to(torch.float64) * factor)
 
 
-def _reduce_by_gather(
-    operation: AgreedOperation, flat: Tensor, join: Callable[[Tensor], Tensor]
-) -> None:
-    for part in torch.split(flat, CHUNK):
-        rows = part.new_empty((operation.size, part.numel()))
-        rows[operation.rank] = part
-        _gather(operation, rows.view(-1), [part.numel()] * operation.size)
-        part.copy_(join(rows))
-
-
-def _product(rows: Tensor) -> Tensor:
-    wide = torch.float32 if rows.dtype in NARROW else rows.dtype
-    return rows.prod(0, dtype=wide)
-
-
-def _minimum(rows: Tensor) -> Tensor:
-    return rows.amin(0)
-
-
-def _maximum(rows: Tensor) -> Tensor:
-    return rows.amax(0)
-
-
-_JOINED_BY_GATHER: dict[str, Callable[[Tensor], Tensor]] = {
-    "Min": _minimum,
-    "Max": _maximum,
-    "Product": _product,
+_REDUCED_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Min": lambda rows: rows.amin(0),
+    "Max": lambda rows: rows.amax(0),
+    "Product": lambda rows: rows.prod(
+        0, dtype=torch.float32 if rows.dtype in NARROW else rows.dtype
+    ),
 }
 
 
@@ -228,7 +202,7 @@ def _broadcast(operation: AgreedOperation) -> list[Tensor]:
 
 
 def _alltoall(operation: AgreedOperation) -> list[Tensor]:
-    """Returns the received rows, and how many came from each rank."""
+    """Return the received rows, and the number of rows from each rank."""
     (tensor,) = operation.tensors
     inner = math.prod(tensor.shape[1:]) * tensor.itemsize
     received = [row[operation.rank] for row in operation.rows]
@@ -267,12 +241,6 @@ def row_counts(rows: int, size: int) -> list[int]:
     return [rows // size + (place < rows % size) for place in range(size)]
 
 
-def _barrier(operation: AgreedOperation) -> list[Tensor]:
-    """Do nothing: the barrier is that all ranks have requested it."""
-    del operation
-    return []
-
-
 _COLLECTIVES: dict[str, Callable[[AgreedOperation], list[Tensor]]] = {
     "allreduce": _allreduce,
     "allgather": _allgather,
@@ -280,7 +248,7 @@ _COLLECTIVES: dict[str, Callable[[AgreedOperation], list[Tensor]]] = {
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,
     "sparse_allreduce": _allgather,
-    "barrier": _barrier,
+    "barrier": lambda _: [],  # all ranks have requested it, which is all that a barrier waits for
 }
 
 
@@ -294,8 +262,8 @@ def _bytes(flat: Tensor) -> Tensor:
 
 
 def adasum_reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Tensor:
-    """The adaptive sum of every rank's floating `tensor`, times `scale`: gradients that point the
-    same way are averaged, those at right angles added.
+    """Return the adaptive sum of every rank's floating `tensor`, times `scale`: gradients that
+    point the same way are averaged, those at right angles added.
 
         a + b  becomes  (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
@@ -303,6 +271,8 @@ def adasum_reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Ten
     with Adaptive Summation"). Dot products are of whole tensors, in fp64. The result has the
     tensor's shape and is equal on all ranks. `group` has a power of two of ranks.
     """
+    # Every rank gathers all tensors and folds them in the same tree, so the result is equal
+    # everywhere. Exchanging halves would send less, but needs point-to-point messages.
     rows = tensor.new_empty((group.size, tensor.numel()))
     rows[group.rank] = tensor.reshape(-1)
     cuts = [rank * tensor.numel() for rank in range(group.size + 1)]
@@ -312,12 +282,13 @@ def adasum_reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Ten
 
 
 def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
-    """The adaptive sum of two flat tensors."""
+    """Return the adaptive sum of two flat tensors."""
     dot = torch.dot(a, b)
     return _adasum_factor(dot, a) * a + _adasum_factor(dot, b) * b
 
 
 def _adasum_factor(dot: Tensor, of: Tensor) -> Tensor:
-    """The factor of `of`: 1 where it is zero, and adds nothing."""
+    """Return the factor of `of` in the adaptive sum."""
     square = torch.dot(of, of)
+    # A zero tensor has no direction, and any factor will do: 1 avoids the division by 0.
     return torch.where(square > 0, 1 - dot / (2 * square), torch.ones_like(square))

@@ -39,27 +39,28 @@ _PURPOSE = "object"
 
 
 def _pickled(obj: Any) -> Tensor:
-    """`obj` as bytes. With cloudpickle, where it is installed, functions and classes of the script
-    travel by value, as in Horovod; pickle sends the names of those that can be imported."""
+    """Return `obj` as sealed bytes."""
+    # As in Horovod, cloudpickle sends functions and classes of the script by value. Without it,
+    # pickle sends the names of importable ones.
     try:
         found = pickler.dumps(obj)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         hint = "send plain values"
         if pickler is pickle:
             hint = "pip install cloudpickle for lambdas and local classes, or send plain values"
-        raise BadCall(f"{type(obj).__name__} cannot travel ({error}): {hint}.") from error
+        raise BadCall(f"{type(obj).__name__} cannot be sent ({error}): {hint}.") from error
     data = authentication.sealed(_secret(), _PURPOSE, found)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _unpickled(data: Tensor) -> Any:
-    """Unpickle bytes of `_pickled`. They must carry this run's seal: a pickle of anybody else's
-    could run code."""
+    """Unpickle the bytes of `_pickled`. Raises HorovodInternalError without this run's seal."""
+    # The seal first: a pickle from outside the run could execute code.
     try:
         return pickle.loads(authentication.unsealed(_secret(), _PURPOSE, data.numpy().tobytes()))
     except authentication.Forged as error:
         raise HorovodInternalError(
-            f"What came as an object is not of this run ({error}) Somebody else has reached the "
+            f"A received object is not from this run ({error}) Another process has reached the "
             "ports of its ranks: see docs/security.md."
         ) from None
 
@@ -74,8 +75,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Broadcast rank `root_rank`'s `obj` to every rank. Raises BadCall for what cannot be
-    pickled."""
+    """Broadcast `obj` of rank `root_rank` to every rank. Raises BadCall if it cannot be pickled."""
     name = name or "broadcast_object"
     is_root = current().world.rank == root_rank
     data = _pickled(obj) if is_root else None
@@ -90,7 +90,7 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """A function that broadcasts its argument by `broadcast_object`."""
+    """Return a function that broadcasts its argument by `broadcast_object`."""
 
     def fn(obj: Any) -> Any:
         return broadcast_object(obj, root_rank, name, process_set)
@@ -101,7 +101,7 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Gather every rank's `obj`, in rank order, on every rank. Raises BadCall for what cannot be
+    """Gather the `obj` of every rank on every rank, in rank order. Raises BadCall if one cannot be
     pickled."""
     name = name or "allgather_object"
     data = _pickled(obj)
@@ -116,8 +116,10 @@ def broadcast_parameters(
     root_rank: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give the tensors of `params`, a state_dict or parameters with names or without, the values of
-    `root_rank`'s, in place. What is no tensor is left alone."""
+    """Copy the tensors of `params` from rank `root_rank` to all ranks, in place.
+
+    `params` is a state_dict, or parameters with or without names. Other values are ignored.
+    """
     given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
     pairs = [(None, each) if isinstance(each, Tensor) else each for each in given]
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
@@ -148,19 +150,25 @@ def broadcast_optimizer_state(
     model: nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give `optimizer` the state and the options (learning rates ...) of `root_rank`'s.
+    """Copy the state and the options (learning rates ...) of `optimizer` from rank `root_rank`.
 
-    Where that one has no state yet, every rank makes a step with gradients of zero first, as in
-    Horovod, whose numbers come of it: Adam has counted a step, weight decay has moved the weights,
-    and `param.grad` is left as zeros. Others than the root need not have any state. `model` is
-    there for Horovod's sake: embeddings with sparse gradients are found without it.
+    If the root has no state yet, every rank first makes a step on zero gradients, as in Horovod,
+    for the same numbers: Adam counts a step, weight decay changes the weights, and `param.grad`
+    stays zero. Other ranks need no state. Horovod's `model` is not used: embeddings with sparse
+    gradients are found without it.
     """
     del model
     is_root = current().world.rank == root_rank
-    if broadcast_object(_needs_first_step(optimizer), root_rank, f"{NAME}.fresh", process_set):
+    # Not for LBFGS: its step needs a closure.
+    is_fresh = not optimizer.state and not isinstance(optimizer, optim.LBFGS)
+    if broadcast_object(is_fresh, root_rank, f"{NAME}.fresh", process_set):
         _step_on_zero_gradients(optimizer)
     state: Any = optimizer.state_dict() if is_root else None
-    specs = pytree.tree_map_only(Tensor, _tensor_spec, state)
+    # The other ranks allocate dense tensors from their specs. A sparse tensor, as the momentum of
+    # a sparse gradient, is sent whole instead: its number of rows differs between ranks.
+    specs = pytree.tree_map_only(
+        Tensor, lambda t: _TensorSpec(t) if t.layout == torch.strided else t.cpu(), state
+    )
     specs = broadcast_object(specs, root_rank, NAME, process_set)
     if not is_root:
         state = pytree.tree_map_only(_TensorSpec, _TensorSpec.empty, specs)
@@ -176,13 +184,8 @@ def broadcast_optimizer_state(
         optimizer.load_state_dict(state)
 
 
-def _needs_first_step(optimizer: optim.Optimizer) -> bool:
-    """Whether a step can make its first state; LBFGS, whose step needs a closure, keeps none."""
-    return not optimizer.state and not isinstance(optimizer, optim.LBFGS)
-
-
 def _step_on_zero_gradients(optimizer: optim.Optimizer) -> None:
-    """Create the optimizer's state by one step on zero gradients; discards the state it has."""
+    """Create the optimizer's state by one step on zero gradients. Discards earlier state."""
     optimizer.state.clear()
     sparse = sparse_parameters(optimizer)
     for group in optimizer.param_groups:
@@ -198,12 +201,6 @@ def _step_on_zero_gradients(optimizer: optim.Optimizer) -> None:
             optimizer.step()
 
 
-def _tensor_spec(tensor: Tensor) -> _TensorSpec | Tensor:
-    """The spec from which other ranks allocate `tensor`; the tensor itself where it is sparse, as
-    the momentum of a sparse gradient is, since its number of rows differs."""
-    return _TensorSpec(tensor) if tensor.layout == torch.strided else tensor.cpu()
-
-
 class _TensorSpec:
     """A tensor's shape, dtype and kind of device."""
 
@@ -212,6 +209,6 @@ class _TensorSpec:
         self._on_gpu = tensor.device.type != "cpu"
 
     def empty(self) -> Tensor:
-        """A tensor like it, on this rank."""
+        """Return an empty tensor like it, on this rank."""
         device = current().world.device if self._on_gpu else torch.device("cpu")
         return torch.empty(self._shape, dtype=self._dtype, device=device)

@@ -14,8 +14,8 @@ from shardwise.errors import BadCall
 from shardwise.horovod.allreduce import allreduce_
 from shardwise.horovod.compression import Compression, Compressor, compressed
 from shardwise.horovod.context import current
-from shardwise.horovod.operation_handle import OperationHandle
 from shardwise.horovod.operations import (
+    OperationHandle,
     ReduceOp,
     as_group,
     check_dense,
@@ -31,10 +31,9 @@ from shardwise.horovod.process_sets import ProcessSet, global_process_set
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> OperationHandle:
-    """Handle to the rows of every rank's `tensor`, concatenated: (rows of all ranks, ...), any
-    dtype.
+    """Return a handle to the concatenation of every rank's `tensor`, (rows of all ranks, ...).
 
-    Ranks may have different numbers of rows, also none.
+    Any dtype. Ranks may have different numbers of rows, also none.
     """
     check_rows("allgather", [tensor])
     return submit("allgather", [tensor], name, process_set, finish=only_result)
@@ -76,7 +75,7 @@ class _Allgather(Function):
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Concatenate every rank's `tensor` to (rows of all ranks, ...); differentiable."""
+    """Concatenate every rank's `tensor` to (rows of all ranks, ...). Differentiable."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
@@ -99,10 +98,11 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """Handle to the rows that all ranks send to this one, in rank order; any dtype.
+    """Return a handle to the rows that all ranks send to this one, in rank order. Any dtype.
 
-    `tensor` is (rows, ...); its first `splits[0]` rows go to the first rank, and so on; without
-    `splits` as many to each. With it, how many rows came from each rank (int32) comes too.
+    The first `splits[0]` rows of `tensor` (rows, ...) go to the first rank, and so on; without
+    `splits` all ranks get the same number. With `splits` the result has a second tensor: the number
+    of rows from each rank (int32).
     """
     sizes = _sizes(tensor, splits, process_set)
     finish = only_result if splits is None else tuple
@@ -149,10 +149,8 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The rows that all ranks send to this one; with `splits`, and how many from each.
-
-    Differentiable.
-    """
+    """Return the rows that all ranks send to this one; with `splits`, also how many each sent.
+    Differentiable."""
     sizes = torch.tensor(_sizes(tensor, splits, process_set), dtype=torch.int32)
     out, received = _Alltoall.apply(tensor, sizes, name, process_set)  # type: ignore[no-untyped-call]
     return out if splits is None else (out, received)
@@ -164,9 +162,9 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """Handle to a new tensor with the values of rank `root_rank`'s; any dtype, one shape.
+    """Return a handle to a new tensor with the values of rank `root_rank`. Any dtype, one shape.
 
-    `root_rank` counts the ranks of the run, whatever the process set.
+    `root_rank` is a rank of the run, not of the process set.
     """
     _check(tensor, root_rank, process_set)
     return submit("broadcast", [tensor], name, process_set, root=root_rank, finish=only_result)
@@ -185,7 +183,7 @@ def broadcast_async_(
 
 
 def _check(tensor: Tensor, root_rank: int, process_set: ProcessSet) -> None:
-    check_dense("broadcast", tensor)
+    check_dense("broadcast", [tensor])
     if root_rank not in process_set.ranks:
         raise BadCall(f"broadcast from rank {root_rank}, which is not in {process_set.ranks}.")
 
@@ -201,8 +199,7 @@ def broadcast_(
 
 
 class _Broadcast(Function):
-    """Differentiable broadcast; the root gets the mean of all ranks' gradients, the others
-    zeros."""
+    """Differentiable broadcast. The root gets the mean gradient of all ranks, the others zeros."""
 
     @staticmethod
     def forward(
@@ -224,7 +221,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """A new tensor with the values of rank `root_rank`'s; differentiable."""
+    """Return a new tensor with the values of rank `root_rank`. Differentiable."""
     return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -252,9 +249,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> OperationHandle:
-    """Handle to this rank's rows of the reduction of every rank's `tensor`, (rows, ...).
+    """Return a handle to this rank's rows of the reduction of every rank's `tensor` (rows, ...).
 
-    Rows are divided as evenly as can be; the first ranks get one more. `op` is Average or Sum.
+    Rows are divided evenly; if they do not divide, the first ranks get one more. `op` is Average or
+    Sum.
     """
     scale = prescale_factor, postscale_factor
     return _submit_reducescatter(
@@ -278,8 +276,8 @@ def grouped_reducescatter_async(
 
 
 class _Reducescatter(Function):
-    """Differentiable reducescatter; gradients are gathered, those of a sum times the number of
-    ranks, as in Horovod."""
+    """Differentiable reducescatter. Gradients are gathered; for a sum they are multiplied by the
+    number of ranks, as in Horovod."""
 
     @staticmethod
     def forward(
@@ -309,7 +307,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """This rank's rows of the reduction of every rank's `tensor`; differentiable."""
+    """Return this rank's rows of the reduction of every rank's `tensor`. Differentiable."""
     scale = prescale_factor, postscale_factor
     return grouped_reducescatter([tensor], name, compression, op, process_set, *scale)[0]
 

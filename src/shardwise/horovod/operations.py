@@ -1,19 +1,30 @@
-"""Requests operations for a caller: names, checks, the request, and the handle to wait on."""
+"""Requests operations: names, checks, the request, and the handle that waits for the result.
+
+submit ─▶ OperationHandle ─▶ the communication thread (background.py) ─▶ succeed or fail
+wait   ◀── the result, in the form of the input
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import BadCall
+from shardwise.errors import BadCall, HorovodInternalError
 from shardwise.horovod.context import current
-from shardwise.horovod.coordinator import OperationRequest
-from shardwise.horovod.operation_handle import OperationHandle
-from shardwise.horovod.process_sets import ProcessSet
+from shardwise.horovod.coordinator import JOIN, OperationRequest
+from shardwise.horovod.streams import StreamEvent, record_use
+
+if TYPE_CHECKING:
+    from shardwise.horovod.process_sets import ProcessSet
+
+MARGIN = 10.0
+"""Seconds after the time-out within which rank 0 must report it."""
 
 
 class ReduceOp(IntEnum):
@@ -27,14 +38,88 @@ class ReduceOp(IntEnum):
     Product = 5
 
 
+class OperationHandle:
+    """An operation in flight, for `poll` and `synchronize`.
+
+    `tensors` are its inputs; with `in_place` the results are written to them. `finish` turns the
+    results into what `synchronize` returns.
+    """
+
+    def __init__(
+        self,
+        request: OperationRequest,
+        tensors: Sequence[Tensor] = (),
+        *,
+        in_place: bool = False,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.request = request
+        self.tensors = tensors
+        self.in_place = in_place
+        self.ready = StreamEvent.record(tensors)
+        """Recorded when the inputs can be read."""
+        self._finish = finish
+        self._done = threading.Event()
+        self._finished: StreamEvent | None = None
+        self._result: Any = None
+        self._error: Callable[[], Exception] | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether rank 0 limits how long it waits. A join waits for as long as others have data."""
+        return self.request.kind != JOIN
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._done.is_set()
+
+    def succeed(self, result: Any, finished: StreamEvent) -> None:
+        """Set the result. No other rank reads the inputs or the result."""
+        self._result, self._finished, self.tensors = result, finished, ()
+        self._done.set()
+
+    def fail(self, text: str, kind: type[Exception] = HorovodInternalError) -> None:
+        """Set an error, which `wait` raises."""
+        self._error, self.tensors = partial(kind, text), ()
+        self._done.set()
+
+    def fail_in_child(self, text: str) -> None:
+        """Set an error in a forked child."""
+        # A thread of the parent may have held the lock of the event at the fork.
+        self._done = threading.Event()
+        self.fail(text)
+
+    def wait(self, timeout: float) -> Any:
+        """Wait for the result and return it. Raises HorovodInternalError if the operation fails or
+        rank 0 does not answer, BadCall if the request is invalid."""
+        # Rank 0 reports a time-out with the names of the missing ranks, so this wait is longer.
+        if not self._done.wait(timeout + MARGIN if self.is_bounded else None):
+            raise HorovodInternalError(
+                f"{self.request.kind} {self.request.name!r}: rank 0, which coordinates, has not "
+                f"answered for {timeout + MARGIN:g} s. Is it stopped, or cut off?"
+            )
+        if self._error is not None:
+            raise self._error()
+        if self._finished is not None:
+            # The caller's stream waits, not the host: the sum may still be running on the device.
+            self._finished.wait()
+            self._finished = None
+            if isinstance(self._result, list):  # of tensors
+                record_use(self._result)
+            if self._finish is not None:
+                self._result = self._finish(self._result)
+        return self._result
+
+
 def poll(handle: OperationHandle) -> bool:
-    """Whether the operation of `handle` is done, so that `synchronize` would not wait."""
+    """Return whether the operation of `handle` is done, so that `synchronize` would not wait."""
     return handle.is_done
 
 
 def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """`op`, or the meaning of the older `average`; hvd.Average without either. Raises BadCall for
-    both."""
+    """Return `op`, or what the older `average` means; hvd.Average without either. Raises BadCall
+    for both."""
     if op is not None and average is not None:
         raise BadCall("op says what average says too: give op alone.")
     if op is not None:
@@ -56,8 +141,10 @@ def submit(
     root: int = 0,
     **more: Any,
 ) -> OperationHandle:
-    """Request an operation, and return its handle at once. Operations without a `name` are counted,
-    so that ranks that make the same calls mean the same ones."""
+    """Request an operation, and return its handle at once.
+
+    Operations without a `name` are numbered, which gives ranks with the same calls the same names.
+    """
     context = current()
     number = process_set.number()
     if not process_set.included():
@@ -85,18 +172,18 @@ def submit(
 def wait(handle: OperationHandle) -> Any:
     """Wait for an operation and return its result, in the form of its input.
 
-    Raises HorovodInternalError where ranks disagree on it, or one is gone.
+    Raises HorovodInternalError if ranks disagree on it, or a rank is gone.
     """
     return handle.wait(current().background.timeout)
 
 
 def only_result(results: Sequence[Tensor]) -> Tensor:
-    """The result of an operation on one tensor."""
+    """Return the result of an operation on one tensor."""
     return results[0]
 
 
 def as_group(kind: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A group of tensors as a list. Raises BadCall for an empty one."""
+    """Return a group of tensors as a list. Raises BadCall for an empty one."""
     found = list(tensors)
     if not found:
         raise BadCall(f"a grouped {kind} of no tensors: give one at least.")
@@ -105,23 +192,23 @@ def as_group(kind: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def check_numbers(kind: str, tensors: Sequence[Tensor]) -> None:
     """Raise BadCall for tensors that cannot be summed."""
+    check_dense(kind, tensors)
     for tensor in tensors:
-        check_dense(kind, tensor)
         if tensor.dtype == torch.bool:
             raise BadCall(f"{kind} of truth values, which have no sum: convert with tensor.int().")
 
 
 def check_rows(kind: str, tensors: Sequence[Tensor]) -> None:
     """Raise BadCall for tensors without a first dimension."""
+    check_dense(kind, tensors)
     for tensor in tensors:
-        check_dense(kind, tensor)
         if not tensor.ndim:
             raise BadCall(f"{kind} of a scalar, which has no rows: reshape it, tensor.view(1).")
 
 
-def check_dense(kind: str, tensor: Tensor) -> None:
-    """Raise BadCall for a sparse tensor."""
-    if tensor.layout != torch.strided:
+def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:
+    """Raise BadCall for sparse tensors."""
+    if any(tensor.layout != torch.strided for tensor in tensors):
         raise BadCall(
             f"{kind} of a sparse tensor: convert it with tensor.to_dense(), or reduce it with "
             "hvd.sparse_allreduce_async."

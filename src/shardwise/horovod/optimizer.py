@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -16,10 +15,9 @@ from torch import Tensor, nn, optim
 from shardwise.errors import BadCall, HookOrder
 from shardwise.horovod import script_checks
 from shardwise.horovod.allreduce import grouped_allreduce_async_
-from shardwise.horovod.buckets import ReductionOptions, make_buckets
 from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
-from shardwise.horovod.gradient_hooks import GradientHooks, release
+from shardwise.horovod.gradient_buckets import GradientHooks, ReductionOptions, make_buckets
 from shardwise.horovod.operations import ReduceOp, wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.horovod.sparse_allreduce import sparse_parameters
@@ -33,7 +31,7 @@ Groups = int | Sequence[Sequence[nn.Parameter]] | None
 class ReducingOptimizer(optim.Optimizer):
     """Base class that a DistributedOptimizer puts before the user's own class.
 
-    `_gradient_hooks` is None where there is no other rank to reduce with.
+    `_gradient_hooks` is None if there is no other rank to reduce with.
     """
 
     _gradient_hooks: GradientHooks | None
@@ -52,8 +50,7 @@ class ReducingOptimizer(optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let `step` inside the block take gradients as they are, since `synchronize` was
-        called."""
+        """Make `step` inside the block use gradients as they are, after `synchronize`."""
         self._skips_synchronize = True
         try:
             yield
@@ -63,9 +60,17 @@ class ReducingOptimizer(optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for the reduced gradients, and update. A `closure` computes them first, each time
         that the optimizer calls it."""
-        self._opt_called = True  # by which torch's schedulers know that a step came before theirs
+        self._opt_called = True  # torch's schedulers warn unless a step has set it before theirs
         if closure is not None:
-            loss = super().step(partial(self._evaluate, closure))
+
+            def evaluate() -> Any:
+                loss = closure()
+                if not self._skips_synchronize:
+                    self.synchronize()
+                    self._synchronized = False
+                return loss
+
+            loss = super().step(evaluate)
             current().stepped()
             return loss
         if not self._skips_synchronize and self._synchronized and not self._started:
@@ -87,24 +92,18 @@ class ReducingOptimizer(optim.Optimizer):
         """Run the step of the user's own class on gradients as they are, without communication."""
         super().step()
 
-    # LRScheduler would wrap `step` on the instance, where it would hide a class set later.
+    # LRScheduler wraps `step` on the instance unless it has this mark. The wrapper would hide the
+    # class that DistributedOptimizer sets later.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     @property
     def _started(self) -> bool:
-        """Whether a backward has come since gradients were reduced."""
+        """Whether a backward has run since gradients were reduced."""
         return self._gradient_hooks is not None and self._gradient_hooks.started
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        if not self._skips_synchronize:
-            self.synchronize()
-            self._synchronized = False
-        return loss
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Zero gradients as the user's class does. Raises HookOrder between backward and step,
-        while reductions are in flight."""
+        because reductions are in flight."""
         if self._started:
             raise HookOrder(
                 "optimizer.zero_grad() was called after loss.backward() but before "
@@ -149,19 +148,28 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Change the class of `optimizer` to one that reduces gradients over all ranks; returns it.
+    """Change the class of `optimizer` to one that reduces gradients over all ranks; return it.
 
-    Gradients are reduced during backward, in flat buckets (`--bucket-mb`), each once
-    `backward_passes_per_step` backwards have added to all of it; `op` says what becomes of them:
-    hvd.Average divides the sum by the number of ranks only. `compression` is hvd.Compression.fp16
-    or a class of your own. `groups`, lists of parameters or a number of them, travel in one
-    operation each. `gradient_predivide_factor` divides before the sum what it multiplies after it.
-    A sparse gradient, of an nn.Embedding(sparse=True), travels as its rows, as it is; with
-    `sparse_as_dense` it is dense on its options, and sparse for the update. With hvd.Adasum what
-    each rank's own step changes is joined instead. A parameter has one such optimizer: the newest,
-    after which `step` of the one before raises HookOrder.
+    Gradients are reduced during backward in flat buckets (`--bucket-mb`). A bucket is sent once
+    `backward_passes_per_step` backwards have computed all of its gradients. A parameter belongs to
+    the newest DistributedOptimizer that has it; `step` of an older one raises HookOrder.
 
-    Raises BadCall for names that are missing or twice, and for options that cannot be.
+    Args:
+        optimizer: any torch optimizer
+        named_parameters: names and parameters, such as model.named_parameters()
+        compression: hvd.Compression.fp16, or your own class
+        backward_passes_per_step: backwards whose gradients are added up before a `step`
+        op: hvd.Average divides the sum by the number of ranks; with hvd.Adasum each rank steps by
+            itself, and Adasum combines the changes of the parameters
+        gradient_predivide_factor: divides gradients before the sum and multiplies them after it
+        num_groups, groups: a number of groups, or lists of parameters; a group is sent in one
+            operation
+        sparse_as_dense: send sparse gradients dense. By default a gradient of
+            nn.Embedding(sparse=True) is sent as its rows
+        process_set: the ranks to reduce over
+
+    Raises:
+        BadCall: for missing or duplicate names, and options that do not fit together
     """
     op = ReduceOp(op)
     if gradient_predivide_factor != 1.0 and op != ReduceOp.Average:
@@ -174,20 +182,45 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
         scale=(1.0 / gradient_predivide_factor, gradient_predivide_factor),
         process_set=process_set,
         compression=compression,
-        narrow=compression is Compression.fp16,
         sparse_as_dense=sparse_as_dense,
     )
-    name = _next_name(process_set)
+    # All ranks of a process set count alike, so the n-th optimizer has the same name on each.
+    counters, counted = current().counters, f"DistributedOptimizer.{process_set.number()}"
+    counters[counted] += process_set.included()
+    name = f"{counted}.{counters[counted]}"
     alone = not process_set.included() or process_set.size() == 1
     if op == ReduceOp.Adasum and not alone:
         _change_class(optimizer, AdasumOptimizer)
-        release([entry.parameter for entry in named])
+        GradientHooks.release([entry.parameter for entry in named])
         optimizer.__dict__.update(_named=named, _reduction_options=options, _name=name)
         return optimizer
     names = {entry.parameter: entry.name for entry in named}
 
     def make(optimizer: optim.Optimizer) -> GradientHooks | None:
-        return None if alone else _hooks_on(optimizer, names, assigned, options, name, passes)
+        """Return hooks on the parameters that `optimizer` has now."""
+        if alone:
+            return None
+        context = current()
+        present = [
+            NamedParameter(names.get(param, f"{number}.{place}"), param)  # later ones have no name
+            for number, group in enumerate(optimizer.param_groups)
+            for place, param in enumerate(group["params"])
+            if param.requires_grad
+        ]
+        numbers = [assigned.get(entry.parameter, 0) for entry in present]
+        sparse, capacity = sparse_parameters(optimizer), context.world.settings.bucket_mb * 2**20
+        buckets = make_buckets(present, numbers, sparse, int(capacity), options, name)
+        owner = ref(optimizer)
+
+        def note() -> dict[str, str]:
+            averages, alive = options.op == ReduceOp.Average, owner()
+            if alive is None:
+                return {}
+            asked_size = context.asked_size
+            return script_checks.describe_rank(alive, averages=averages, asked_size=asked_size)
+
+        GradientHooks.release([entry.parameter for entry in present])
+        return GradientHooks(present, buckets, passes, note)
 
     _change_class(optimizer, ReducingOptimizer)
     optimizer.__dict__.update(_make_hooks=make, _synchronized=False, _skips_synchronize=False)
@@ -196,49 +229,17 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     return optimizer
 
 
-def _hooks_on(
-    optimizer: optim.Optimizer,
-    names: dict[nn.Parameter, str],
-    assigned: dict[nn.Parameter, int],
-    options: ReductionOptions,
-    name: str,
-    passes: int,
-) -> GradientHooks:
-    """Hooks on the present parameters of `optimizer`; those added later have no names yet."""
-    context = current()
-    named = [
-        NamedParameter(names.get(param, f"{group}.{place}"), param)
-        for group, options in enumerate(optimizer.param_groups)
-        for place, param in enumerate(options["params"])
-        if param.requires_grad
-    ]
-    numbers = [assigned.get(entry.parameter, 0) for entry in named]
-    capacity = int(context.world.settings.bucket_mb * 2**20)
-    found = make_buckets(named, numbers, sparse_parameters(optimizer), capacity, options, name)
-
-    owner = ref(optimizer)
-
-    def note() -> dict[str, str]:
-        averages, alive = options.op == ReduceOp.Average, owner()
-        if alive is None:
-            return {}
-        return script_checks.describe_rank(alive, averages=averages, asked_size=context.asked_size)
-
-    release([entry.parameter for entry in named])
-    return GradientHooks(named, found, passes, note)
-
-
 def _change_class(optimizer: optim.Optimizer, kind: type[optim.Optimizer]) -> None:
     """Change the class of `optimizer` to one derived from `kind` and its own class."""
     own = type(optimizer)
     if issubclass(own, ReducingOptimizer | AdasumOptimizer):
         raise BadCall("This optimizer is a DistributedOptimizer already.")
-    optimizer.__dict__.pop("step", None)  # what a scheduler has put before the class's
+    optimizer.__dict__.pop("step", None)  # a scheduler's wrapper, which would hide the new class
     optimizer.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
 
 
 def _named_parameters(optimizer: optim.Optimizer, given: Named | None) -> list[NamedParameter]:
-    """The parameters of the optimizer, with their names."""
+    """Return the parameters of the optimizer, with their names. Raises BadCall."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if given is None:
         return [NamedParameter(f"noname.{index}", param) for index, param in enumerate(params)]
@@ -263,7 +264,7 @@ def _named_parameters(optimizer: optim.Optimizer, given: Named | None) -> list[N
 
 
 def _group_numbers(named: Sequence[NamedParameter], groups: Groups) -> dict[nn.Parameter, int]:
-    """The group number of each parameter, from 1 on; 0 without groups."""
+    """Return the group number of each parameter, from 1; 0 without groups. Raises BadCall."""
     if isinstance(groups, int):
         if groups < 0:
             raise BadCall(f"a number of groups is 0 or more, not {groups}.")
@@ -283,13 +284,6 @@ def _group_numbers(named: Sequence[NamedParameter], groups: Groups) -> dict[nn.P
     return found
 
 
-def _next_name(process_set: ProcessSet) -> str:
-    """The name of the next optimizer of a process set; all its ranks count alike."""
-    numbers, of_set = current().counters, f"DistributedOptimizer.{process_set.number()}"
-    numbers[of_set] += process_set.included()
-    return f"{of_set}.{numbers[of_set]}"
-
-
 def _checked_passes(passes: int) -> int:
     if passes < 1:
         raise BadCall(f"backward_passes_per_step is 1 or more, not {passes}.")
@@ -297,7 +291,7 @@ def _checked_passes(passes: int) -> int:
 
 
 class AdasumOptimizer(optim.Optimizer):
-    """Base class for op=hvd.Adasum: each rank steps by itself, then Adasum joins the changes."""
+    """Base class for op=hvd.Adasum: each rank steps alone, then Adasum combines the changes."""
 
     _named: Sequence[NamedParameter]
     _reduction_options: ReductionOptions
@@ -305,8 +299,8 @@ class AdasumOptimizer(optim.Optimizer):
     _opt_called: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank's own gradients, then replace each parameter's change by the Adasum of
-        all ranks' changes."""
+        """Step on this rank's own gradients, then replace the change of each parameter by the
+        Adasum of the changes on all ranks."""
         self._opt_called = True
         params = [entry.parameter for entry in self._named if entry.parameter.requires_grad]
         before = [param.detach().clone() for param in params]
@@ -338,8 +332,8 @@ class AdasumOptimizer(optim.Optimizer):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Raise HookOrder, as Horovod does."""
-        raise HookOrder("optimizer.skip_synchronize() with Adasum: its step is what is joined.")
+        raise HookOrder("optimizer.skip_synchronize() with Adasum, which combines whole steps.")
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing: `step` takes what the backwards have added up."""
+        """Do nothing: `step` uses the gradients that the backwards have added up."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 from weakref import ref
 
 from shardwise.errors import BadCall
 from shardwise.horovod.context import Context, current, is_initialized
 from shardwise.horovod.coordinator import ADD_PROCESS_SET, REMOVE_PROCESS_SET, OperationRequest
-from shardwise.horovod.operation_handle import OperationHandle
+from shardwise.horovod.operations import OperationHandle
 
 
 class ProcessSet:
@@ -21,39 +22,39 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The number of the set; None before it is added, once it is removed, and after
+        """The number of the set; None before it is added, after it is removed, and after
         `hvd.shutdown`."""
         if self._known_to is None or not is_initialized() or self._known_to() is not current():
             return None
         return self._number
 
     def known_as(self, number: int | None) -> None:
-        """Set the number, valid until `hvd.shutdown`; None once the set is removed."""
+        """Set the number, valid until `hvd.shutdown`; None for a set that was removed."""
         self._number, self._known_to = number, ref(current())
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the run that are in it."""
+        """The ranks of the run in this set."""
         return self._ranks
 
     def number(self) -> int:
-        """The number of the set. Raises BadCall where it was not added, or removed since."""
+        """Return the number of the set. Raises BadCall unless it is added now."""
         number = self.process_set_id
         if number is None:
             raise BadCall(f"{self} is not known yet: hvd.add_process_set(it) first, on all ranks.")
         return number
 
     def included(self) -> bool:
-        """Whether this rank is in the set."""
+        """Return whether this rank is in the set."""
         return current().world.rank in self.ranks
 
     def size(self) -> int:
-        """The number of ranks in the set."""
+        """Return the number of ranks in the set."""
         self.number()
         return len(self.ranks)
 
     def rank(self) -> int:
-        """This rank's index in the set; -1 where it is not in it."""
+        """Return this rank's index in the set; -1 if it is not in it."""
         self.number()
         return self.ranks.index(current().world.rank) if self.included() else -1
 
@@ -89,39 +90,31 @@ global_process_set = _Global()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set, or its ranks, on all ranks alike. Collective.
+    """Register a process set, or its ranks, on all ranks. Collective.
 
-    Raises BadCall for ranks that do not exist or are those of a set that there is,
-    HorovodInternalError where ranks give different ones.
+    Raises BadCall for ranks that do not exist or already form a set, HorovodInternalError if ranks
+    disagree.
     """
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    if made.process_set_id is not None:
-        raise BadCall(f"{made} was added already, as number {made.process_set_id}.")
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.process_set_id is not None:
+        raise BadCall(f"{added} was added already, as number {added.process_set_id}.")
     size = current().world.size
-    if not made.ranks or made.ranks[0] < 0 or made.ranks[-1] >= size:
-        raise BadCall(f"{made}: a process set has ranks from 0 to {size - 1}, one at least.")
-    made.known_as(
-        _change(
-            OperationRequest(name=ADD_PROCESS_SET, kind=ADD_PROCESS_SET, splits=tuple(made.ranks))
-        )
-    )
-    return made
+    if not added.ranks or added.ranks[0] < 0 or added.ranks[-1] >= size:
+        raise BadCall(f"{added}: a process set has ranks from 0 to {size - 1}, one at least.")
+    added.known_as(_change(ADD_PROCESS_SET, splits=tuple(added.ranks)))
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set on all ranks alike; returns whether it was registered. Collective."""
+    """Remove a process set on all ranks; return whether it was registered. Collective."""
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
-    _change(
-        OperationRequest(
-            name=REMOVE_PROCESS_SET, kind=REMOVE_PROCESS_SET, root=process_set.process_set_id
-        )
-    )
+    _change(REMOVE_PROCESS_SET, root=process_set.process_set_id)
     process_set.known_as(None)
     return True
 
 
-def _change(request: OperationRequest) -> int:
+def _change(kind: str, **more: Any) -> int:
     background = current().background
-    handle = background.submit(OperationHandle(request))
+    handle = background.submit(OperationHandle(OperationRequest(name=kind, kind=kind, **more)))
     return int(handle.wait(background.timeout))

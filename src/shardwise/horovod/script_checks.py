@@ -1,7 +1,7 @@
 """Warns once of each step that a Horovod script leaves out, and of operations that stall.
 
-Nothing is guessed: ranks compare weights and data when they reduce their first gradients, and paths
-of files when they save them.
+Nothing is guessed: ranks compare weights and data when they reduce their first gradients, and file
+paths when they save.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Note = Mapping[str, str]
 
 
 _SHARED_SETTINGS = {"bucket_mb", "quiet"}
-"""Settings of the engine that a script in Horovod's style acts upon as well."""
+"""Settings of the engine that also affect a script in Horovod's style."""
 
 _ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
     "tensor",
@@ -70,9 +70,9 @@ _ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
 
 
 def idle_settings_line(given: Mapping[str, tuple[Any, str]]) -> str:
-    """The warning about settings that only `sw.Engine` acts upon, "" where there are none.
+    """Return the warning about settings that only affect `sw.Engine`, "" without any.
 
-    `given` has values and sources by name; what is the same without an engine is left out.
+    `given` has values and sources by name. Default values need no warning.
     """
     same = {name: config.FIELDS[name].default for name in _ENGINE_ONLY} | {"zero": 0}
     idle = [
@@ -85,7 +85,7 @@ def idle_settings_line(given: Mapping[str, tuple[Any, str]]) -> str:
     has, it = ("has", "it") if len(idle) == 1 else ("have", "them")
     return (
         f"{', '.join(idle)} {has} no effect on what hvd.DistributedOptimizer trains: only "
-        f"sw.Engine acts upon {it}. Leave {it} out, or train with sw.Engine: docs/from_horovod.md."
+        f"sw.Engine uses {it}. Leave {it} out, or train with sw.Engine: docs/from_horovod.md."
     )
 
 
@@ -104,7 +104,7 @@ class ScriptComparison:
         self._saved: dict[tuple[str, str], set[int]] = {}
 
     def compare(self, notes: Mapping[int, Note]) -> Iterator[str]:
-        """Warnings from the notes that ranks send with their first gradients."""
+        """Yield warnings about the notes that ranks send with their first gradients."""
         if len(notes) < 2:
             return
         said = {key: [note.get(key, "") for note in notes.values()] for key in _KEYS}
@@ -121,7 +121,7 @@ class ScriptComparison:
             yield from self._once(PIN)
 
     def compare_save(self, rank: int, what: list[str]) -> Iterator[str]:
-        """Warnings from a file that `rank` saves; `what` is host, path and calling line."""
+        """Yield warnings about a file that `rank` saves; `what` is host, path and calling line."""
         host, path, line = what
         ranks = self._saved.setdefault((host, path), set())
         ranks.add(rank)
@@ -147,7 +147,7 @@ _KEYS = ("weights", "state", "samples", "rate", "device")
 def describe_rank(
     optimizer: optim.Optimizer, *, averages: bool, asked_size: bool
 ) -> dict[str, str]:
-    """The note that a rank sends with its first gradients, for `ScriptComparison.compare`."""
+    """Return the note that a rank sends with its first gradients: see `ScriptComparison`."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     device = params[0].device
     return {
@@ -160,7 +160,7 @@ def describe_rank(
 
 
 def _digest(tensors: list[Tensor]) -> str:
-    """A digest of a few elements of each tensor."""
+    """Return a digest of a few elements of each tensor."""
     found = hashlib.sha256()
     for tensor in tensors:
         few = tensor.detach().reshape(-1)
@@ -170,30 +170,24 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def _sample_digest() -> str:
-    """A digest of the first and last sample of a dataset that a DataLoader is reading without a
-    sharding sampler; "" where that is not known."""
+    """Return a digest of the first and last sample of a dataset that a DataLoader reads without a
+    sharding sampler; "" if unknown."""
     for one in gc.get_objects():
         if type(one).__mro__[-2:-1] == (_BaseDataLoaderIter,):
             sampler = getattr(getattr(one, "_index_sampler", None), "sampler", None)
-            dataset = getattr(one, "_dataset", None)
+            dataset: Any = getattr(one, "_dataset", None)
             if isinstance(sampler, data.RandomSampler | data.SequentialSampler):
-                return _first_and_last(dataset)
+                # Only of tensors: reading the user's own dataset would run the user's code.
+                tensors = dataset.tensors if type(dataset) is data.TensorDataset else (dataset,)
+                if any(type(t) is not Tensor or t.layout != torch.strided for t in tensors):
+                    return ""
+                length = len(tensors[0])
+                found = hashlib.sha256(str(length).encode())
+                for end in (tensor[index] for index in (0, length - 1) for tensor in tensors):
+                    raw = end.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                    found.update(b"|" + raw.numpy().tobytes())
+                return found.hexdigest()[:16]
     return ""
-
-
-def _first_and_last(dataset: Any) -> str:
-    """A digest of the first and last sample. Only of tensors: reading the user's own dataset would
-    run the user's code."""
-    tensors = dataset.tensors if type(dataset) is data.TensorDataset else (dataset,)
-    if any(type(tensor) is not Tensor or tensor.layout != torch.strided for tensor in tensors):
-        return ""
-    length = len(tensors[0])
-    ends = [_contents(tensor[index]) for index in (0, length - 1) for tensor in tensors]
-    return hashlib.sha256(b"|".join([str(length).encode(), *ends])).hexdigest()[:16]
-
-
-def _contents(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 class ScriptWatcher:
@@ -218,7 +212,7 @@ class ScriptWatcher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore steps inside the block: they are this package's own."""
+        """Ignore steps inside the block, which this package makes itself."""
         self._paused = True
         try:
             yield
@@ -232,7 +226,7 @@ class ScriptWatcher:
             torch.save = self._save
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Warn on the second step without any reduction: the script does not average by hand."""
+        """Warn on the second step if the script has reduced nothing, not even by hand."""
         if self._paused:
             return
         self._steps += 1
@@ -258,10 +252,10 @@ def warn_stalled(
     timeout: float,
     status_server: StatusServer,
 ) -> None:
-    """Warn on stderr that `missing` ranks have not requested an operation, and where they are."""
+    """Warn on stderr that `missing` ranks have not requested an operation, and what they do."""
     lines = [
-        f"shardwise: {request.kind} {request.name!r} has waited {seconds:g} s for "
-        f"{named(missing)}. It fails after {timeout:g} s (--timeout)."
+        f"{request.kind} {request.name!r} has waited {seconds:g} s for {named(missing)}. It fails "
+        f"after {timeout:g} s (--timeout)."
     ]
     for rank, found in sorted(status_server.ask(list(missing), stack=True).items()):
         if isinstance(found, RankStatus):
@@ -269,6 +263,4 @@ def warn_stalled(
             lines += [f"    {frame}" for frame in found.stack]
         else:
             lines.append(f"  rank {rank} {found}")
-    if sys.__stderr__ is not None:
-        sys.__stderr__.write("\n".join(lines) + "\n")
-        sys.__stderr__.flush()
+    write_warning("\n".join(lines))

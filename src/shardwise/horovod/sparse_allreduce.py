@@ -1,16 +1,15 @@
 """Reduces sparse COO tensors by gathering their rows, and finds parameters with sparse gradients.
 
 rank 0   rows 1 4        ─┐
-                          ├─ allgather ─▶ 1 4 4 7 ─▶ rows 1 4 7, alike on all ranks
+                          ├─ allgather ─▶ 1 4 4 7 ─▶ rows 1 4 7 on all ranks
 rank 1   rows 4 7        ─┘
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -18,13 +17,12 @@ from torch import Tensor, nn, optim
 from shardwise.errors import BadCall
 from shardwise.horovod.context import current
 from shardwise.horovod.execution import NARROW
-from shardwise.horovod.operation_handle import OperationHandle
-from shardwise.horovod.operations import ReduceOp, submit, wait
+from shardwise.horovod.operations import OperationHandle, ReduceOp, submit, wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 
 
 class SparseHandle(OperationHandle):
-    """A handle that is also called, as Horovod's is; `synchronize` and `poll` take it as well."""
+    """A handle that can also be called, as in Horovod; `synchronize` and `poll` take it too."""
 
     def __call__(self) -> Tensor:
         """Wait for the result and return it."""
@@ -39,10 +37,11 @@ def sparse_allreduce_async(
     *,
     note: Mapping[str, str] | None = None,
 ) -> SparseHandle:
-    """Handle to the mean, or the sum, of every rank's sparse COO `tensor` of one shape; call it.
+    """Return a handle to the mean or sum of every rank's sparse COO `tensor`; call it to wait.
 
-    Ranks may have different numbers of elements, also none. The result is coalesced: it has each
-    index of any rank once. `note` goes with the request. Raises BadCall for other tensors and ops.
+    The tensors have one shape. Ranks may have different numbers of elements, also none. The result
+    is coalesced: it has each index once. `note` is sent with the request. Raises BadCall for other
+    tensors and ops.
     """
     if tensor.layout != torch.sparse_coo:
         raise BadCall(f"sparse_allreduce of a tensor of layout {tensor.layout}: use hvd.allreduce.")
@@ -68,9 +67,9 @@ def sparse_allreduce_async(
 
 
 def _put_together(shape: torch.Size, op: ReduceOp, size: int, gathered: Sequence[Tensor]) -> Tensor:
-    """Reduce the gathered indices (count, sparse dims) and values (count, ...) of all ranks. 16-bit
-    values are summed in fp32, and rounded once."""
+    """Reduce the gathered indices (count, sparse dims) and values (count, ...) of all ranks."""
     places, values = gathered
+    # 16-bit values are summed in fp32 and rounded once, as in a dense allreduce.
     wide = values.float() if values.dtype in NARROW else values
     total = torch.sparse_coo_tensor(places.t(), wide, shape, check_invariants=False).coalesce()
     if op == ReduceOp.Average:
@@ -84,7 +83,7 @@ def _put_together(shape: torch.Size, op: ReduceOp, size: int, gathered: Sequence
 
 
 def empty_sparse_gradient(like: Tensor) -> Tensor:
-    """The sparse gradient without rows that an embedding has when it was not used."""
+    """Return the sparse gradient without rows of an embedding that was not used."""
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=like.device),
         torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device),
@@ -94,26 +93,21 @@ def empty_sparse_gradient(like: Tensor) -> Tensor:
 
 
 def sparse_parameters(optimizer: optim.Optimizer) -> set[Tensor]:
-    """Parameters of `optimizer` whose gradients are sparse: all of a SparseAdam, and those that an
-    nn.Embedding(sparse=True) or EmbeddingBag has.
-
-    Modules are looked for in memory, since an optimizer knows of none; so every rank knows at once,
-    and also one whose backward does not come to the embedding.
-    """
+    """Return the parameters of `optimizer` with sparse gradients: all of a SparseAdam, and the
+    weights of nn.Embedding(sparse=True) and EmbeddingBag."""
     params = {param for group in optimizer.param_groups for param in group["params"]}
     if isinstance(optimizer, optim.SparseAdam):
         return params
-    return params & set(_weights_of_sparse_embeddings(gc.get_objects()))
-
-
-def _weights_of_sparse_embeddings(objects: Iterable[Any]) -> Iterator[nn.Parameter]:
+    # An optimizer does not know its modules, so look for them in memory. Why not wait for the first
+    # gradients: a rank whose backward does not reach the embedding would never know.
     kinds = {*_with_subclasses(nn.Embedding), *_with_subclasses(nn.EmbeddingBag)}
-    for one in objects:
-        # To ask an object for more than its class may run code of somebody else's.
-        if type(one) in kinds and vars(one).get("sparse"):
-            weight = one._parameters.get("weight")
-            if weight is not None:
-                yield weight
+    weights = {
+        one._parameters.get("weight")
+        for one in gc.get_objects()
+        # `type`, because isinstance and attributes of an unknown object may run foreign code.
+        if type(one) in kinds and vars(one).get("sparse")
+    }
+    return params & weights
 
 
 def _with_subclasses(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:

@@ -1,8 +1,7 @@
 """Orders an accelerator's work between the communication thread and the other threads.
 
 A kernel is enqueued long before it runs. So one thread records an event on its stream, and another
-makes its own stream wait for that event before it enqueues more. On the CPU all of this does
-nothing.
+thread's stream waits for that event before it runs more. On the CPU all of this does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 
 def _streams_of(device: torch.device) -> Any:
-    """torch's module for the streams of `device`; None where it has one queue, as the CPU has."""
+    """Return torch's module for the streams of `device`; None for a device without streams."""
     module = torch.get_device_module(device)
     return module if device.type != "cpu" and hasattr(module, "Stream") else None
 
@@ -30,8 +29,7 @@ class StreamEvent:
 
     @classmethod
     def record(cls, tensors: Sequence[Tensor]) -> StreamEvent:
-        """An event on the current stream of the accelerator that has `tensors`; empty on the
-        CPU."""
+        """Record an event on the current stream of the device of `tensors`; empty on the CPU."""
         for device in (tensor.device for tensor in tensors):
             if (streams := _streams_of(device)) is not None:
                 event = streams.Event()
@@ -46,26 +44,24 @@ class StreamEvent:
 
 
 def enter(device: torch.device) -> None:
-    """Let this thread be at `device` from now on. A new one is at the first of its kind, and what
-    makes one of its streams the present one would go back there: CUDA makes a context for that,
-    some 0.5 GB of every rank on the first GPU of a host."""
+    """Make `device` the current device of this thread."""
+    # A new thread begins at the first GPU. Leaving a block with another stream would return there,
+    # and CUDA would make a context on it: some 0.5 GB for every rank of the host.
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
 def record_use(tensors: Sequence[Tensor], stream: Any = None) -> None:
-    """Record the use of tensors on `stream`, or the current one.
-
-    The allocator knows only the stream that made a tensor; without this it could reuse the memory
-    while this stream still reads it.
-    """
+    """Record the use of tensors on `stream`, or the current one."""
+    # The allocator knows only the stream that made a tensor. Without this it could reuse the memory
+    # while this stream still reads it.
     for tensor in tensors:
         if (streams := _streams_of(tensor.device)) is not None:
             tensor.record_stream(stream or streams.current_stream(tensor.device))
 
 
 class CommunicationStream:
-    """The stream that collectives are enqueued on; none for ranks on the CPU."""
+    """The stream of the collectives, none on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = _streams_of(device)

@@ -31,8 +31,8 @@ class _Rows:
 
 
 class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
-    """BatchNorm of (N, C, ...) whose statistics in training are those of all ranks of
-    `process_set`, weighted by their rows. All of them run it in the same order."""
+    """BatchNorm of (N, C, ...) with training statistics over all ranks of `process_set`, weighted
+    by their rows. All of them run it in the same order."""
 
     def __init__(
         self,

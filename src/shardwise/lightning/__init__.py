@@ -1,4 +1,4 @@
-"""Lightning and Fabric over this engine: `import shardwise.lightning` lets them know the strategy.
+"""Lightning and Fabric over this engine: `import shardwise.lightning` registers the strategy.
 
     Trainer(strategy="shardwise")       Trainer(strategy=ShardwiseStrategy(zero=3))
     Fabric(strategy="shardwise")        Fabric(strategy=ShardwiseFabricStrategy(zero=3))
@@ -7,14 +7,10 @@ trees.py              the two class trees of Lightning, and our classes in each
 trainer_strategy.py   the Trainer's strategy: setup, a step, whole states
 fabric_strategy.py    Fabric's
 training.py           the engines of one Trainer or Fabric, a step piece by piece
-parts.py              which modules each of several optimizers trains
-forwards.py           a training_step inside the module's forward
-empty_modules.py       modules that have no memory yet
-sharing.py            loaders in their order; an evaluation with every sample once
-exact_mean.py         exact_mean=True: in training, too, every sample counts once and alike
-refused_mesh.py       scripts that ask for the mesh of ModelParallelStrategy
-environment.py        who this worker is, and what a script asks for
-adoption.py           scripts that name another strategy, or none
+empty_modules.py      modules that have no memory yet
+sharing.py            loaders in their order, without repeated samples
+environment.py        the rank of this process, and the devices that a script asks for
+adoption.py           scripts with another strategy, or without one
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,7 +27,7 @@ trees.register()
 
 
 def __getattr__(name: str) -> Any:
-    """The strategies, of the class tree that the script has imported."""
+    """Return the strategies, of the class tree that the script has imported."""
     if name == "ShardwiseStrategy":
         return trees.trainer_strategy(trees.in_use(trees.TRAINERS))
     if name == "ShardwiseFabricStrategy":

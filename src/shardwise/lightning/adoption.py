@@ -1,4 +1,4 @@
-"""Lets the Trainers and Fabrics of a script that names another strategy, or none, have ours."""
+"""Gives our strategy to Trainers and Fabrics of scripts with another strategy, or without one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shardwise.lightning.trees import (
 )
 
 _REPLACED = ("auto", "ddp", "fsdp", "deepspeed", "zero", "model_parallel", "single_device")
-"""How the names of the strategies begin that ours takes the place of."""
+"""Name prefixes of the strategies that ours replaces."""
 
 _CLASSES = ("DDP", "FSDP", "DeepSpeed", "ModelParallel", "SingleDevice")
-"""How the names of their classes begin."""
+"""Name prefixes of their classes."""
 
 
 def adopt() -> None:
-    """Let every Trainer and Fabric that this process makes from now on have our strategy."""
+    """Give our strategy to every Trainer and Fabric that this process makes."""
     for tree in TRAINERS:
         when_imported(tree, lambda name: _replace(name, "Trainer", trainer_strategy))
     for tree in FABRICS:
@@ -34,7 +34,7 @@ def adopt() -> None:
 
 
 def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
-    """Let `name`, a class of `tree`, be made with what `strategy` gives."""
+    """Make the constructor of `name`, a class of `tree`, use our `strategy`."""
     kind = getattr(import_module(tree), name)
     stock = kind.__init__
 
@@ -49,15 +49,15 @@ def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
             keywords["accelerator"] = sw.world().device.type.replace("cuda", "gpu")
         stock(self, *arguments, **keywords)
         if name == "Fabric" and type(self) is kind:
-            # As `fabric run` does, whose scripts do not say it themselves; again changes nothing.
-            # Not of a class of the script's, whose own __init__ has not ended.
+            # `fabric run` launches for its scripts, which do not. A second launch does nothing.
+            # Not for a subclass of the script, whose own __init__ has not ended.
             self.launch()
 
     kind.__init__ = made
 
 
 def _is_ours(strategy: Any) -> bool:
-    """Whether `strategy` is ours; raises UsageError for one that ours cannot stand for."""
+    """Return whether `strategy` is ours; raises UsageError for one that ours cannot stand for."""
     if isinstance(strategy, str):
         if strategy == NAME:
             return True
@@ -76,7 +76,7 @@ def _is_ours(strategy: Any) -> bool:
 
 
 def _say(name: str, given: Any, keywords: dict[str, Any]) -> None:
-    """Say once what is not followed."""
+    """Print once which arguments are not followed."""
     shown = given if isinstance(given, str) else type(given).__name__
     asked = [f"strategy={shown!r}" if isinstance(given, str) else f"strategy={shown}(...)"]
     asked += [

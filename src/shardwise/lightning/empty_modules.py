@@ -26,9 +26,9 @@ def give_memory(module: nn.Module) -> None:
 def casting(module: nn.Module) -> AbstractContextManager[None]:
     """Return a block in which `module` may be cast and moved.
 
-    Parameters of `init_module` stay without memory. Others on the meta device get theirs first, as
-    in `give_memory`: a plain cast or move of them would fail.
+    Parameters of `init_module` stay without memory. Others on the meta device get memory first,
+    because a plain cast or move of them would fail.
     """
     fill_unrecorded([module], sw.world().print)
-    # What is done to a deferred parameter counts only if it is recorded too.
+    # A deferred parameter must record casts and moves, to repeat them when it gets memory.
     return sw.on_meta() if any(map(meta.is_deferred, module.parameters())) else nullcontext()

@@ -1,4 +1,4 @@
-"""Tells Lightning which rank this is: the one that the run has given it."""
+"""Tells Lightning the rank of this process in the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.errors import UsageError
 
 
 class Environment:
-    """A ClusterEnvironment of Lightning, by its methods, over a `world` that is joined."""
+    """Implements Lightning's ClusterEnvironment over a joined `world`."""
 
     creates_processes_externally = True
 
@@ -18,51 +18,50 @@ class Environment:
 
     @property
     def main_address(self) -> str:
-        """The host of rank 0, where a launcher tells of one."""
+        """The host of rank 0, if the launcher names it."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """A port at which nobody listens: the processes have met already."""
+        """An unused port: the processes are connected already."""
         return int(os.environ.get("MASTER_PORT", "29500"))
 
     @staticmethod
     def detect() -> bool:
-        """Lightning does not choose this by itself: the strategy brings it."""
+        """Return False: only the strategy chooses this environment."""
         return False
 
     def world_size(self) -> int:
-        """The number of workers of the run."""
+        """Return the number of workers of the run."""
         return self._world.size
 
     def set_world_size(self, size: int) -> None:
-        """The launcher has decided that."""
+        """Do nothing: the launcher has decided that."""
+
+    set_global_rank = set_world_size
 
     def global_rank(self) -> int:
-        """The rank of this worker."""
+        """Return the rank of this worker."""
         return self._world.rank
 
-    def set_global_rank(self, rank: int) -> None:
-        """The launcher has decided that."""
-
     def local_rank(self) -> int:
-        """The rank among the workers of this host."""
+        """Return the rank among the workers of this host."""
         return self._world.local_rank
 
     def node_rank(self) -> int:
-        """The number of this host among those of the run."""
+        """Return the number of this host."""
         return self._world.rank // max(self._world.local_size, 1)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Whatever the script says: the launcher has decided that."""
+        """Accept any values: the launcher has decided."""
 
     def teardown(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def check_devices(world: sw.World, devices: int, nodes: int, library: str) -> None:
-    """Raise UsageError where the script asks for workers that nobody has started; mention another
-    number than there are."""
+    """Raise UsageError if the script asks for several ranks and there is one; mention other
+    differences."""
     asked = devices * nodes
     if asked == 1 or asked == world.size:
         return

@@ -15,7 +15,7 @@ from shardwise.lightning.trainer_strategy import OverEngines, refuse_precision
 
 
 class FabricStrategy(OverEngines):
-    """The strategy that `Fabric(strategy="shardwise")` has."""
+    """The strategy of `Fabric(strategy="shardwise")`."""
 
     library = "Fabric"
     _precision: Any
@@ -27,7 +27,7 @@ class FabricStrategy(OverEngines):
 
     @property
     def precision(self) -> Any:
-        """Fabric's plugin: it casts and autocasts; the loss scale is the engine's."""
+        """Fabric's plugin, which casts and autocasts. The engine scales the loss."""
         return self._precision if self._precision is not None else self.hooks[0]()
 
     @precision.setter
@@ -38,29 +38,29 @@ class FabricStrategy(OverEngines):
             self.training.scaler = getattr(plugin, "scaler", None)
 
     def _setup_distributed(self) -> None:
-        """The process group is there: tell Fabric's printing which rank this is."""
+        """Tell Fabric's printing the rank. The process group exists already."""
         self._set_world_ranks()  # type: ignore[attr-defined]
 
-    # -- what is trained --------------------------------------------------------------------
+    # -- setup ------------------------------------------------------------------------------
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Build a module inside the block, on the device of this worker, with its own values.
+        """Build a module inside the block, on the device of this rank, with its own values.
 
-        `empty_init` changes nothing: Fabric needs memory before the optimizer is set up, and
-        scripts load or initialise weights in between, which memory must be there for.
+        `empty_init` is not used: scripts load or initialise weights before the optimizer is set
+        up, which needs memory.
         """
         del empty_init
         return super().module_init_context(empty_init=False)  # type: ignore[misc,no-any-return]
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move `module`; what was built on the meta device gets memory and values first."""
+        """Move `module`. Parameters on the meta device get memory and values first."""
         give_memory(module)
         super().module_to_device(module)  # type: ignore[misc]
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[optim.Optimizer], scheduler: Any = None
     ) -> Any:
-        """Let engines train `module` with `optimizers`; they come back as they are. Collective."""
+        """Make engines for `module` and `optimizers`; return them unchanged. Collective."""
         for each in optimizers:
             self._follow(each)
         self.training.prepare(module, optimizers)
@@ -72,27 +72,28 @@ class FabricStrategy(OverEngines):
         return module
 
     def setup_optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
-        """Let an engine train what `optimizer` has parameters of. Collective."""
+        """Make an engine for the modules of `optimizer`. Collective."""
         self._follow(optimizer)
         self.training.prepare(None, [optimizer])
         return optimizer
 
     def _follow(self, optimizer: optim.Optimizer) -> None:
-        """Let the optimizer's own load_state_dict reach the engine: Fabric calls it."""
+        """Make the optimizer's load_state_dict, which Fabric calls, load into the engine."""
         load = partial(self.training.load_optimizer_state, optimizer)
         vars(optimizer)["load_state_dict"] = load
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """`dataloader`; where means are exact with every sample once, in training."""
+        """Return `dataloader`; with exact means training batches have no repeated samples."""
         exact = self.training.exact
         return dataloader if exact is None else exact.watch(dataloader)
 
     # -- a step -----------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward of `tensor` in every engine that it reaches; takes `weight` with `exact_mean`.
+        """Run the backward of `tensor` in every engine that it reaches.
 
-        That is the number of items that it is a mean over (default: the samples of the batch).
+        With `exact_mean` it takes `weight`, the number of items that `tensor` is a mean over
+        (default: the samples of the batch).
         """
         del module  # the loss says what it reaches
         self.training.backward(tensor, *args, **kwargs)
@@ -100,7 +101,7 @@ class FabricStrategy(OverEngines):
     def optimizer_step(
         self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> Any:
-        """Step `optimizer`; returns what `closure` did. Collective."""
+        """Step `optimizer`; return the result of `closure`. Collective."""
         if closure is not None and isinstance(optimizer, optim.LBFGS):
             self.training.step(optimizer, closure)
             return None
@@ -116,7 +117,8 @@ class FabricStrategy(OverEngines):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip what `optimizer` steps by its norm over all workers; the norm before. Collective."""
+        """Clip what `optimizer` steps by its norm over all ranks. Returns the norm before it.
+        Collective."""
         del module
         norm = self.training.clip_norm(optimizer, float(max_norm), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -129,50 +131,50 @@ class FabricStrategy(OverEngines):
     def clip_gradients_value(
         self, module: nn.Module, optimizer: optim.Optimizer, clip_val: float
     ) -> None:
-        """Clip every element of the gradients, which are whole for that moment. Collective."""
+        """Clip every element of the gradients. Gathers whole gradients. Collective."""
         del module
         self.training.clip_value(optimizer, float(clip_val))
 
     # -- whole states -----------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The module's state_dict with whole tensors; where parameters are sharded, on rank 0
-        alone. Collective."""
+        """Return the module's whole state_dict; only on rank 0 if parameters are sharded.
+        Collective."""
         return self.training.state_dict(module)
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True
     ) -> None:
-        """Let `module` have the weights of `state_dict`. Collective."""
+        """Load `state_dict` into `module`. Collective."""
         self.training.load_state_dict(module, state_dict, strict=strict)
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> Any:
-        """Restore what `state` has from the file `path`; what the file has beside. Collective.
-
-        Modules come first, whatever their order: where weights are of 16 bits, an optimizer's state
-        has what they were rounded from, which weights that are loaded after it would replace.
+        """Restore the objects of `state` from the file `path`. Returns the other entries of the
+        file. Collective.
         """
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, **options)  # type: ignore[misc]
+        # Modules first: with 16-bit weights the optimizer's state has the fp32 masters, which
+        # loading weights afterwards would replace by rounded values.
         ordered = dict(sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module)))
         rest = super().load_checkpoint(path, ordered, **options)  # type: ignore[misc]
         state.update(ordered)
         return rest
 
     def get_optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        """The whole state of `optimizer`, as it is in one process. Collective."""
+        """Return the whole state of `optimizer`, as in one process. Collective."""
         return self.training.optimizer_state(optimizer)
 
 
 class _NotLast:
-    """What Fabric's `no_backward_sync` asks."""
+    """Implements Fabric's `no_backward_sync`."""
 
     def __init__(self, strategy: FabricStrategy) -> None:
         self._strategy = strategy
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """Inside the block more backwards follow in the step, where it is `enabled`."""
+        """Declare, if `enabled`, that more backwards of this step follow the block."""
         del module
         if not enabled:
             yield

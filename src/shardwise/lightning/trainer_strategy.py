@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn, optim
 
 import shardwise as sw
+from shardwise.bridging.exact_mean import ItemsOf
 from shardwise.errors import UsageError
-from shardwise.lightning import refused_mesh
 from shardwise.lightning.empty_modules import casting, give_memory
 from shardwise.lightning.environment import Environment, check_devices
-from shardwise.lightning.exact_mean import ItemsOf
-from shardwise.lightning.forwards import inside_forward
 from shardwise.lightning.sharing import Marked, count_once, share_in_order
-from shardwise.lightning.training import Training, plain
+from shardwise.lightning.training import StrategyTraining, plain
 
 _ELSEWHERE = ("DeepSpeed", "FSDP", "XLA", "TransformerEngine", "Bitsandbytes")
-"""How the names of precision plugins begin that convert a model for another engine."""
+"""Name prefixes of precision plugins that convert a model for another engine."""
 
 _WITH_GRADIENTS = ("on_before_optimizer_step", "configure_gradient_clipping")
-"""Hooks that may read or change gradients, which are whole for the moment then."""
+"""Hooks that may read or change gradients. They get whole gradients."""
+
+MODEL_PARALLEL = ("ModelParallel", "model_parallel")
+"""Name prefixes of strategies that give a module a mesh."""
 
 
 class OverEngines:
-    """What makes a DDPStrategy of Lightning train by engines; stands before its class.
+    """Makes a DDPStrategy of Lightning train by engines; put before its class.
 
-    Takes what strategies take, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
-    The result is that of Lightning with DistributedDataParallel; docs/from_lightning.md says what
-    differs.
+    Takes a strategy's arguments, and settings of Shardwise (`zero=3`, `offload_optimizer="cpu"`).
+    The result is the same as with DistributedDataParallel; docs/from_lightning.md lists the
+    differences.
 
-    With `exact_mean=True` every sample of a step counts once and alike, as in one process with the
-    whole batch; a function that counts the items of a batch takes the place of True where the loss
-    is a mean over others.
+    With `exact_mean=True` every sample of a step counts once, as in one process with the whole
+    batch. A function that counts the items of a batch can replace True.
     """
 
     library = "Trainer"
@@ -59,7 +59,7 @@ class OverEngines:
         exact_mean: bool | ItemsOf = False,
         **settings: Any,
     ) -> None:
-        self.training = Training(settings, self.library, exact_mean)
+        self.training = StrategyTraining(settings, self.library, exact_mean)
         self._devices: list[torch.device] | None = None
         self._failed = False
         super().__init__(  # type: ignore[call-arg]
@@ -76,7 +76,7 @@ class OverEngines:
 
     @property
     def accelerator(self) -> Any:
-        """Lightning's accelerator. Once it is known the run is joined on its device."""
+        """Lightning's accelerator. Setting it joins the run on its device."""
         return self._accelerator
 
     @accelerator.setter
@@ -87,7 +87,7 @@ class OverEngines:
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices that the script asks for, at first; then the one of this worker."""
+        """The devices that the script asks for; after the launch, the one of this rank."""
         return self._devices
 
     @parallel_devices.setter
@@ -96,12 +96,12 @@ class OverEngines:
 
     @property
     def root_device(self) -> torch.device:
-        """The device that this worker computes on."""
+        """The device of this rank."""
         return self.training.world.device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """What Lightning's samplers share batches out by; None for one worker."""
+        """The arguments of Lightning's samplers; None for one rank."""
         world = self.training.world
         if world.size == 1:
             return None
@@ -110,17 +110,17 @@ class OverEngines:
     @property
     def device_mesh(self) -> Any:
         """Raises NoDeviceMesh: the mesh of ModelParallelStrategy is not here."""
-        refused_mesh.refuse("strategy.device_mesh")
+        refuse_mesh("strategy.device_mesh")
 
     def _configure_launcher(self) -> None:
-        """Workers are started from outside: nothing is launched here."""
+        """Launch nothing: ranks are started from outside."""
         self._launcher = None
         asked = len(self._devices or ()) or 1
         check_devices(self.training.world, asked, self._num_nodes, self.library)
         self._devices = [self.root_device]
 
     def setup_distributed(self) -> None:
-        """The process group is there: tell Lightning's printing and warnings which rank this is."""
+        """Tell Lightning's printing and warnings the rank. The process group exists already."""
         self.set_world_ranks()  # type: ignore[attr-defined]
 
 
@@ -129,8 +129,7 @@ class TrainerStrategy(OverEngines):
 
     @property
     def precision_plugin(self) -> Any:
-        """Lightning's plugin: it casts and autocasts; clipping and the loss scale are the
-        engine's."""
+        """Lightning's plugin, which casts and autocasts. The engine clips, and scales the loss."""
         return self._precision_plugin if self._precision_plugin is not None else self.hooks[0]()
 
     @precision_plugin.setter
@@ -147,10 +146,10 @@ class TrainerStrategy(OverEngines):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build a model inside the block, on the device of this worker.
+        """Build a model inside the block, on the device of this rank.
 
-        With `empty_init` parameters that will be sharded take no memory until then. Their values
-        are those of a plain build either way: nothing trains from uninitialised memory.
+        With `empty_init` parameters that will be sharded have no memory yet. They get the same
+        values as in a plain build, because nothing may train from uninitialised memory.
         """
         with super().tensor_init_context(empty_init=False):  # type: ignore[misc]
             if empty_init and self.training.shards_parameters:
@@ -160,22 +159,22 @@ class TrainerStrategy(OverEngines):
                 yield
 
     def setup_environment(self) -> None:
-        """Before the script's `setup` hooks: this rank is known, and how loaders are shared."""
+        """Prepare the sharing of loaders, before the script's `setup` hooks."""
         super().setup_environment()  # type: ignore[misc]
-        if self.replaces.startswith(refused_mesh.MODEL_PARALLEL):
-            self.lightning_module._device_mesh = refused_mesh.RefusedMesh()
+        if self.replaces.startswith(MODEL_PARALLEL):
+            self.lightning_module._device_mesh = RefusedMesh()
         share_in_order(self.lightning_module.trainer._data_connector, self.training.world.size)
 
     def setup(self, trainer: Any) -> None:
-        """Place the model, make the optimizers, and let engines train them. Collective."""
-        if self._failed:  # teardown has left the engines of that fit; all ranks are here again
+        """Place the model, make the optimizers, and make engines for them. Collective."""
+        if self._failed:  # the teardown of that fit left its engines: closing them is collective
             self.training.close()
         self._failed = False
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == "fit"
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
-        if not fitting:  # an engine gives memory to what it trains, part by part
+        if not fitting:  # else the engine gives memory, part by part
             give_memory(self.model)
         with casting(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
@@ -188,12 +187,16 @@ class TrainerStrategy(OverEngines):
         self.setup_precision_plugin()  # type: ignore[attr-defined]
         self.training.prepare(self.model, self.optimizers)
         if len(self.optimizers) > 1:
+            # Lightning's own take requires_grad from all other parameters, so the states would be
+            # laid out again at each change. An engine can leave a loss out instead.
+            engines = self.training.engines
             own = vars(self.lightning_module)
-            own["toggle_optimizer"], own["untoggle_optimizer"] = self._toggle, self._untoggle
+            own["toggle_optimizer"] = lambda optimizer: setattr(engines, "only", plain(optimizer))
+            own["untoggle_optimizer"] = lambda optimizer: setattr(engines, "only", None)
 
     def teardown(self) -> None:
-        """Give the model and its optimizers back as plain ones, on the CPU. Collective, unless the
-        run has failed: then nothing waits for other ranks."""
+        """Turn the model and its optimizers back into plain ones, on the CPU. Collective, unless
+        the run has failed: then nothing waits for other ranks."""
         if self.lightning_module is not None:
             for name in ("toggle_optimizer", "untoggle_optimizer"):
                 vars(self.lightning_module).pop(name, None)
@@ -205,37 +208,26 @@ class TrainerStrategy(OverEngines):
         super().teardown()  # type: ignore[misc]
 
     def on_exception(self, exception: BaseException) -> None:
-        """This rank has failed, and others may not know yet."""
+        """Note that this rank has failed. Others may not know yet, so `teardown` must not wait."""
         del exception
         self._failed = True
 
     # -- a step -----------------------------------------------------------------------------
 
-    def _toggle(self, optimizer: Any) -> None:
-        """Let backwards leave gradients for `optimizer` alone.
-
-        Lightning takes requires_grad from all other parameters, and states would be laid out anew
-        at each change; an engine can leave a loss out.
-        """
-        self.training.engines.only = plain(optimizer)
-
-    def _untoggle(self, optimizer: Any) -> None:
-        del optimizer
-        self.training.engines.only = None
-
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside the block more backwards follow in the step."""
+        """Declare that more backwards of this step follow the block."""
         with self.training.not_last():
             yield
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward by the engines, between the hooks that Lightning calls around it."""
+        """Run the backward by the engines, between Lightning's hooks."""
         plugin, module = self.precision_plugin, self.lightning_module
         if self.training.exact is not None and module.automatic_optimization:
-            # Lightning has divided it; weights divide by what the step has.
+            # Lightning has divided the loss; the weights divide by the items of the step.
             closure_loss = closure_loss * module.trainer.accumulate_grad_batches
-        # Precision's own: the plugin of mixed precision would scale the loss, as the engine does.
+        # Precision's own method, because the plugin of mixed precision would scale the loss, which
+        # the engine does.
         loss: Any = self.hooks[0].pre_backward(plugin, closure_loss, module)
         # LightningModule.backward, and what overrides it, calls this.
         loss.backward = lambda *a, **k: self.training.backward(loss, *a, **k)
@@ -271,11 +263,10 @@ class TrainerStrategy(OverEngines):
     def _step_by_closure(
         self, optimizer: optim.Optimizer, closure: Callable[[], Any], module: Any
     ) -> Any:
-        """An optimizer that computes the loss as often as it wants."""
+        """Return an optimizer that computes the loss as often as it wants."""
         if module.trainer.gradient_clip_val:
             raise UsageError(
-                "gradient_clip_val with LBFGS, which computes gradients by itself in a step: "
-                "leave it out."
+                "gradient_clip_val with LBFGS, which computes its own gradients: leave it out."
             )
         results: list[Any] = []
 
@@ -289,7 +280,7 @@ class TrainerStrategy(OverEngines):
     def _gradients_for_hooks(
         self, optimizer: optim.Optimizer, module: Any
     ) -> AbstractContextManager[None]:
-        """Whole gradients, where the script has a hook that may look at them."""
+        """Return a block with whole gradients, if the script has a hook that may read them."""
         _, base, callback = self.hooks
         for name in _WITH_GRADIENTS:
             if name in vars(module) or getattr(type(module), name) is not getattr(base, name):
@@ -301,21 +292,21 @@ class TrainerStrategy(OverEngines):
         return nullcontext()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, inside its forward."""
+        """Return the module's own, inside its forward."""
         if self.training.exact is not None:
-            self.training.exact.computes_with(args[0] if args else next(iter(kwargs.values())))
+            self.training.exact.compute_with(args[0] if args else next(iter(kwargs.values())))
         return self._inside("train", "training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, inside its forward."""
+        """Return the module's own, inside its forward."""
         return self._inside("val", "validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, inside its forward."""
+        """Return the module's own, inside its forward."""
         return self._inside("test", "test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own, inside its forward."""
+        """Return the module's own, inside its forward."""
         return self._inside("predict", "predict_step", *args, **kwargs)
 
     def _inside(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -323,18 +314,17 @@ class TrainerStrategy(OverEngines):
         method = getattr(module, name)
         trained = self.training.engines.of_model(module)
         with getattr(self.precision_plugin, f"{kind}_step_context")():
-            # By hand a training_step makes backward and step itself, which no forward encloses.
+            # With manual optimization a training_step runs backward and step itself, which must not
+            # be inside a forward.
             by_hand = kind == "train" and not self.lightning_module.automatic_optimization
             if by_hand or trained is None or module not in trained.models:
                 return method(*args, **kwargs)
-            return inside_forward(module, method, *args, **kwargs)
+            return _inside_forward(module, method, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """`tensor`, reduced over all workers. Collective.
-
-        The mean of whole numbers is not cut off, as Lightning does over Gloo: it divides by the
-        mean number of samples, which need not be whole where workers have other numbers.
-        """
+        """Return `tensor` reduced over all ranks. Collective."""
+        # Lightning divides by the mean number of samples per rank, which need not be a whole
+        # number. Over Gloo its own mean of integers would be truncated.
         stock = super().reduce  # type: ignore[misc]
         means = str(reduce_op).lower() in ("mean", "avg")
         if not means or not isinstance(tensor, Tensor) or tensor.is_floating_point():
@@ -342,7 +332,7 @@ class TrainerStrategy(OverEngines):
         return stock(tensor.double(), group, reduce_op).to(torch.get_default_dtype())
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """`dataloader`; in an evaluation, and where means are exact, with every sample once."""
+        """Return `dataloader` without repeated samples, in an evaluation or with exact means."""
         trainer = self.lightning_module.trainer
         stage = str(getattr(trainer.state.stage, "value", ""))
         if stage == "train" and self.training.exact is not None:
@@ -352,22 +342,22 @@ class TrainerStrategy(OverEngines):
     # -- whole states -----------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state_dict with whole tensors; where parameters are sharded, on rank 0
-        alone. Collective."""
+        """Return the module's whole state_dict; only on rank 0 if parameters are sharded.
+        Collective."""
         return self.training.state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Let the module have the weights of `checkpoint`. Collective."""
+        """Load the weights of `checkpoint` into the module. Collective."""
         self.training.load_state_dict(
             self.lightning_module, checkpoint["state_dict"], strict=strict
         )
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole state of `optimizer`, as it is in one process. Collective."""
+        """Return the whole state of `optimizer`, as in one process. Collective."""
         return self.training.optimizer_state(plain(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on from the optimizers of `checkpoint`, whatever size wrote them. Collective."""
+        """Load the optimizers of `checkpoint`, from any number of ranks. Collective."""
         self.training.replace_optimizer_states(checkpoint["optimizer_states"])
 
 
@@ -382,3 +372,52 @@ def refuse_precision(plugin: Any) -> None:
             f'{name} converts a model for another engine. Write precision="bf16-mixed", '
             '"16-mixed", "bf16-true", "32-true" or "64-true".'
         )
+
+
+def _inside_forward(
+    module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call `module(*args, **kwargs)` with `method` in the place of its forward.
+
+    The engine's hooks on the model then enclose a whole `training_step`, as the wrappers of
+    Lightning's own strategies do. Inside `method`, `module(...)` is its own forward.
+    """
+    own = vars(module)
+    before = {"forward": own["forward"]} if "forward" in own else {}
+
+    def put_back() -> None:
+        own.pop("forward", None)
+        own.update(before)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        put_back()
+        return method(*args, **kwargs)
+
+    own["forward"] = forward
+    try:
+        return module(*args, **kwargs)
+    finally:
+        put_back()
+
+
+class NoDeviceMesh(UsageError, AttributeError):
+    """There is no device mesh. An AttributeError, so that `hasattr` returns False."""
+
+
+def refuse_mesh(asked: str) -> NoReturn:
+    """Raise NoDeviceMesh for an attribute of the script."""
+    raise NoDeviceMesh(
+        f"{asked} belongs to ModelParallelStrategy, and this run trains by shardwise, which splits "
+        "the model itself. Leave fully_shard(...) out and start with --zero 3; in place of "
+        "parallelize_module(...) write the loop with sw.Engine and start with --tensor."
+    )
+
+
+class RefusedMesh:
+    """Replaces the mesh of a LightningModule, and refuses every use."""
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_mesh("self.device_mesh")
+
+    def __getitem__(self, key: Any) -> Any:
+        refuse_mesh(f"self.device_mesh[{key!r}]")

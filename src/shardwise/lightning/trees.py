@@ -1,15 +1,15 @@
-"""The class trees of Lightning, which have a registry of strategies each, and our classes in each.
+"""The class trees of Lightning, and our strategies in the registry of each.
 
-`lightning.pytorch` and `pytorch_lightning` are the same code twice, and neither takes the other's
-classes; so are `lightning.fabric` and `lightning_fabric`. Each takes seconds to import: ours are
-put into those that the script imports.
+`lightning.pytorch` and `pytorch_lightning` are the same code twice, and neither takes classes of
+the other; so are `lightning.fabric` and `lightning_fabric`. Each takes seconds to import. So ours
+are registered in a tree when the script imports it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 NAME = "shardwise"
-"""What strategies are called by: Trainer(strategy="shardwise")."""
+"""The name of the strategies: Trainer(strategy="shardwise")."""
 
 TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 FABRICS = ("lightning.fabric", "lightning_fabric")
@@ -26,7 +26,7 @@ FABRICS = ("lightning.fabric", "lightning_fabric")
 
 @cache
 def trainer_strategy(tree: str) -> Any:
-    """The strategy of the Trainer of `tree`, one of TRAINERS."""
+    """Return the strategy of the Trainer of `tree`, one of TRAINERS."""
     from shardwise.lightning.trainer_strategy import TrainerStrategy
 
     theirs = import_module(tree)
@@ -38,7 +38,7 @@ def trainer_strategy(tree: str) -> Any:
 
 @cache
 def fabric_strategy(tree: str) -> Any:
-    """The strategy of the Fabric of `tree`, one of FABRICS."""
+    """Return the strategy of the Fabric of `tree`, one of FABRICS."""
     from shardwise.lightning.fabric_strategy import FabricStrategy
 
     base = import_module(f"{tree}.strategies").DDPStrategy
@@ -53,7 +53,7 @@ def _class(name: str, ours: type[Any], base: Any, hooks: tuple[Any, ...]) -> Any
 
 
 def in_use(trees: tuple[str, ...]) -> str:
-    """Which of `trees` the script has imported; the first that is installed where none is."""
+    """Return the one of `trees` that the script has imported, else the first installed one."""
     for tree in trees:
         if tree in sys.modules:
             return tree
@@ -61,30 +61,24 @@ def in_use(trees: tuple[str, ...]) -> str:
 
 
 def register() -> None:
-    """Let every tree know strategy="shardwise", now or as soon as it is imported."""
+    """Register strategy="shardwise" in every tree, now or when it is imported."""
+
+    def into(name: str, strategy: Callable[[str], Any], tree: str) -> None:
+        registry = getattr(import_module(f"{tree}.strategies"), name)
+        if NAME not in registry:
+            registry.register(NAME, strategy(tree), description="Shardwise")
+
     for tree in TRAINERS:
-        when_imported(tree, _register_trainer)
+        when_imported(tree, partial(into, "StrategyRegistry", trainer_strategy))
     for tree in FABRICS:
-        when_imported(tree, _register_fabric)
+        when_imported(tree, partial(into, "STRATEGY_REGISTRY", fabric_strategy))
 
 
-def _register_trainer(tree: str) -> None:
-    registry = import_module(f"{tree}.strategies").StrategyRegistry
-    if NAME not in registry:
-        registry.register(NAME, trainer_strategy(tree), description="Shardwise")
-
-
-def _register_fabric(tree: str) -> None:
-    registry = import_module(f"{tree}.strategies").STRATEGY_REGISTRY
-    if NAME not in registry:
-        registry.register(NAME, fabric_strategy(tree), description="Shardwise")
-
-
-# -- imports to come --------------------------------------------------------------------------
+# -- later imports ----------------------------------------------------------------------------
 
 
 def when_imported(name: str, call: Callable[[str], None]) -> None:
-    """`call(name)` once the module `name` is there: now, or when somebody imports it."""
+    """Call `call(name)` once the module `name` is imported, maybe now."""
     if name in sys.modules:
         call(name)
     else:
@@ -94,13 +88,13 @@ def when_imported(name: str, call: Callable[[str], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds modules as the others do, and calls what waits for them once they are executed."""
+    """Finds modules by the other finders, and runs the calls that wait for them."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Callable[[str], None]]] = {}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """The spec that the other finders have, its loader enclosed by ours."""
+        """Return the spec that the other finders have, its loader enclosed by ours."""
         if name not in self.calls:
             return None
         for finder in sys.meta_path:
@@ -114,18 +108,18 @@ class _Waiting(MetaPathFinder):
 
 
 class _Calling(Loader):
-    """Loads as `loader` does, then calls what waits for the module."""
+    """Loads as `loader` does, then runs the calls that wait for the module."""
 
     def __init__(self, loader: Loader, waiting: _Waiting) -> None:
         self._loader = loader
         self._waiting = waiting
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the loader."""
+        """Create the module as the loader does."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the loader; then the calls. Not before: many look for a spec and import nothing."""
+        """Execute the module as the loader does, then run the calls."""
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)

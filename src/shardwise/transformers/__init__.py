@@ -1,10 +1,10 @@
 """The Hugging Face Trainer over this engine: `from shardwise.transformers import Trainer`.
 
-Any other trainer is had by `on`: `SFT = shardwise.transformers.on(SFTTrainer)`; one that is made
-already by `prepare_trainer(trainer)`. What is imported here lets TrainingArguments join the run.
+`SFT = shardwise.transformers.on(SFTTrainer)` converts another trainer class, and
+`prepare_trainer(trainer)` a trainer. Importing the package makes TrainingArguments join the run.
 """
 
-from shardwise.transformers.deepspeed_json import take_json
+from shardwise.transformers.deepspeed_argument import take_json
 from shardwise.transformers.joining import join_with_arguments
 from shardwise.transformers.trainer import Seq2SeqTrainer, Trainer, on, prepare_trainer
 

@@ -1,9 +1,9 @@
-"""Lets every item of a step count once and alike, with `Trainer(exact_mean=True)`.
+"""`Trainer(exact_mean=True)`: every item of a step counts once.
 
-Items are labels that count (not -100), or samples where there are no such labels. The model is told
-of the items of its own micro-batch, so that its loss is a mean over them, whether it divides a sum
-by their number or takes the mean by itself. Each backward is weighed by that number, and nothing is
-divided by micro-batches or multiplied by workers:
+Items are labels that count (not -100), or samples if there are no labels of classes. The model gets
+the number of items of its micro-batch, so that its loss is a mean over them, whether it divides a
+sum by that number or takes the mean. Each backward is weighed by that number; nothing is divided by
+micro-batches or multiplied by ranks:
 
     micro-batches of 5, 2 and 9 labels     here                  a model that ignores their number
     loss of the second                     its mean, weight 2    its mean, as much as the others
@@ -23,16 +23,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer import unwrap_peft_model
 
 from shardwise.accelerate import Accelerator
-from shardwise.accelerate.exact_mean import last_batch
-from shardwise.bridging.given_batches import Given
+from shardwise.accelerate.repeated_samples import last_batch
+from shardwise.bridging.exact_mean import CountedBatch, ItemsOf
 from shardwise.bridging.trained_engine import LossItems
 from shardwise.errors import UsageError
 
-ItemsOf = Callable[[Any], Any]
-"""The number of items that the loss of a batch is a mean over."""
-
 IGNORED = -100
-"""The label that losses leave out."""
+"""The label that losses ignore."""
 
 _UNSHIFTED = {
     *(f"{name}ForCausalLM" for name in ("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall")),
@@ -41,7 +38,7 @@ _UNSHIFTED = {
     "XLMWithLMHeadModel",
     "XLNetLMHeadModel",
 }
-"""Causal models of transformers whose forward compares labels with logits of the same place."""
+"""Causal models of transformers whose forward compares labels with logits of the same position."""
 
 
 class WeighingAccelerator(Accelerator):
@@ -53,25 +50,24 @@ class WeighingAccelerator(Accelerator):
         return self.items
 
 
-class ExactMean:
-    """What `trainer` knows of the batches of a step: how many items each has, and all of them.
+class StepItems:
+    """The number of items in each batch of a step, and in all of them, for `trainer`.
 
-    `items_of` counts the items of a batch where the script says how.
+    `items_of` counts the items of a batch if the script says how.
     """
 
     def __init__(self, trainer: Any, items_of: ItemsOf | None) -> None:
         self._trainer = trainer
         self._items_of = items_of
-        self._given: dict[int, Given] = {}
         self._items: list[tuple[Any, Tensor]] = []
-        """The batches of the step, which are held so that no other one takes their identity."""
+        """The batches of the step, kept alive so that no other batch gets their id."""
         self._total = torch.zeros(())
         self._losses: list[Tensor] = []
-        """Of an evaluation, by batch: the loss times its items, and the items."""
+        """For each batch of an evaluation: the loss times its items, and the items."""
         self._evaluated_loader: Any = None
-        """What gives the batches of the evaluation that goes on, where Accelerate prepared it."""
+        """The loader of the running evaluation, if Accelerate prepared it."""
         self.items_of_evaluated: Tensor | None = None
-        """How many items, or 1, the batch has that an evaluation computes the loss of now."""
+        """The number of items, at least 1, of the batch whose loss an evaluation computes now."""
 
     def window(
         self,
@@ -80,34 +76,34 @@ class ExactMean:
         count: int,
         device: torch.device,
     ) -> tuple[list[Any], Tensor]:
-        """The batches of a step, by the trainer's own `read`, without repeated samples; and the
-        number of their items on all workers. Collective."""
-        self._given.clear()
+        """Return the batches of a step, by the trainer's own `read`, without repeated samples; and
+        the number of their items on all workers. Collective."""
+        samples: dict[int, int] = {}
+
+        def cut() -> Iterator[Any]:
+            state = self._trainer.accelerator.gradient_state
+            for batch in batches:
+                shown, counted = self._cut(batch, state.active_dataloader)
+                samples[id(shown)] = counted.samples
+                yield shown
+
         with self._means_of_one_batch():
-            found, _ = read(map(self._taken, batches), count, device)
-        self._items = [(batch, self._counted(batch, device)) for batch in found]
+            found, _ = read(cut(), count, device)
+        self._items = []
+        for batch in found:
+            # A `read` of the user's own may have replaced a batch: then all of its rows count.
+            rows = samples[id(batch)] if id(batch) in samples else find_batch_size(batch)
+            self._items.append((batch, self._number(batch, rows, device)))
         zero = torch.zeros((), dtype=torch.float64, device=device)
         own = sum((items for _, items in self._items), zero)
         self._total = self._trainer.accelerator.reduce(own, "sum")
         return found, self._total
 
-    def _taken(self, batch: Any) -> Any:
-        """`batch`, the last one that the loader gave, without rows that count nothing."""
-        shown, given = self._cut(batch, self._trainer.accelerator.gradient_state.active_dataloader)
-        self._given[id(shown)] = given
-        return shown
-
-    def _cut(self, batch: Any, loader: Any) -> tuple[Any, Given]:
+    def _cut(self, batch: Any, loader: Any) -> tuple[Any, CountedBatch]:
+        """Return `batch`, which `loader` gave last, without repeated rows; and its counts."""
         if loader is None:  # batches of a loader that Accelerate has not prepared
-            return batch, Given(find_batch_size(batch), is_cut=False)
+            return batch, CountedBatch(find_batch_size(batch), is_cut=False)
         return last_batch(loader, batch, self._trainer.accelerator.world, cuts=True)
-
-    def _counted(self, batch: Any, device: torch.device) -> Tensor:
-        """The number of items of `batch`, 0 where it has samples only that counted before."""
-        given = self._given.get(id(batch))
-        return self._number(
-            batch, find_batch_size(batch) if given is None else given.samples, device
-        )
 
     def _number(self, batch: Any, samples: int, device: torch.device) -> Tensor:
         items: Any = samples
@@ -118,7 +114,7 @@ class ExactMean:
         return torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(())
 
     def _labels(self, batch: Any, samples: int) -> Any:
-        """How many labels of `batch` count; its `samples` where labels are none of classes."""
+        """Return how many labels of `batch` count; its `samples` if its labels are no classes."""
         shifted = "shift_labels" in batch
         labels = batch["shift_labels"] if shifted else batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0:
@@ -128,10 +124,10 @@ class ExactMean:
         return labels.ne(IGNORED).sum()
 
     def _shifts_labels(self) -> bool:
-        """Whether the loss leaves the first label of a row out.
+        """Return whether the loss leaves out the first label of a row.
 
-        The trainer finds out by the name of the class, which does not tell it of GPT2LMHeadModel
-        and its like, and misleads it about BartForCausalLM and its like.
+        The trainer decides by the name of the class. That misses models such as GPT2LMHeadModel,
+        and is wrong for models such as BartForCausalLM.
         """
         model = unwrap_peft_model(self._trainer.model)
         name = type(model).__name__
@@ -144,10 +140,10 @@ class ExactMean:
 
     @contextmanager
     def micro_batch(self, batch: Any) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Inside the block losses are means over `batch` alone, and a backward counts its items.
+        """Make losses means over `batch` alone inside the block, and weigh a backward by its items.
 
-        Gives their number, for the model, and what makes of the loss its part of the step's, of
-        which the trainer takes the mean over workers.
+        Yields the number of items, for the model, and a function that turns the loss into its part
+        of the step's loss, which the trainer averages over workers.
         """
         found = [items for known, items in self._items if known is batch]
         if not found:
@@ -173,15 +169,15 @@ class ExactMean:
     # -- an evaluation ----------------------------------------------------------------------
 
     def begin_evaluation(self, loader: Any) -> None:
-        """Forget the losses of the one before; batches of this one come of `loader`."""
+        """Begin an evaluation on the batches of `loader`."""
         self._losses.clear()
         is_prepared = hasattr(loader, "end_of_dataloader")
         self._evaluated_loader = loader if is_prepared else None
 
     def evaluated(self, step: Callable[..., Any], model: Any, batch: Any, *how: Any) -> Any:
-        """What `step`, the trainer's own, gives for a batch of an evaluation, whose loss counts.
+        """Return the result of the trainer's own `step` on an evaluation's batch; count its loss.
 
-        Of a last batch with repeated samples the loss is computed again without them. Collective.
+        The loss of a batch with repeated samples is computed again without them. Collective.
         """
         device = self._trainer.args.device
         shown, given = self._cut(batch, self._evaluated_loader)
@@ -201,7 +197,7 @@ class ExactMean:
 
     @contextmanager
     def _told(self, items: Tensor) -> Iterator[None]:
-        """Inside the block a model that asks is told of so many `items` in its batch."""
+        """Tell a model that asks inside the block that its batch has so many `items`."""
         self.items_of_evaluated = items.clamp(min=1)
         try:
             with self._means_of_one_batch():
@@ -210,7 +206,7 @@ class ExactMean:
             self.items_of_evaluated = None
 
     def mean_of_evaluation(self) -> float | None:
-        """The mean over all items of all workers; None without losses. Collective."""
+        """Return the mean over all items of all workers; None without losses. Collective."""
         if not self._losses:
             return None
         total, items = self._trainer.accelerator.reduce(torch.stack(self._losses).sum(0), "sum")
@@ -218,7 +214,7 @@ class ExactMean:
 
     @contextmanager
     def _means_of_one_batch(self) -> Iterator[None]:
-        """Inside the block the trainer neither adds up items of workers nor divides by steps."""
+        """Keep the trainer from adding up items of workers and dividing by steps in the block."""
         trainer, arguments = self._trainer, self._trainer.args
         before = arguments.average_tokens_across_devices, trainer.loss_is_scaled_for_ga
         arguments.average_tokens_across_devices, trainer.loss_is_scaled_for_ga = False, True

@@ -1,4 +1,4 @@
-"""TrainingArguments ask which rank this is before there is a Trainer: then the run is joined."""
+"""Joins the run when TrainingArguments ask for their rank, before there is a Trainer."""
 
 from __future__ import annotations
 
@@ -12,35 +12,32 @@ from shardwise.errors import UsageError
 
 _NAME = "_setup_devices"
 """The property of TrainingArguments that finds out device, rank and size, once."""
+_MARK = "_joins_the_run"
+"""The attribute that marks our function."""
 
 
 def join_with_arguments() -> None:
-    """Let TrainingArguments join the run when they look for their device; once more does
+    """Make TrainingArguments join the run when they look for their device. A second call does
     nothing.
 
-    On the CPU, and under srun or mpirun, they would take each rank for a run of its own.
+    On the CPU, and under srun or mpirun, they would treat each rank as a separate run.
     """
-    stock = getattr(TrainingArguments, _NAME)
-    if isinstance(stock, _Joining):
+    stock: Any = getattr(TrainingArguments, _NAME)
+    if hasattr(stock.func, _MARK):
         return
-    joining = _Joining(stock.func)
+
+    def setup_devices(arguments: Any) -> Any:
+        join({"device": "cpu"} if arguments.use_cpu else {}, "TrainingArguments")
+        return stock.func(arguments)
+
+    setattr(setup_devices, _MARK, True)
+    joining = cached_property(setup_devices)
     joining.__set_name__(TrainingArguments, _NAME)
     setattr(TrainingArguments, _NAME, joining)
 
 
-class _Joining(cached_property):  # type: ignore[type-arg]
-    """The property, after the run is joined."""
-
-    def __init__(self, stock: Any) -> None:
-        def found(arguments: Any) -> Any:
-            join({"device": "cpu"} if arguments.use_cpu else {}, "TrainingArguments")
-            return stock(arguments)
-
-        super().__init__(found)
-
-
 def check_arguments(arguments: Any, workers: int) -> None:
-    """Raise UsageError for what a Trainer over engines cannot have."""
+    """Raise UsageError for arguments that a Trainer over engines cannot follow."""
     if arguments.n_gpu > 1:
         raise UsageError(
             f"This process sees {arguments.n_gpu} GPUs and is alone, where Trainer would take "

@@ -15,10 +15,11 @@ from torch import nn
 from transformers import trainer as stock
 
 from shardwise.accelerate import Accelerator, checkpoints
-from shardwise.accelerate.deepspeed_json import TAKEN, say, settings_of, with_scaling
+from shardwise.accelerate.deepspeed_plugin import TAKEN, with_scaling
+from shardwise.bridging.deepspeed_json import say_settings, settings_of
 from shardwise.bridging.joining import SETTINGS
-from shardwise.transformers.deepspeed_json import OptimizersOfJson, check_plugin, job_of
-from shardwise.transformers.exact_mean import ExactMean, WeighingAccelerator
+from shardwise.transformers.deepspeed_argument import OptimizersOfJson, check_plugin, job_of
+from shardwise.transformers.exact_mean import StepItems, WeighingAccelerator
 from shardwise.transformers.joining import check_arguments
 
 SCHEDULER = "scheduler.pt"
@@ -26,14 +27,13 @@ SCHEDULER = "scheduler.pt"
 
 
 class Sharded(OptimizersOfJson):
-    """What makes a Trainer train by engines; stands before its class.
+    """Makes a Trainer train by engines; put before its class.
 
-    Takes settings of Shardwise as keywords beside the trainer's own (`zero=3`). The result is that
-    of the stock Trainer with DistributedDataParallel; docs/from_transformers.md says what differs.
+    Takes settings of Shardwise as additional keywords (`zero=3`). The result is the same as with
+    the stock Trainer and DistributedDataParallel; docs/from_transformers.md lists the differences.
 
-    With `exact_mean=True` every label counts once and alike, or every sample where there are no
-    labels of classes, as in one process with the whole batch; a function that counts the items of a
-    batch takes the place of True where the loss is a mean over others.
+    With `exact_mean=True` every label counts once, as in one process with the whole batch; without
+    labels of classes, every sample. A function that counts the items of a batch can replace True.
     """
 
     accelerator: Accelerator
@@ -42,7 +42,7 @@ class Sharded(OptimizersOfJson):
     lr_scheduler: Any
     state: Any
     _settings: dict[str, Any]
-    _exact: ExactMean | None = None
+    _exact: StepItems | None = None
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self._take(keywords)
@@ -50,11 +50,11 @@ class Sharded(OptimizersOfJson):
         self.check_optimizers()
 
     def _take(self, keywords: dict[str, Any]) -> None:
-        """Take what is ours out of `keywords`."""
+        """Pop the settings of Shardwise from `keywords`."""
         self._settings = {name: keywords.pop(name) for name in SETTINGS & keywords.keys()}
         exact = keywords.pop("exact_mean", False)
         if exact:
-            self._exact = ExactMean(self, exact if callable(exact) else None)
+            self._exact = StepItems(self, exact if callable(exact) else None)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Accelerator, which is ours."""
@@ -77,25 +77,25 @@ class Sharded(OptimizersOfJson):
             stock.Accelerator = theirs
         check_arguments(self.args, self.accelerator.world.size)
         if job is not None:
-            say(self.accelerator.world, job)
+            say_settings(self.accelerator.world, job)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Place `model`, unless the engine of another Trainer has done so, in parts maybe."""
+        """Place `model`, unless the engine of another Trainer has placed it, maybe in parts."""
         if not self.accelerator.is_trained(model):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     # -- a step -----------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """The batches of a step and the number of their items; with `exact_mean` without repeated
-        samples. Collective."""
+        """Return the batches of a step and the number of their items; with `exact_mean` without
+        repeated samples. Collective."""
         read = super().get_batch_samples  # type: ignore[misc]
         if self._exact is None:
             return read(epoch_iterator, num_batches, device)
         return self._exact.window(read, epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """What the loss of an evaluation is a mean over; with `exact_mean` by the count of that."""
+        """Return the number of items of an evaluation's batch; with `exact_mean` our count."""
         items = None if self._exact is None else self._exact.items_of_evaluated
         if items is not None:
             return items
@@ -104,7 +104,7 @@ class Sharded(OptimizersOfJson):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Forward and backward of a micro-batch; with `exact_mean` weighed by its items."""
+        """Run forward and backward of a micro-batch; with `exact_mean` weighed by its items."""
         step = super().training_step  # type: ignore[misc]
         if self._exact is None:
             return cast(torch.Tensor, step(model, inputs, num_items_in_batch))
@@ -116,13 +116,13 @@ class Sharded(OptimizersOfJson):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Write the model for `from_pretrained`, whole in every row. Collective."""
+        """Write the whole model for `from_pretrained`. Collective."""
         if state_dict is None and self.accelerator.is_trained(self.model):
             state_dict = self.accelerator.get_state_dict(self.model)
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write the engines' checkpoint, and the schedule beside it. Collective."""
+        """Write the engines' checkpoint, and the schedule. Collective."""
         world = self.accelerator.world
         checkpoints.save(self.accelerator.engines, Path(output_dir), world)
         if self.args.should_save:
@@ -131,7 +131,7 @@ class Sharded(OptimizersOfJson):
     # -- loading ----------------------------------------------------------------------------
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Go on from what was saved here, or by a stock Trainer. Collective."""
+        """Load a save of this class or of a stock Trainer. Collective."""
         if checkpoint is None or not checkpoints.is_ours(Path(checkpoint)):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
@@ -155,15 +155,15 @@ class Sharded(OptimizersOfJson):
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Inside the block weights are whole, to be written."""
+        """Make weights whole inside the block, to write them."""
         with self.accelerator.full_parameters(self.model, write=True):
             yield
 
     # -- evaluation -------------------------------------------------------------------------
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As the trainer's own; with `exact_mean` the loss is a mean over items, each of which
-        counts once. Collective."""
+        """Evaluate; with `exact_mean` the loss is a mean over items, and each counts once.
+        Collective."""
         if self._exact is not None:
             self._exact.begin_evaluation(dataloader)
         output = super().evaluation_loop(dataloader, *arguments, **keywords)  # type: ignore[misc]
@@ -181,7 +181,7 @@ class Sharded(OptimizersOfJson):
         ignore_keys: list[str] | None = None,
         **keywords: Any,
     ) -> Any:
-        """As the trainer's own; what it generates may have another length on each rank."""
+        """Predict a batch. Generated sequences may have different lengths on the ranks."""
         step = partial(super().prediction_step, **keywords)  # type: ignore[misc]
         with self._generates_apart():
             if self._exact is None:
@@ -190,16 +190,14 @@ class Sharded(OptimizersOfJson):
 
     @contextmanager
     def _generates_apart(self) -> Iterator[None]:
-        """Inside the block `model.generate` may take other numbers of forwards on other ranks.
-
-        Not the whole step is such a block: it has collectives of its own, in which a rank would
-        wait that is still to serve the forwards of others.
-        """
+        """Allow `model.generate` different numbers of forwards on the ranks inside the block."""
         plain = getattr(self.model, "generate", None)
         if plain is None:
             yield
             return
 
+        # Not the whole step: a rank would wait in its collectives while others still need it for
+        # their forwards.
         def generate(*arguments: Any, **keywords: Any) -> Any:
             with self.accelerator.uneven(self.model):
                 return plain(*arguments, **keywords)
@@ -215,16 +213,16 @@ class Sharded(OptimizersOfJson):
 
 
 def on(trainer: type[Any]) -> type[Any]:
-    """`trainer`, a class derived from transformers.Trainer, over engines."""
+    """Return `trainer`, a class derived from transformers.Trainer, over engines."""
     if issubclass(trainer, Sharded):
         return trainer
     return type(trainer.__name__, (Sharded, trainer), {"__doc__": trainer.__doc__})
 
 
 def prepare_trainer(trainer: Any, **settings: Any) -> Any:
-    """Let `trainer`, which is made and has not trained, train by engines; returns it.
+    """Make `trainer`, which has not trained yet, train by engines; return it.
 
-    `settings` are those of Shardwise, such as zero=3, and `exact_mean`.
+    `settings` are settings of Shardwise, such as zero=3, and `exact_mean`.
     """
     trainer.__class__ = on(type(trainer))
     trainer._take(settings)

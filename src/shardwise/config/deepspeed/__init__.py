@@ -10,6 +10,6 @@
 from shardwise.config.deepspeed.batches import Batches, solve
 from shardwise.config.deepspeed.describe import lines, short_lines, table
 from shardwise.config.deepspeed.document import read
-from shardwise.config.deepspeed.job import Job, parse
+from shardwise.config.deepspeed.job import DeepSpeedJob, parse
 
-__all__ = ["Batches", "Job", "lines", "parse", "read", "short_lines", "solve", "table"]
+__all__ = ["Batches", "DeepSpeedJob", "lines", "parse", "read", "short_lines", "solve", "table"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.config.deepspeed.batches import MICRO, STEPS, TOTAL
-from shardwise.config.deepspeed.job import Job
+from shardwise.config.deepspeed.job import DeepSpeedJob
 from shardwise.config.deepspeed.keys import KEYS, MAPPED, REFUSED, TUNING
 from shardwise.config.settings import flag
 from shardwise.errors import ConfigError
@@ -23,7 +23,7 @@ OF_THE_LOOP = (
 """What a loop of sw.Engine says itself, and where."""
 
 
-def lines(job: Job, workers: int | None) -> list[str]:
+def lines(job: DeepSpeedJob, workers: int | None) -> list[str]:
     """What `shardwise run --dry-run --deepspeed` shows: each setting with the key that it comes of,
     the batch sizes, what is left to the script, and what is ignored."""
     return [
@@ -33,7 +33,7 @@ def lines(job: Job, workers: int | None) -> list[str]:
     ]
 
 
-def short_lines(job: Job, *, of_loop: bool = True) -> list[str]:
+def short_lines(job: DeepSpeedJob, *, of_loop: bool = True) -> list[str]:
     """What every run with `--deepspeed` says: "auto", what a script of sw.Engine says itself (where
     it is `of_loop`), what is ignored."""
     document = job.document
@@ -49,7 +49,7 @@ def short_lines(job: Job, *, of_loop: bool = True) -> list[str]:
     return found
 
 
-def _batch_lines(job: Job, workers: int | None) -> Iterator[str]:
+def _batch_lines(job: DeepSpeedJob, workers: int | None) -> Iterator[str]:
     given = (job.document.get(key) for key in (TOTAL, MICRO))
     if workers is None or all(each is None for each in given):
         return

@@ -1,4 +1,4 @@
-"""Job is what a DeepSpeed JSON asks for: settings of a run, and what a training loop does."""
+"""What a DeepSpeed JSON asks for: settings of a run, and what a training loop does."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Named:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class DeepSpeedJob:
     """What a JSON asks for; `document` has its keys as they were given."""
 
     document: Document
@@ -77,7 +77,7 @@ class Job:
 
 def parse(
     source: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any] | None = None
-) -> Job:
+) -> DeepSpeedJob:
     """What the JSON `source` asks for; `auto` has values for keys that are "auto", by dotted name.
 
     Raises ConfigError for what is no JSON, for keys that DeepSpeed does not have or that Shardwise
@@ -87,7 +87,7 @@ def parse(
     document = checked(tree, name, auto or {})
     _refuse_contradictions(document)
     settings, by = _settings(document)
-    return Job(
+    return DeepSpeedJob(
         document=document,
         settings=settings,
         by=by,

@@ -13,17 +13,17 @@ __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
 class _Stands(type):
-    """Lets isinstance take torch's optimizers for the class that made them."""
+    """Makes isinstance accept torch's optimizers for the class that made them."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type(instance) in (optim.Adam, optim.AdamW)
 
 
 class FusedAdam(metaclass=_Stands):
-    """Gives torch's AdamW, or Adam where `adam_w_mode` is off, without weight decay by default.
+    """Makes torch's AdamW, or Adam if `adam_w_mode` is off, without weight decay by default.
 
-    The engine updates by torch's fused kernels where they exist. Raises ConfigError for what these
-    do not do.
+    The engine updates by torch's fused kernels if they exist. Raises ConfigError for options that
+    they lack.
     """
 
     def __new__(  # type: ignore[misc]
@@ -38,14 +38,14 @@ class FusedAdam(metaclass=_Stands):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> optim.Optimizer:
-        """The optimizer over `params`."""
+        """Return the optimizer over `params`."""
         del set_grad_none  # the engine clears gradients
         return _adam(params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adam_w_mode)
 
 
 class DeepSpeedCPUAdam(metaclass=_Stands):
-    """Gives torch's AdamW, or Adam where `adamw_mode` is off; where its state rests is up to
-    `--offload-optimizer`. Raises ConfigError for what these do not do."""
+    """Makes torch's AdamW, or Adam if `adamw_mode` is off. `--offload-optimizer` decides where its
+    state is. Raises ConfigError for options that torch's lack."""
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -59,7 +59,7 @@ class DeepSpeedCPUAdam(metaclass=_Stands):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> optim.Optimizer:
-        """The optimizer over `model_params`."""
+        """Return the optimizer over `model_params`."""
         if not fp32_optimizer_states:
             raise ConfigError("fp32_optimizer_states=false: optimizer state is fp32; leave it out.")
         return _adam(

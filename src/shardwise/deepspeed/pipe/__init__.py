@@ -1,11 +1,9 @@
 """deepspeed.pipe: models as rows of layers, trained over the stages of a pipeline.
 
-layers.py         LayerSpec and TiedLayerSpec: layers that are built later
-partition.py      which layers a stage has; pure
-stage.py          the layers of one stage, as one module
+layers.py         LayerSpec, TiedLayerSpec: layers that are built later; the stages that run them
+partition.py      the layers of each stage; pure
 module.py         PipelineModule: the model, its stages, its loss
-topology.py       where a worker stands along the axes
-same_batches.py   whether the workers of a pipeline take the same batches
+topology.py       the places of ranks along the axes
 engine.py         PipelineEngine: train_batch and eval_batch
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,21 +10,22 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DistributedSampler
 
+import shardwise as sw
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.deepspeed.loader import RepeatingLoader
 from shardwise.deepspeed.pipe.module import PipelineModule
-from shardwise.deepspeed.pipe.same_batches import check_same
 from shardwise.deepspeed.pipe.topology import PipelineParallelGrid
 from shardwise.errors import UsageError
+from shardwise.layout import fingerprints
 
 Batches = Iterator[Any]
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """What `deepspeed.initialize` makes of a PipelineModule.
+    """The engine of a PipelineModule.
 
-    `train_batch` takes `gradient_accumulation_steps` batches, pairs of inputs and labels, and makes
-    the update. Every worker of a pipeline takes the same ones, those between the ends too.
+    `train_batch` reads `gradient_accumulation_steps` batches, pairs of inputs and labels, and makes
+    the update. All ranks of a pipeline read the same batches, also ranks in the middle.
     """
 
     module: PipelineModule
@@ -51,12 +52,12 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def micro_batches(self) -> int:
-        """How many batches make an update."""
+        """The number of batches of an update."""
         return self.gradient_accumulation_steps()
 
     def read(self, dataset: Any) -> Any:
-        """Take batches of `dataset`, in its own order and again from its start, where
-        `train_batch` is given none; returns the loader."""
+        """Make a loader for calls of `train_batch` without an iterator; return it. It reads
+        `dataset` in its own order, without end."""
         sampler: Any = DistributedSampler(
             dataset, self.world.data_size, self.world.data_rank, shuffle=False
         )
@@ -65,22 +66,22 @@ class PipelineEngine(DeepSpeedEngine):
         return loader
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Take batches of `loader` where `train_batch` is given none."""
+        """Set the loader for calls of `train_batch` without an iterator."""
         self._data = iter(loader)
 
     def set_dataiterator(self, iterator: Batches) -> None:
-        """Take batches of `iterator` where `train_batch` is given none."""
+        """Set the iterator for calls of `train_batch` without one."""
         self._data = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Let `fn` make pairs of inputs and labels of what a loader gives."""
+        """Set a function that converts batches of a loader to pairs of inputs and labels."""
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Nothing to do: forms are followed from batch to batch."""
+        """Do nothing: shapes may change from batch to batch."""
 
     def _batch(self, source: Batches | None, call: str) -> tuple[Any, Any]:
-        """The next pair of inputs and labels, where this worker computes."""
+        """Return the next pair of inputs and labels, on this rank's device."""
         if source is None:
             raise UsageError(
                 f"engine.{call} has no batches on worker {self.world.rank}: give every worker of a "
@@ -101,9 +102,9 @@ class PipelineEngine(DeepSpeedEngine):
     # -- training and evaluation ------------------------------------------------------------
 
     def train_batch(self, data_iter: Batches | None = None) -> Tensor:
-        """Train on the next batches of `data_iter`, and update; returns their mean loss over all
-        workers, fp32, 0-dim. Collective. Raises UsageError where the first batches of a pipeline's
-        workers differ."""
+        """Train on the next batches of `data_iter`, and update. Returns the mean loss over all
+        ranks, fp32, 0-dim. Collective. Raises UsageError if the first batches of a pipeline's ranks
+        differ."""
         engine = self._engine("train_batch")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -111,10 +112,14 @@ class PipelineEngine(DeepSpeedEngine):
         count = self.gradient_accumulation_steps()
         batches = [self._batch(self._data, "train_batch") for _ in range(count)]
         if not self._compared:
-            check_same(self.world, batches)
+            _check_same(self.world, batches)
             self._compared = True
         reduction = "ddp" if self._job.averages else "sum"
-        engine.forward_backward(self._loss_over(count), *batches, reduction=reduction, cut=False)
+
+        def loss(inputs: Any, labels: Any) -> Any:
+            return self.module.loss_of(inputs, labels) / count
+
+        engine.forward_backward(loss, *batches, reduction=reduction, cut=False)
         stats = engine.step(self._job.clipping or None)
         self._grad_norm, self.losses = stats.grad_norm, stats.loss
         self._step_applied = not stats.skipped
@@ -123,9 +128,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._follow({})
         self.agg_train_loss = torch.tensor(stats.loss, dtype=torch.float32, device=self.device)
         return self.agg_train_loss
-
-    def _loss_over(self, count: int) -> Callable[[Any, Any], Any]:
-        return lambda inputs, labels: self.module.loss_of(inputs, labels) / count
 
     @torch.no_grad()
     def eval_batch(
@@ -137,11 +139,12 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of the next batches of `data_iter`, over all workers, in evaluation.
+        """Return the mean loss of the next batches of `data_iter` over all ranks, in evaluation
+        mode.
 
-        Without `compute_loss` it is of the outputs; with `reduce_output` None the list of each
-        batch's. With `return_logits` the outputs of the last batch come second. All workers get
-        them. Collective.
+        Without `compute_loss` it is the mean of the outputs. With `reduce_output=None` it is a list
+        with the value of each batch. With `return_logits` the outputs of the last batch are
+        returned too. All ranks get the result. Collective.
         """
         del bcast_loss
         self.module.eval()
@@ -157,7 +160,7 @@ class PipelineEngine(DeepSpeedEngine):
         return (result, self._whole(outputs)) if return_logits else result
 
     def _whole(self, found: Any) -> Any:
-        """`found`, which a stage has computed, on every worker of its pipeline. Collective."""
+        """Copy the result of a stage to every rank of its pipeline. Collective."""
         return pytree.tree_map_only(Tensor, lambda x: x.cpu().to(self.device), found)
 
     def _mean(self, values: list[Any], reduce_output: str) -> Any:
@@ -169,7 +172,7 @@ class PipelineEngine(DeepSpeedEngine):
         over_all = [self.world.sum(each) / self.world.size for each in mean]
         return pytree.tree_unflatten(over_all, shape)
 
-    # -- what there is not ------------------------------------------------------------------
+    # -- calls of a plain engine --------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
         """Raises UsageError."""
@@ -184,11 +187,11 @@ class PipelineEngine(DeepSpeedEngine):
         raise _of_batches("step")
 
     def is_first_stage(self) -> bool:
-        """Whether this worker has the first stage."""
+        """Return whether this rank has the first stage."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this worker has the last stage."""
+        """Return whether this rank has the last stage."""
         return self.stage_id == self.num_stages - 1
 
 
@@ -197,3 +200,30 @@ def _of_batches(call: str) -> UsageError:
         f"engine.{call}() of a PipelineModule, whose stages are in different micro-batches: write "
         "engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
     )
+
+
+def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
+    """Raise UsageError on all ranks if ranks of one replica have different `batches`.
+    Collective."""
+    found = world.gather([_described(leaf) for leaf in pytree.tree_leaves(list(batches))])
+    for rank, tensors in enumerate(found):
+        first = rank - rank % world.mesh.replica
+        if tensors != found[first]:
+            raise UsageError(
+                f"engine.train_batch has other batches on worker {rank} than on worker {first}, "
+                f"which is of the same pipeline: the {world.mesh.replica} workers of each take the "
+                "same ones. Give a sampler num_replicas=engine.world.data_size and "
+                "rank=engine.world.data_rank, and let no worker draw its own augmentation; or let "
+                "deepspeed.initialize read the training_data."
+            )
+
+
+def _described(leaf: Any) -> tuple[Any, ...]:
+    """Return a description of `leaf` to compare: for tensors a fingerprint of their bits."""
+    if not isinstance(leaf, Tensor):
+        return (type(leaf).__name__,)
+    form = (str(leaf.dtype), tuple(leaf.shape))
+    if not fingerprints.can_be_taken(leaf):
+        return form
+    taken = fingerprints.of(leaf)
+    return (*form, taken.bits, taken.placed)

@@ -1,18 +1,19 @@
-"""Layers that are said now and built later: LayerSpec, and TiedLayerSpec for a module in several
-places."""
+"""Layers that are built later (LayerSpec, TiedLayerSpec), and the stages that run them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.errors import UsageError
 
 
 class LayerSpec:
-    """A layer: `typename`, a class of modules, and the arguments that it is built with."""
+    """A layer that is built later: `typename`, a class of modules, and its arguments."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -22,7 +23,7 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """A new module."""
+        """Build the module."""
         del log
         return self.typename(*self.module_args, **self.module_kwargs)
 
@@ -33,10 +34,10 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose module, built once, stands in every place with the same `key`.
+    """A layer whose module is shared by all places with the same `key`.
 
-    There it is called as it is, or as `forward_fn(module, input)`. All of its parameters are one in
-    all places: what `tied_weight_attr` names, and the others too.
+    It is called as it is, or as `forward_fn(module, input)`. All of its parameters are shared, not
+    only the ones that `tied_weight_attr` names.
     """
 
     def __init__(
@@ -53,3 +54,72 @@ class TiedLayerSpec(LayerSpec):
         self.forward_fn = forward_fn
         names = tied_weight_attr
         self.tied_weight_attr = [names] if isinstance(names, str) else list(names)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedLayer:
+    """A layer with its number. `call` runs it; `module` has its parameters, None for a function."""
+
+    number: int
+    call: Callable[[Any], Any]
+    module: nn.Module | None
+    name: str
+    """Its type."""
+
+
+@dataclass
+class Recomputing:
+    """The number of layers in a row that backward runs again together; 0 for none."""
+
+    interval: int
+    function: Callable[..., Any]
+    types: Sequence[str] | None
+    """Types of layers that may be run again; None for all rows with parameters."""
+
+    def applies_to(self, row: Sequence[PlacedLayer]) -> bool:
+        """Return whether backward runs the layers of `row` again."""
+        if self.types is not None:
+            return all(place.name in self.types for place in row)
+        return any(
+            place.module is not None and next(place.module.parameters(), None) is not None
+            for place in row
+        )
+
+
+class Stage(nn.Module):
+    """Runs `places` one after the other. Registers a module of several places once."""
+
+    def __init__(self, places: Sequence[PlacedLayer], recomputing: Recomputing) -> None:
+        super().__init__()
+        self._places = places
+        self._recomputing = recomputing
+        for place in places:
+            known = any(place.module is module for module in self.children())
+            if place.module is not None and not known:
+                self.add_module(str(place.number), place.module)
+
+    def forward(self, x: Any) -> Any:
+        """Run the layers on `x`, a tensor or a tuple of tensors."""
+        length = self._recomputing.interval
+        again = length > 0 and self.training and torch.is_grad_enabled()
+        step = length if again else len(self._places)
+        for first in range(0, len(self._places), step):
+            row = self._places[first : first + step]
+            if again and self._recomputing.applies_to(row):
+                given = x if isinstance(x, tuple) else (x,)
+                x = self._recomputing.function(_chained(row), *given)
+            else:
+                x = _chained(row)(x)
+        return x
+
+
+def _chained(row: Sequence[PlacedLayer]) -> Callable[..., Any]:
+    """Return a function that runs `row`. It passes several inputs on as a tuple."""
+
+    def run(*inputs: Any) -> Any:
+        x = inputs[0] if len(inputs) == 1 else inputs
+        for place in row:
+            x = place.call(x)
+        return x
+
+    return run

@@ -12,9 +12,14 @@ from torch import nn
 from shardwise.bridging.joining import divide
 from shardwise.deepspeed import checkpointing
 from shardwise.deepspeed.comm import join_run
-from shardwise.deepspeed.pipe.layers import LayerSpec, TiedLayerSpec
+from shardwise.deepspeed.pipe.layers import (
+    LayerSpec,
+    PlacedLayer,
+    Recomputing,
+    Stage,
+    TiedLayerSpec,
+)
 from shardwise.deepspeed.pipe.partition import starts_of
-from shardwise.deepspeed.pipe.stage import Place, Recomputing, Stage
 from shardwise.deepspeed.pipe.topology import (
     AXES,
     PipelineParallelGrid,
@@ -28,20 +33,27 @@ from shardwise.world import randomness
 
 
 class PipelineModule(nn.Module):
-    """Runs `layers` one after the other: modules, LayerSpecs, TiedLayerSpecs or functions.
+    """Runs `layers` one after the other, divided into stages. Collective: it joins the run.
 
-    `num_stages`, or the axis "pipe" of `topology`, is how many stages they are divided into;
-    `--pipeline` of the command wins. Every worker builds all layers, with the same random numbers,
-    and keeps those of its stage when its engine is made. `loss_fn(outputs, labels)` is the loss;
-    without one, what the last layer returns. `partition_method` is "parameters", "uniform" or
-    "type:REGEX". With `activation_checkpoint_interval` so many layers in a row are run again in
-    backward. Names in the state_dict are DeepSpeed's: the layer's number, or tied_modules.KEY.
+    Every rank builds all layers with the same random numbers, and keeps the layers of its stage
+    when its engine is made. Names in the state_dict are DeepSpeed's: the layer's number, or
+    tied_modules.KEY. With `--schedule interleaved` each rank has two stages, and stage s is on rank
+    s % num_stages of its pipeline. The last stage has the parameters of `loss_fn`.
 
-    Attributes: `forward_funcs`, what is called in each place; `parts`, the first layer of each
-    stage and the number of all; `stage_id`. With `--schedule interleaved` there are two stages for
-    each worker, in `parts` too, and stage s is on worker s % num_stages. Parameters of `loss_fn`
-    are the last stage's. Collective: it joins the run, and cuts it into pipelines. Raises
-    UsageError for what is no layer, and for stages that cannot be.
+    Args:
+        layers: modules, LayerSpecs, TiedLayerSpecs or functions
+        num_stages: the number of stages (default: the axis "pipe" of `topology`); `--pipeline` wins
+        loss_fn: returns the loss from outputs and labels (default: the last layer's output)
+        partition_method: "parameters", "uniform" or "type:REGEX"
+        activation_checkpoint_interval: number of layers in a row that backward runs again
+
+    Attributes:
+        forward_funcs: the function of each layer
+        parts: the first layer of each stage, and the number of layers
+        stage_id: the stage of this rank
+
+    Raises:
+        UsageError: for other layers, and for stages that do not fit
     """
 
     def __init__(
@@ -60,12 +72,13 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = False,
     ) -> None:
         super().__init__()
-        del dynamic_shape  # forms are followed from batch to batch
+        del dynamic_shape  # shapes may change from batch to batch
         self._world = join_run({})
         divide(self._world, "PipelineModule", **_axes(num_stages, topology, self._world.size))
         self.loss_fn = loss_fn
         self.tied_modules = nn.ModuleDict()
         seed = (seed_fn or randomness.seed_everything) if seed_layers else None
+        # Every rank builds all layers in order, so that all draw the same random numbers.
         self._places = [self._place(n, layer, seed, base_seed) for n, layer in enumerate(layers)]
         self.forward_funcs = [place.call for place in self._places]
         self._method = partition_method
@@ -79,37 +92,34 @@ class PipelineModule(nn.Module):
         self._stages: list[nn.Module]
         self.modules_of_stages(1)
         if not any(parameter.is_meta for parameter in self.parameters()):
-            self.to(self._world.device)  # else its engine makes and places what a stage has
+            self.to(self._world.device)  # else its engine gives memory to the layers of a stage
 
     # -- layers -----------------------------------------------------------------------------
 
     def _place(
         self, number: int, layer: Any, seed: Callable[[int], Any] | None, base: int
-    ) -> Place:
-        """What is called in place `number`; its module is registered under DeepSpeed's name."""
+    ) -> PlacedLayer:
+        """Return layer `number`; register its module under DeepSpeed's name."""
         if seed is not None:
             seed(base + number)
         if isinstance(layer, PipelineModule):
             raise UsageError(f"Layer {number} is a PipelineModule: give its layers themselves.")
         if isinstance(layer, TiedLayerSpec):
-            return self._tied(number, layer)
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            module = self.tied_modules[layer.key]
+            call = module if layer.forward_fn is None else partial(layer.forward_fn, module)
+            return PlacedLayer(number, call, module, layer.typename.__name__)
         if isinstance(layer, LayerSpec | nn.Module):
             module = layer.build() if isinstance(layer, LayerSpec) else layer
             self.add_module(str(number), module)
-            return Place(number, module, module, type(module).__name__)
+            return PlacedLayer(number, module, module, type(module).__name__)
         if not callable(layer):
             raise UsageError(
                 f"Layer {number} of a PipelineModule is a module, a LayerSpec or a function, not "
                 f"{layer!r}."
             )
-        return Place(number, layer, None, getattr(layer, "__name__", type(layer).__name__))
-
-    def _tied(self, number: int, layer: TiedLayerSpec) -> Place:
-        if layer.key not in self.tied_modules:
-            self.tied_modules[layer.key] = layer.build()
-        module = self.tied_modules[layer.key]
-        call = module if layer.forward_fn is None else partial(layer.forward_fn, module)
-        return Place(number, call, module, layer.typename.__name__)
+        return PlacedLayer(number, layer, None, getattr(layer, "__name__", type(layer).__name__))
 
     def _starts(self, stages: int) -> list[int]:
         known = [place.module or nn.Identity() for place in self._places]
@@ -119,18 +129,18 @@ class PipelineModule(nn.Module):
         return starts_of(self._method, names, sizes, adds_parameters(layers), stages)
 
     def modules_of_stages(self, stages: int) -> list[tuple[str, nn.Module]]:
-        """The layers of each of `stages` stages as one module, with its name: what the pipeline
-        runs."""
+        """Return the layers of each of `stages` stages as one module, with a name. The pipeline
+        runs them."""
         edges = [*self._starts(stages), len(self._places)]
         cut = [self._places[a:b] for a, b in pairwise(edges)]
-        # Not among the module's children, which have the names that DeepSpeed gives them.
+        # Not as children of the module, because children have DeepSpeed's names.
         made: list[nn.Module] = [Stage(places, self._recomputing) for places in cut]
         vars(self)["_stages"] = made
         names = [f"layers {places[0].number} to {places[-1].number}" for places in cut]
         return list(zip(names, made, strict=True))
 
     def forward(self, forward_input: Any) -> Any:
-        """What the last layer makes of `forward_input`, a tensor or a tuple of some."""
+        """Run all layers on `forward_input`, a tensor or a tuple of tensors."""
         for stage in self._stages:
             stage.training = self.training
             forward_input = stage(forward_input)
@@ -139,46 +149,47 @@ class PipelineModule(nn.Module):
     # -- what scripts ask -------------------------------------------------------------------
 
     def loss_of(self, inputs: Any, labels: Any) -> Any:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         outputs = self(inputs)
         return outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
 
     def partitions(self) -> list[int]:
-        """The first layer of each stage, and the number of all."""
+        """Return the first layer of each stage, and the number of layers."""
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The worker along the pipeline that has layer `layer_idx`."""
+        """Return the worker along the pipeline that has layer `layer_idx`."""
         stage = sum(layer_idx >= start for start in self.parts[:-1]) - 1
         return stage % self.num_stages
 
     def num_pipeline_stages(self) -> int:
-        """How many stages there are."""
+        """Return how many stages there are."""
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Run so many layers in a row again in backward from now on; 0 for none."""
+        """Set how many layers in a row backward runs again; 0 for none."""
         self._recomputing.interval = interval
 
     @property
     def activation_checkpoint_interval(self) -> int:
-        """How many layers in a row are run again in backward, 0 for none."""
+        """The number of layers in a row that backward runs again, 0 for none."""
         return self._recomputing.interval
 
     def topology(self) -> ProcessTopology:
-        """Where the workers stand."""
+        """Return the places of the ranks along the axes."""
         world = self._world
         return PipeModelDataParallelTopology(
             world.pipeline_size, world.tensor_size, world.data_size
         )
 
     def mpu(self) -> PipelineParallelGrid:
-        """This worker's place."""
+        """Return this rank's place."""
         return PipelineParallelGrid(self._world)
 
 
 def _axes(num_stages: int | None, topology: ProcessTopology | None, workers: int) -> dict[str, int]:
-    """The axes that a script asks for. Raises UsageError where it names none, or a wrong size."""
+    """Return the axes that a script asks for. Raises UsageError without one, or for a wrong
+    size."""
     if topology is not None:
         if unknown := [axis for axis in topology.get_axis_names() if axis not in AXES]:
             raise UsageError(

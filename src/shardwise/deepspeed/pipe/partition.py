@@ -12,13 +12,17 @@ from shardwise.parallel.pipeline.partition import balanced_starts, with_trainabl
 def starts_of(
     method: str, names: Sequence[str], sizes: Sequence[int], adds: Sequence[bool], stages: int
 ) -> list[int]:
-    """The first layer of each of `stages` stages.
+    """Return the first layer of each of `stages` stages. A stage has at least one layer.
 
-    `names` are the layers' types, `sizes` their numbers of trained elements, and `adds` says which
-    have something to train that no earlier one has. `method` is "uniform" (as many layers in each),
-    "parameters" or "type:REGEX" (as small a largest stage as can be, by elements or by layers of
-    matching types). A stage has one layer at least. Raises UsageError for another method, a pattern
-    that no type matches, and more stages than layers.
+    Args:
+        method: "uniform" (the same number of layers), "parameters" or "type:REGEX" (the smallest
+            largest stage, by trained elements or by layers of matching types)
+        names: the layers' types
+        sizes: the layers' numbers of trained elements
+        adds: whether a layer trains something that no earlier layer has
+
+    Raises:
+        UsageError: for another method, a pattern without a match, more stages than layers
     """
     if len(names) < stages:
         raise UsageError(
@@ -27,7 +31,8 @@ def starts_of(
         )
     word = method.lower()
     if word == "uniform":
-        return _uniform(len(names), stages)
+        least, more = divmod(len(names), stages)
+        return [stage * least + min(stage, more) for stage in range(stages)]
     if word == "parameters":
         return with_trainable_stages(balanced_starts([float(size) for size in sizes], stages), adds)
     if word.startswith("type:"):
@@ -37,13 +42,8 @@ def starts_of(
     )
 
 
-def _uniform(count: int, stages: int) -> list[int]:
-    least, more = divmod(count, stages)
-    return [stage * least + min(stage, more) for stage in range(stages)]
-
-
 def _matches(pattern: str, names: Sequence[str]) -> list[float]:
-    """1 for each layer whose type has `pattern` in its name, in any case of its letters, else 0."""
+    """Return 1 for each layer whose type matches `pattern`, ignoring case, else 0."""
     try:
         found = [float(bool(re.search(pattern, name, re.IGNORECASE))) for name in names]
     except re.error as error:

@@ -1,8 +1,8 @@
-"""Where the workers of a run stand along the axes pipe, data and model, as DeepSpeed numbers them.
+"""Places of ranks along the axes pipe, data and model, under DeepSpeed's names.
 
-The numbers of ranks are Shardwise's: rank = (data x stages + stage) x model + part, whatever the
-order in which the axes of these names are given. DeepSpeed's own put the data axis inside; scripts
-that ask by the methods here see no difference.
+Ranks are numbered as in Shardwise: rank = (data x stages + stage) x model + part, for any order of
+these axes. DeepSpeed puts the data axis inside; scripts that use the methods here see no
+difference.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import shardwise as sw
 from shardwise.errors import UsageError
 
 AXES = ("data", "pipe", "model")
-"""The axes of a run, outermost first: neighbours along the last are neighbours by number."""
+"""The axes of a run, outermost first: ranks along the last are consecutive."""
 
 
 class ProcessTopology:
-    """Workers in a grid: `axes` are names, and `dims` their lengths.
+    """Ranks in a grid: `axes` are names, and `dims` their lengths.
 
-    Axes that are all of AXES are numbered in the order of these, however they are given; others
-    outermost first.
+    If all axes are in AXES, ranks are numbered in that order, else in the given one.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -37,25 +36,25 @@ class ProcessTopology:
         }
 
     def get_rank(self, **coordinates: int) -> int:
-        """The worker at `coordinates`, one for each axis."""
+        """Return the rank at `coordinates`, one for each axis."""
         if set(coordinates) != set(self.axes):
             raise UsageError(f"get_rank takes one number for each of {', '.join(self.axes)}.")
         return self.mapping[self.ProcessCoord(**coordinates)]
 
     def get_axis_names(self) -> list[str]:
-        """The axes, as they were given."""
+        """Return the axes in the given order."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """The length of `axis`; 0 for one that is not there."""
+        """Return the length of `axis`, 0 for a missing one."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Where worker `rank` stands: a tuple whose parts are named as the axes."""
+        """Return the place of `rank`, a tuple with the axes as names."""
         return next(place for place, number in self.mapping.items() if number == rank)
 
     def world_size(self) -> int:
-        """How many workers there are."""
+        """Return the number of ranks."""
         return len(self.mapping)
 
 
@@ -67,14 +66,14 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """The same with each layer split over `num_mp` workers."""
+    """`num_pp` stages and `num_dp` replicas, with each layer split over `num_mp` ranks."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["data", "pipe", "model"], [num_dp, num_pp, num_mp])
 
 
 class PipelineParallelGrid:
-    """This worker's place, as scripts ask for it (Megatron's `mpu`)."""
+    """This rank's place under the names of Megatron's `mpu`."""
 
     def __init__(self, world: sw.World) -> None:
         self._world = world
@@ -85,40 +84,34 @@ class PipelineParallelGrid:
         self.stage_id = world.pipeline_rank
 
     def get_stage_id(self) -> int:
-        """The stage of this worker."""
+        """Return the stage of this rank."""
         return self.stage_id
 
     def get_global_rank(self) -> int:
-        """This worker's number."""
+        """Return this rank."""
         return self._world.rank
 
     def get_data_parallel_id(self) -> int:
-        """Which replica this worker is of."""
+        """Return the replica of this rank."""
         return self.data_parallel_id
-
-    def get_pipe_parallel_rank(self) -> int:
-        """The stage of this worker."""
-        return self.stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """How many stages there are."""
+        """Return the number of stages."""
         return self.pipe_parallel_size
 
-    def get_data_parallel_rank(self) -> int:
-        """Which replica this worker is of."""
-        return self.data_parallel_id
-
     def get_data_parallel_world_size(self) -> int:
-        """How many replicas there are."""
+        """Return the number of replicas."""
         return self.data_parallel_size
 
     def get_model_parallel_rank(self) -> int:
-        """Which part of every split layer this worker has."""
+        """Return this rank's part of every split layer."""
         return self._world.tensor_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Over how many workers each layer is split."""
+        """Return over how many ranks each layer is split."""
         return self.model_parallel_size
 
+    get_pipe_parallel_rank = get_stage_id
+    get_data_parallel_rank = get_data_parallel_id
     get_slice_parallel_rank = get_model_parallel_rank
     get_slice_parallel_world_size = get_model_parallel_world_size

@@ -1,8 +1,8 @@
-"""A DeepSpeed JSON among TrainingArguments: "auto" is what the other arguments say.
+"""The DeepSpeed JSON of TrainingArguments, where "auto" takes the value of another argument.
 
     TrainingArguments(deepspeed="ds.json", ...)     # DeepSpeed need not be installed
 
-Transformers itself is not told of it: what it would hand to DeepSpeed is done by engines.
+It is hidden from transformers itself, which would pass it to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from accelerate.utils import DeepSpeedPlugin
 from torch import optim
 from transformers import TrainingArguments
 
-from shardwise.accelerate.deepspeed_json import made_twice, one_optimizer, parsed, without_switch
-from shardwise.config.deepspeed import Job
+from shardwise.accelerate.deepspeed_plugin import without_switch
+from shardwise.bridging.deepspeed_json import made_twice, parse_for_loop
+from shardwise.config.deepspeed import DeepSpeedJob
 from shardwise.deepspeed import optimizers
 from shardwise.errors import ConfigError, UsageError
 
@@ -28,7 +29,7 @@ _MARK = "_keeps_deepspeed_json"
 
 
 def take_json() -> None:
-    """Let TrainingArguments keep a `deepspeed` to themselves; once more does nothing."""
+    """Make TrainingArguments hide `deepspeed` from transformers. A second call does nothing."""
     theirs = TrainingArguments.__post_init__
     if not hasattr(theirs, _MARK):
         TrainingArguments.__post_init__ = _keeping(theirs)
@@ -49,21 +50,20 @@ def _keeping(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_object(given: Any) -> Any:
-    """`given`, or what it says where it is JSON itself, as on a command line. Raises
-    ConfigError."""
+    """Return `given`, parsed if it is JSON text, as on a command line. Raises ConfigError."""
     if not (isinstance(given, str) and given.lstrip().startswith("{")):
         return given
     try:
         return json.loads(given)
     except ValueError as error:
         raise ConfigError(
-            f"TrainingArguments(deepspeed={given[:60]!r}) begins as JSON and is none: {error}. "
-            "Mend it, or name a file."
+            f"TrainingArguments(deepspeed={given[:60]!r}) is not valid JSON: {error}. Correct it, "
+            "or name a file."
         ) from None
 
 
 def check_plugin(plugin: Any) -> None:
-    """Raise UsageError where TrainingArguments have a `plugin` made by transformers itself."""
+    """Raise UsageError if TrainingArguments have a `plugin` made by transformers itself."""
     if plugin is not None:
         raise UsageError(
             "TrainingArguments have a deepspeed_plugin, which DeepSpeed would train by. Import "
@@ -72,21 +72,21 @@ def check_plugin(plugin: Any) -> None:
 
 
 def json_of(arguments: Any) -> Any:
-    """The JSON, as a file or a dict, that `arguments` were given; None without one."""
+    """Return the JSON, as a file or a dict, that `arguments` were given; None without one."""
     return getattr(arguments, _KEPT, None)
 
 
-def job_of(arguments: Any, steps: int | None = None) -> Job | None:
-    """What it asks for, "auto" being what `arguments` say, for a training of so many `steps`.
+def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
+    """Parse the JSON of `arguments` for a training of `steps`, with their values for "auto".
 
-    None without a JSON. Raises ConfigError where a key and an argument say different things.
+    Returns None without a JSON. Raises ConfigError if a key contradicts an argument.
     """
     source = json_of(arguments)
     if source is None:
         return None
     tree = dict(source) | {"steps_per_print": None} if isinstance(source, dict) else source
     auto = _auto_of(arguments, steps)
-    job = parsed(tree, auto)
+    job = parse_for_loop(tree, auto)
     for key, argument in _SAME.items():
         found = _value(job, key)
         if found is not None and key in auto and found != auto[key]:
@@ -97,8 +97,8 @@ def job_of(arguments: Any, steps: int | None = None) -> Job | None:
     return job
 
 
-def _value(job: Job, key: str) -> Any:
-    """What the JSON says of `key`; None where it says nothing."""
+def _value(job: DeepSpeedJob, key: str) -> Any:
+    """Return the JSON's value of `key`, None without one."""
     section, _, name = key.rpartition(".")
     if section.endswith(".params"):
         found = job.document.get(section, {}).get(name)
@@ -151,7 +151,7 @@ def _auto_of(arguments: Any, steps: int | None) -> dict[str, Any]:
 
 
 class OptimizersOfJson:
-    """The part of a Trainer that takes the optimizer and the schedule of its JSON."""
+    """The part of a Trainer that makes the optimizer and the schedule of its JSON."""
 
     args: Any
     model: Any
@@ -160,7 +160,7 @@ class OptimizersOfJson:
     _created_lr_scheduler: bool
 
     def check_optimizers(self) -> None:
-        """Raise ConfigError for an optimizer or a schedule of the script beside the JSON's."""
+        """Raise ConfigError if both the script and the JSON have an optimizer or a schedule."""
         job = job_of(self.args)
         if job is None:
             return
@@ -171,17 +171,17 @@ class OptimizersOfJson:
             raise made_twice(job, "scheduler", "the Trainer")
 
     def create_optimizer(self, model: Any = None) -> optim.Optimizer:
-        """The JSON's, over all that is trained; without one, the trainer's own."""
+        """Return the JSON's, over all that is trained; without one, the trainer's own."""
         job = job_of(self.args)
         if self.optimizer is None and job is not None and job.optimizer is not None:
             trained = self.model if model is None else model
             parameters = [p for p in trained.parameters() if p.requires_grad]
-            self.optimizer = made = one_optimizer(job, parameters, [trained])
+            self.optimizer = made = optimizers.one_of_json(job, parameters, [trained])
             return made
         return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The JSON's, stepped once with each update; without one, the trainer's own."""
+        """Return the JSON's, stepped once with each update; without one, the trainer's own."""
         job = job_of(self.args, num_training_steps)
         if self.lr_scheduler is None and job is not None and job.schedule is not None:
             face = self.optimizer if optimizer is None else optimizer

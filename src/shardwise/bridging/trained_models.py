@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise.bridging.trained_engine import (
     EPSILON,
     LossItems,
-    Trained,
+    TrainedEngine,
     forget,
     in_training,
     remember,
@@ -35,38 +35,38 @@ Make = Callable[[list[nn.Module], list[optim.Optimizer]], sw.Engine]
 class TrainedModels:
     """The engines of a script that prepares models and optimizers in any order.
 
-    `make` makes an engine of models and optimizers.
+    `make` makes an engine from models and optimizers.
     """
 
     def __init__(self, make: Make) -> None:
         self._make = make
-        self._trained: list[Trained] = []
+        self._trained: list[TrainedEngine] = []
         self._waiting: list[optim.Optimizer] = []
         self._was_taken = False
-        """Whether another one took over what was trained here."""
-        self.followers: list[Callable[[Trained], None]] = []
-        """What is called with an engine that has updated, such as the step of its schedule."""
+        """Whether another owner took over the models that were trained here."""
+        self.followers: list[Callable[[TrainedEngine], None]] = []
+        """Called with each engine that has updated, such as the step of its schedule."""
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether an optimizer was prepared, or another Accelerator took over what one trained."""
+        """Whether an optimizer was prepared, even if another owner trains its models now."""
         return bool(self._trained or self._waiting or self._was_taken)
 
-    def __iter__(self) -> Iterator[Trained]:
+    def __iter__(self) -> Iterator[TrainedEngine]:
         return iter(self._trained)
 
     def __len__(self) -> int:
         return len(self._trained)
 
     def form(self, models: Sequence[nn.Module], optimizers: Sequence[optim.Optimizer]) -> None:
-        """Make the engines that `models` and `optimizers`, all that are prepared, allow now.
+        """Make the engines for all prepared `models` and `optimizers`. Collective.
 
-        An optimizer waits until the models of all its parameters are there. One that comes later
-        for a model that is trained already has its engine made anew; so has a model that another
-        Accelerator has trained until now. Collective.
+        An optimizer waits until the models of all its parameters are prepared. A later optimizer of
+        a trained model replaces that model's engine. A model that another owner trains is taken
+        from it.
         """
         self._waiting = []
-        for part in _parts(models, optimizers):
+        for part in connected_parts(models, optimizers):
             if not part.models or not part.covers_optimizers():
                 self._waiting += part.optimizers
                 continue
@@ -75,23 +75,26 @@ class TrainedModels:
                 continue
             for each in before:
                 self._end(each)
-            _take_over(part.models)
+            wanted = {id(p) for model in part.models for p in model.parameters()}
+            # `in_training` has one order on all ranks, which closing an engine needs: it is
+            # collective.
+            for each in in_training():
+                if any(id(p) in wanted for model in each.models for p in model.parameters()):
+                    each.owner.lose(each)
             engine = self._make(part.models, part.optimizers)
-            new = Trained(engine, part.models, part.optimizers, owner=self)
+            new = TrainedEngine(engine, part.models, part.optimizers, owner=self)
             self._trained.append(new)
             remember(new)
             self._was_taken = False
 
-    def of(self, optimizer: optim.Optimizer) -> Trained | None:
-        """What trains with `optimizer`, where its engine is made."""
+    def of(self, optimizer: optim.Optimizer) -> TrainedEngine | None:
+        """Return what trains with `optimizer`, None before its engine is made."""
         found = [each for each in self._trained if _meet(each.optimizers, [optimizer])]
         return found[0] if found else None
 
-    def of_model(self, model: nn.Module) -> Trained | None:
-        """What trains `model`, or a model that it is a part of, here or for another
-        Accelerator."""
-        found = [each for each in in_training() if any(model in m.modules() for m in each.models)]
-        return found[0] if found else None
+    def of_model(self, model: nn.Module) -> TrainedEngine | None:
+        """Return what trains `model`, or a model that contains it, here or for another owner."""
+        return engine_of_model(model)
 
     def close(self) -> None:
         """Give models and optimizers back as plain ones. Collective."""
@@ -99,29 +102,29 @@ class TrainedModels:
             self._end(self._trained[-1])
         self.followers.clear()
 
-    def tell_followers(self, trained: Trained) -> None:
-        """Call what goes on with the updates of `trained`, which has made one."""
+    def tell_followers(self, trained: TrainedEngine) -> None:
+        """Call the followers of `trained`, which has made an update."""
         for follow in self.followers:
             follow(trained)
 
-    def _end(self, trained: Trained) -> None:
+    def _end(self, trained: TrainedEngine) -> None:
         self._trained.remove(trained)
         forget(trained)
         trained.engine.close()
 
     def clip_always(self, max_norm: float | None) -> None:
-        """Clip to `max_norm` in each step, whatever a script asks for; None: as it asks."""
+        """Clip to `max_norm` in every step, whatever the script asks for. None clips as it asks."""
         for each in self._trained:
             each.always_clips = max_norm
 
-    def lose(self, trained: Trained) -> None:
-        """Give up `trained`, whose models another Accelerator takes. Collective."""
+    def lose(self, trained: TrainedEngine) -> None:
+        """Give up `trained`, whose models another owner takes. Collective."""
         self._end(trained)
         self._was_taken = True
 
     @property
     def taken_over(self) -> str:
-        """Why nothing is trained here, where another one has taken the models; else empty."""
+        """Why nothing is trained here if another owner has taken the models, else empty."""
         if not self._was_taken:
             return ""
         return (
@@ -139,9 +142,10 @@ class TrainedModels:
         retain_graph: bool = False,
         weight: LossItems | None = None,
     ) -> None:
-        """Backward of `loss` in every engine that it reaches, as with DistributedDataParallel;
-        with a `weight`, as a mean over its items, among all of the step."""
+        """Run the backward of `loss` in every engine that it reaches. Without a `weight` losses are
+        averaged over the workers as in DistributedDataParallel; with one, over all items."""
         reached = self._reached(loss)
+        # The engines run one backward each over the same graph: only the last may free it.
         for number, each in enumerate(reached, 1):
             each.check_complete("A backward")
             how: dict[str, Any] = (
@@ -150,8 +154,8 @@ class TrainedModels:
             keep = retain_graph or number < len(reached)
             each.engine.backward(loss, last=last, retain_graph=keep, **how)
 
-    def _reached(self, loss: Tensor) -> list[Trained]:
-        if len(self._trained) < 2:
+    def _reached(self, loss: Tensor) -> list[TrainedEngine]:
+        if len(self._trained) < 2:  # no walk through the graph: there is nothing to choose from
             self._check_any()
             return self._trained
         found = _parameters_of(loss)
@@ -164,7 +168,7 @@ class TrainedModels:
         return reached
 
     def _check_any(self) -> None:
-        """Raise UsageError where nothing can be trained."""
+        """Raise UsageError if there is no engine."""
         if self._trained:
             return
         names = " and ".join(type(each).__name__ for each in self._waiting)
@@ -177,14 +181,16 @@ class TrainedModels:
         raise UsageError(f"There is nothing to train: {why}, before the loop.")
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> float | None:
-        """Clip the gradients of `parameters` by their common 2-norm in the next steps; returns the
-        norm before, or None where they are not all that one or several engines train."""
-        chosen = self._whole(parameters)
-        if chosen is None:
+        """Clip the gradients of `parameters` by their common 2-norm in the next steps. Returns the
+        norm before clipping; None if `parameters` are not all parameters of one or more engines."""
+        wanted = {id(parameter) for parameter in parameters}
+        chosen = [each for each in self._trained if each.parameters() & wanted]
+        if not chosen or any(each.parameters() - wanted for each in chosen):
             return None
-        # One without gradients is left as it is: a limit would wait for its next backward.
+        # Not for an engine without gradients: its limit would wait for its next backward.
         chosen = [each for each in chosen if each.has_gradients("clip_grad_norm_()")]
         for each in chosen:
+            # A second clip in a step uses the norm that the first has reduced: one collective.
             if each.max_norm is None:
                 each.norm = each.engine.reduce()
         norm = math.hypot(*(each.clipped_norm() for each in chosen))
@@ -195,23 +201,19 @@ class TrainedModels:
                 each.clip(max_norm, each.coefficient * max_norm / (norm + EPSILON))
         return norm
 
-    def _whole(self, parameters: Iterable[Tensor]) -> list[Trained] | None:
-        wanted = {id(parameter) for parameter in parameters}
-        chosen = [each for each in self._trained if each.parameters() & wanted]
-        if not chosen or any(each.parameters() - wanted for each in chosen):
-            return None
-        return chosen
-
     def check_trained(self, parameters: Iterable[Tensor], call: str) -> None:
-        """Raise UsageError for a parameter that has gradients in stock Accelerate and none here,
-        since no optimizer has it: `call` would silently leave it out."""
+        """Raise UsageError for a parameter without an optimizer. It has a gradient in stock
+        Accelerate and none here, so `call` would silently leave it out."""
         self._check_any()
         known = {p for each in self._trained for p in each.parameters()}
         left = [p for p in parameters if p.requires_grad and id(p) not in known]
         if left:
-            names = _names(self._trained, left)
+            models = [model for each in self._trained for model in each.models]
+            names = {id(p): name for model in models for name, p in model.named_parameters()}
+            first = names.get(id(left[0]), "a parameter of another model")
+            shown = f"{first} and {len(left) - 1} more" if len(left) > 1 else first
             raise UsageError(
-                f"{call} of {names}, which no prepared optimizer trains: such parameters have no "
+                f"{call} of {shown}, which no prepared optimizer trains: such parameters have no "
                 "gradient here, so that the norm would be another one. Freeze them "
                 "(requires_grad_(False)), give them to an optimizer that is prepared, or leave "
                 "them out of the call."
@@ -219,8 +221,8 @@ class TrainedModels:
 
     @contextmanager
     def full_gradients(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Inside the block the gradients of `parameters`, and of what is trained with them, are
-        whole on every worker, to read or to write. Collective."""
+        """Make the gradients of `parameters`, and of all that their engines train, whole on every
+        worker inside the block, to read or write. Collective."""
         wanted = {id(parameter) for parameter in parameters}
         self._check_any()
         with ExitStack() as blocks:
@@ -231,36 +233,29 @@ class TrainedModels:
             yield
 
 
-def _take_over(models: Sequence[nn.Module]) -> None:
-    """End what other Accelerators train of `models`, on all ranks in the same order."""
-    wanted = {id(p) for model in models for p in model.parameters()}
-    for each in in_training():
-        if any(id(p) in wanted for model in each.models for p in model.parameters()):
-            each.owner.lose(each)
+def engine_of_model(model: nn.Module) -> TrainedEngine | None:
+    """Return what trains `model`, or a model that contains it; None if nothing does."""
+    found = (each for each in in_training() if any(model in m.modules() for m in each.models))
+    return next(found, None)
 
 
-def _names(trained: Sequence[Trained], parameters: Sequence[Tensor]) -> str:
-    """What the first of `parameters` is called, and how many there are more."""
-    models = [model for each in trained for model in each.models]
-    names = {id(p): name for model in models for name, p in model.named_parameters()}
-    first = names.get(id(parameters[0]), "a parameter of another model")
-    more = len(parameters) - 1
-    return f"{first} and {more} more" if more else first
+def graph_nodes(loss: Tensor) -> Iterator[Any]:
+    """Yield each node of the autograd graph of `loss` once, beginning at the loss. A node with a
+    `variable` leaves a gradient in that tensor."""
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(child for child, _ in node.next_functions)
 
 
 def _parameters_of(loss: Tensor) -> set[int]:
-    """The identities of the tensors in which a backward of `loss` leaves gradients.
-
-    Raises UsageError where some of them cannot be seen.
-    """
+    """Return the ids of the tensors in which a backward of `loss` leaves gradients. Raises
+    UsageError if a reentrant checkpoint hides some of them."""
     found: set[int] = set()
-    nodes: list[Any] = [loss.grad_fn]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes(loss):
         if node.name() == "CheckpointFunctionBackward":
             raise UsageError(
                 "A reentrant activation checkpoint with several engines hides which of their "
@@ -269,40 +264,41 @@ def _parameters_of(loss: Tensor) -> set[int]:
             )
         if hasattr(node, "variable"):
             found.add(id(node.variable))
-        nodes.extend(child for child, _ in node.next_functions)
     return found
 
 
 @dataclass
-class _Part:
-    """Models and optimizers that are connected by the parameters they have in common."""
+class ConnectedPart:
+    """Models and optimizers that have parameters in common, directly or through each other."""
 
     parameters: set[int]
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[optim.Optimizer] = field(default_factory=list)
 
     def covers_optimizers(self) -> bool:
-        """Whether every parameter of the optimizers belongs to one of the models."""
+        """Return whether every parameter of the optimizers belongs to one of the models."""
         known = {id(p) for model in self.models for p in model.parameters()}
         groups = (group for each in self.optimizers for group in each.param_groups)
         return all(id(p) in known for group in groups for p in group["params"])
 
 
-def _parts(models: Sequence[nn.Module], optimizers: Sequence[optim.Optimizer]) -> list[_Part]:
-    """The connected parts that have an optimizer; a model inside another one is left out."""
+def connected_parts(
+    models: Sequence[nn.Module], optimizers: Sequence[optim.Optimizer]
+) -> list[ConnectedPart]:
+    """Return the connected parts that have an optimizer, without models inside other models."""
     outer = [m for m in models if not any(m is not o and m in o.modules() for o in models)]
-    parts: list[_Part] = []
+    parts: list[ConnectedPart] = []
     for model in dict.fromkeys(outer):
-        _join(parts, _Part({id(p) for p in model.parameters()}, models=[model]))
+        _join(parts, ConnectedPart({id(p) for p in model.parameters()}, models=[model]))
     for optimizer in dict.fromkeys(optimizers):
         groups = optimizer.param_groups
         own = {id(p) for group in groups for p in group["params"]}
-        _join(parts, _Part(own, optimizers=[optimizer]))
+        _join(parts, ConnectedPart(own, optimizers=[optimizer]))
     return [part for part in parts if part.optimizers]
 
 
-def _join(parts: list[_Part], new: _Part) -> None:
-    """Add `new`, with all that it touches, as one part."""
+def _join(parts: list[ConnectedPart], new: ConnectedPart) -> None:
+    """Add `new` to `parts`, merged with all parts that it shares parameters with."""
     for each in [part for part in parts if part.parameters & new.parameters]:
         parts.remove(each)
         new.parameters |= each.parameters

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON that an Accelerator is given: settings of its engines, and what a loop does.
+"""The DeepSpeed JSON of an Accelerator: settings of its engines, and a loop's optimizers.
 
     Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config="ds.json"))     # in the script
     accelerate launch --use_deepspeed --zero_stage 2 script.py                # by its variables
@@ -21,37 +21,33 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn, optim
 
 import shardwise as sw
-from shardwise.bridging.trained_engine import Trained
-from shardwise.config.deepspeed import Job, parse, short_lines
+from shardwise.bridging.deepspeed_json import made_twice, parse_for_loop, say_settings
+from shardwise.bridging.trained_engine import TrainedEngine
+from shardwise.config.deepspeed import DeepSpeedJob
 from shardwise.deepspeed import optimizers
 from shardwise.errors import ConfigError, UsageError
 
 VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 
 TAKEN: Any = object()
-"""The `deepspeed_plugin` of an Accelerator whose Trainer has taken the JSON already."""
+"""The `deepspeed_plugin` of an Accelerator whose Trainer has read the JSON already."""
 
 _KEPT = "_shardwise_json"
-"""Where Accelerate's own state has the JSON of this process, for a second Accelerator."""
+"""The entry of Accelerate's own state with the JSON, for a second Accelerator."""
 
 for _kind in (DummyOptim, DummyScheduler):
     # Where scripts import them from: without deepspeed Accelerate leaves them out there.
     setattr(utils, _kind.__name__, _kind)
 
-_INTERVAL = "pipeline.activation_checkpoint_interval"
 
-_OF_LOADERS = ("micro_batch_size",)
-"""Settings that the loaders of a script have already decided."""
-
-
-def taken_from(given: MutableMapping[str, Any]) -> OfJson | None:
-    """The JSON among the arguments of an Accelerator, or in the variables that `accelerate launch
-    --use_deepspeed` sets; None without one. Its plugin is taken out of `given`, and what the JSON
-    says to Accelerate itself is put in."""
+def taken_from(given: MutableMapping[str, Any]) -> PluginJson | None:
+    """Return the JSON among the arguments of an Accelerator, or in the variables that `accelerate
+    launch --use_deepspeed` sets; None without one. Replaces its plugin in `given` by Accelerate's
+    own arguments."""
     plugin = _plugin_of(given)
     if plugin is None:
         return None
-    found = OfJson(plugin, given)
+    found = PluginJson(plugin, given)
     handlers = with_scaling(given.get("kwargs_handlers"), found.job)
     given.update(found.arguments | ({} if handlers is None else {"kwargs_handlers": handlers}))
     return found
@@ -73,8 +69,8 @@ def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
 
 
 def _plugin_of_process(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
-    """That of an Accelerator before this one, whose precision holds on, or of the variables."""
-    kept: OfJson | None = AcceleratorState._shared_state.get(_KEPT)
+    """Return the plugin of an earlier Accelerator, with its precision, or of the variables."""
+    kept: PluginJson | None = AcceleratorState._shared_state.get(_KEPT)
     if kept is None:
         return DeepSpeedPlugin() if _is_asked() else None
     if given.get("mixed_precision") is None:
@@ -88,8 +84,8 @@ def _is_asked() -> bool:
 
 @contextmanager
 def without_switch() -> Iterator[bool]:
-    """Inside the block the variable that asks for DeepSpeed is away, where Accelerate would import
-    deepspeed; yields whether it asks."""
+    """Remove the variable that asks for DeepSpeed inside the block, because Accelerate would import
+    deepspeed. Yields whether it asks."""
     asked, before = _is_asked(), os.environ.pop(VARIABLE, None)
     try:
         yield asked
@@ -98,10 +94,10 @@ def without_switch() -> Iterator[bool]:
             os.environ[VARIABLE] = before
 
 
-class OfJson:
-    """What the JSON of `plugin` means for an Accelerator with the arguments `given`.
+class PluginJson:
+    """The JSON of `plugin` for an Accelerator with the arguments `given`.
 
-    Raises ConfigError as `config.deepspeed.parse` does, and where an argument contradicts a key.
+    Raises ConfigError as `config.deepspeed.parse` does, and if an argument contradicts a key.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, given: Mapping[str, Any]) -> None:
@@ -114,14 +110,11 @@ class OfJson:
             if self._auto[f"{word}.enabled"]:
                 self._tree.setdefault(word, {"enabled": True})
         self._made: dict[int, tuple[DummyOptim, optim.Optimizer]] = {}
-        self.job: Job = self._parsed({})
+        self.job = parse_for_loop(self._tree, self._auto)
         self._check(given)
 
-    def _parsed(self, more: Mapping[str, Any]) -> Job:
-        return parsed(self._tree, {**self._auto, **more})
-
     def _check(self, given: Mapping[str, Any]) -> None:
-        """Raise ConfigError where an argument of the Accelerator says another thing."""
+        """Raise ConfigError if an argument of the Accelerator contradicts the JSON."""
         steps = _steps_of(given)
         of_json = self.job.document.get("gradient_accumulation_steps", steps)
         if steps not in (1, of_json):
@@ -137,23 +130,13 @@ class OfJson:
             )
 
     @property
-    def max_norm(self) -> float:
-        """What each step clips to, 0 for nothing."""
-        return self.job.clipping
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of Shardwise that come of it."""
-        return settings_of(self.job)
-
-    @property
     def mixed_precision(self) -> str:
-        """In which dtype it computes, as Accelerate calls it: "no" for fp32."""
+        """The precision under Accelerate's name: "no" for fp32."""
         return {"fp32": "no", "bf16": "bf16", "bf16-mixed": "bf16"}.get(self.job.precision, "fp16")
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of an Accelerator that come of it."""
+        """The arguments of Accelerate that the JSON sets."""
         found: dict[str, Any] = {"mixed_precision": self.mixed_precision}
         steps = self.job.document.get("gradient_accumulation_steps")
         if steps is None:
@@ -164,31 +147,34 @@ class OfJson:
         return found | {"gradient_accumulation_plugin": plugin}
 
     def keep(self) -> None:
-        """Be the JSON of further Accelerators too, as long as Accelerate keeps its state."""
+        """Keep the JSON for later Accelerators, in Accelerate's own state."""
         AcceleratorState._shared_state[_KEPT] = self
 
     def say(self, world: sw.World) -> None:
-        """Print once what came of it."""
-        say(world, self.job)
-        clips = f"each step clips to {self.max_norm:g}" if self.max_norm else "nothing is clipped"
+        """Print once which settings the JSON sets."""
+        say_settings(world, self.job)
+        norm = self.job.clipping
+        clips = f"each step clips to {norm:g}" if norm else "nothing is clipped"
         world.say_once(f"{self.job.document.name}: {clips}")
 
     # -- optimizers and schedules of the JSON ------------------------------------------------
 
     def replaced(self, objects: tuple[Any, ...], accelerator: Any) -> tuple[Any, ...]:
-        """`objects` to prepare, with the JSON's optimizer and schedule in the place of dummies.
-        Raises ConfigError for what the JSON has too."""
+        """Return the `objects` to prepare, with the JSON's optimizer and schedule instead of
+        dummies. Raises ConfigError for an optimizer or schedule that the JSON has too."""
         self._check_own(objects)
         models = [each for each in objects if isinstance(each, nn.Module)]
+        # Optimizers first: a dummy schedule may stand before its dummy optimizer in the call.
         for each in objects:
             if isinstance(each, DummyOptim):
                 self._made[id(each)] = each, self._optimizer(each, models)
-        return tuple(
-            self._stepped(each, accelerator)
-            if isinstance(each, DummyScheduler)
-            else self._in_place_of(each)
-            for each in objects
-        )
+        found = []
+        for each in objects:
+            if isinstance(each, DummyScheduler):
+                optimizer = self._in_place_of(each.optimizer)
+                each = SteppedSchedule(self._schedule(each, optimizer), optimizer, accelerator)
+            found.append(self._in_place_of(each))
+        return tuple(found)
 
     def _check_own(self, objects: tuple[Any, ...]) -> None:
         for each in objects:
@@ -200,23 +186,19 @@ class OfJson:
                 raise made_twice(self.job, "scheduler", "prepare()", "DummyScheduler")
 
     def _in_place_of(self, given: Any) -> Any:
-        """The optimizer that was made for a dummy; anything else as it is."""
+        """Return the optimizer that was made for a dummy; anything else as it is."""
         return self._made[id(given)][1] if id(given) in self._made else given
 
     def _optimizer(self, dummy: DummyOptim, models: list[nn.Module]) -> optim.Optimizer:
         params = "optimizer.params"
         auto = {f"{params}.lr": dummy.lr, f"{params}.weight_decay": dummy.weight_decay}
         self._auto |= auto | {f"{params}.{name}": value for name, value in dummy.kwargs.items()}
-        self.job = self._parsed({})
+        self.job = parse_for_loop(self._tree, self._auto)
         if self.job.optimizer is None:
             raise ConfigError(
                 "DummyOptim stands for the optimizer of a DeepSpeed JSON without one."
             )
-        return one_optimizer(self.job, list(dummy.params), models)
-
-    def _stepped(self, given: DummyScheduler, accelerator: Any) -> SteppedSchedule:
-        optimizer = self._in_place_of(given.optimizer)
-        return SteppedSchedule(self._schedule(given, optimizer), optimizer, accelerator)
+        return optimizers.one_of_json(self.job, list(dummy.params), models)
 
     def _schedule(self, given: DummyScheduler, optimizer: Any) -> Any:
         if given.lr_scheduler_callable is not None:
@@ -228,7 +210,7 @@ class OfJson:
             f"{params}.warmup_min_lr": 0,
             f"{params}.warmup_max_lr": optimizer.param_groups[0]["lr"],
         }
-        self.job = self._parsed({})
+        self.job = parse_for_loop(self._tree, self._auto)
         if self.job.schedule is None:
             raise ConfigError(
                 "DummyScheduler stands for the scheduler of a DeepSpeed JSON without one."
@@ -237,86 +219,38 @@ class OfJson:
 
 
 class SteppedSchedule:
-    """A schedule of a JSON in a loop of Accelerate: it steps with each update of its optimizer, as
-    inside of DeepSpeed's engine, however often the loop calls `step`."""
+    """A JSON's schedule in a loop of Accelerate. As in DeepSpeed's engine it steps with each update
+    of its optimizer, not when the loop calls `step`."""
 
     def __init__(self, schedule: Any, optimizer: Any, accelerator: Any) -> None:
         self.scheduler = schedule
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)
+        plain = getattr(optimizer, "optimizer", optimizer)
         accelerator._schedulers.append(self)  # so that save_state has it
-        accelerator._trained.followers.append(self._follow)
+
+        def follow(trained: TrainedEngine) -> None:
+            if any(each is plain for each in trained.optimizers):
+                schedule.step()
+
+        accelerator._trained.followers.append(follow)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
 
-    def _follow(self, trained: Trained) -> None:
-        if any(each is self._optimizer for each in trained.optimizers):
-            self.scheduler.step()
-
     def step(self, *arguments: Any, **keywords: Any) -> None:
-        """Do nothing: the step of the optimizer, which was before, has done it."""
+        """Do nothing: the optimizer's step has stepped it already."""
 
     def state_dict(self) -> Any:
-        """The schedule's."""
+        """Return the schedule's state."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from the schedule's `state`."""
+        """Load the schedule's `state`."""
         self.scheduler.load_state_dict(state)
 
 
-def parsed(tree: Any, auto: Mapping[str, Any]) -> Job:
-    """What the JSON `tree` asks a loop of Accelerate or Trainer for; raises ConfigError as
-    `config.deepspeed.parse` does, and for what such a loop does otherwise."""
-    job = parse(tree, auto)
-    if not job.averages:
-        raise ConfigError(
-            f"{job.document.name} has gradient_allreduce_op sum, and here losses of the workers "
-            "are averaged: leave it out, and multiply the loss by their number."
-        )
-    return job
-
-
-def made_twice(job: Job, what: str, where: str, dummy: str = "") -> ConfigError:
-    """The error for an optimizer or scheduler that is both in the JSON and in the script."""
-    instead = f", or give accelerate.utils.{dummy} in its place" if dummy else ""
-    return ConfigError(
-        f"{job.document.name} has {what}.type, and {where} is given one of the script: take it "
-        f"out of the JSON, or leave the script's out{instead}."
-    )
-
-
-def settings_of(job: Job) -> dict[str, Any]:
-    """Settings of Shardwise that come of a JSON."""
-    return {name: value for name, value in job.settings.items() if name not in _OF_LOADERS}
-
-
-def say(world: sw.World, job: Job) -> None:
-    """Print once which settings come of a JSON, "auto" with what it became, what is ignored."""
-    settings = " ".join(f"{name}={value}" for name, value in settings_of(job).items())
-    world.say_once(f"{job.document.name} is taken as {settings or 'no settings'}")
-    for line in short_lines(job, of_loop=False):
-        world.say_once(f"{job.document.name}: {line}")
-    if left := without_effect(job):
-        world.say_once(f"{job.document.name}: ignored, which this library does by itself: {left}")
-
-
-def without_effect(job: Job) -> str:
-    """The keys of a JSON, that are on, which only an engine of DeepSpeed's face follows."""
-    keys = {
-        "managed_gradient_accumulation": not job.manages_accumulation,
-        "dataloader_drop_last": job.drop_last,
-        "tensorboard": job.tensorboard is not None,
-        "csv_monitor": job.csv is not None,
-        "checkpoint.tag_validation": "checkpoint.tag_validation" in job.document.values,
-        _INTERVAL: job.document.get(_INTERVAL, 0) > 0,
-    }
-    return ", ".join(key for key, is_on in keys.items() if is_on)
-
-
-def with_scaling(given: list[Any] | None, job: Job) -> list[Any] | None:
-    """`kwargs_handlers` with the loss scale of a JSON's fp16, unless there is one. Raises
-    ConfigError for a scale that stays."""
+def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None:
+    """Return `kwargs_handlers` with the loss scale of a JSON's fp16, unless they have one. Raises
+    ConfigError for a static scale."""
     several = list(given or [])
     known = any(isinstance(each, GradScalerKwargs) for each in several)
     if not job.precision.startswith("fp16") or known:
@@ -330,27 +264,15 @@ def with_scaling(given: list[Any] | None, job: Job) -> list[Any] | None:
     return [*several, GradScalerKwargs(init_scale=scale, growth_interval=window)]
 
 
-def one_optimizer(job: Job, parameters: list[Any], models: list[nn.Module]) -> optim.Optimizer:
-    """The optimizer of the JSON over `parameters`. Raises ConfigError for one that is two."""
-    assert job.optimizer is not None
-    found = optimizers.of_json(job.optimizer, parameters, models, job.document.name)
-    if len(found) > 1:
-        raise ConfigError(
-            f"{job.document.name}: {job.optimizer.name} is two optimizers here, and this library "
-            "steps one: take AdamW, or make them in the script."
-        )
-    return found[0]
-
-
 def _steps_of(given: Mapping[str, Any]) -> int:
-    """Into how many micro-batches the arguments of an Accelerator cut a step."""
+    """Return the number of micro-batches of a step, from the arguments of an Accelerator."""
     plugin = given.get("gradient_accumulation_plugin")
     steps = given.get("gradient_accumulation_steps") if plugin is None else plugin.num_steps
     return steps or 1
 
 
 def _auto_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What "auto" means to an Accelerator with these arguments."""
+    """Return the values of "auto" for an Accelerator with these arguments."""
     precision = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return {
         "gradient_accumulation_steps": _steps_of(given),

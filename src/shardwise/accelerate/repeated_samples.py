@@ -1,0 +1,125 @@
+"""Finds the samples that Accelerate repeats to fill the last batches of an epoch.
+
+10 samples, batches of 4, 2 workers      worker 0       worker 1
+the last batches of Accelerate           8 9 0 1        2 3 4 5
+with exact_mean=True                     8 9            2 3 4 5, of weight 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
+from accelerate.utils import find_batch_size, honor_type
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.bridging.exact_mean import CountedBatch, CountedBatches
+from shardwise.errors import UsageError
+
+
+class PreparedBatches(CountedBatches):
+    """Drops repeated rows from the batches of prepared loaders.
+
+    `is_training` returns whether the next batch is for training. Batches of an evaluation keep
+    their rows, for gather_for_metrics.
+    """
+
+    def __init__(self, world: sw.World, is_training: Callable[[], bool]) -> None:
+        super().__init__("prepared loader", "accelerator.backward")
+        self._world = world
+        self._is_training = is_training
+
+    def watch(self, loader: Any) -> Any:
+        """Return `loader`, which Accelerate has prepared, with batches that are cut and counted."""
+        kind: type[Any] = type(loader)
+        if not issubclass(kind, _CountingLoader) and hasattr(kind, "end_of_dataloader"):
+            counting = type(kind.__name__, (_CountingLoader, kind), {})
+            # Accelerate's loaders override `__class__` with a read-only property, so that
+            # isinstance takes them for a DataLoader: set the real one.
+            object.__dict__["__class__"].__set__(loader, counting)
+            loader._batches_of_shardwise = self
+        return loader
+
+    def count(self, loader: Any, batch: Any) -> tuple[Any, CountedBatch]:
+        """Count the last batch that `loader` gave; cut it if it is for training."""
+        return last_batch(loader, batch, self._world, cuts=self._is_training())
+
+
+class _CountingLoader:
+    """Base class that is put before the class of a prepared loader."""
+
+    _batches_of_shardwise: PreparedBatches
+
+    def __iter__(self) -> Iterator[Any]:
+        ours, batches = self._batches_of_shardwise, super().__iter__()  # type: ignore[misc]
+        return ours.iterate(self, batches, lambda _, batch: ours.count(self, batch))
+
+
+def last_batch(loader: Any, batch: Any, world: sw.World, *, cuts: bool) -> tuple[Any, CountedBatch]:
+    """Return `batch`, the last one that `loader` gave, without repeated rows if it `cuts` them; and
+    its counts."""
+    rows = find_batch_size(batch)
+    samples = own_samples(loader, rows, world) if loader.end_of_dataloader else rows
+    if samples == rows or not cuts:
+        return batch, CountedBatch(samples, is_cut=False, has_repeated=samples < rows)
+    shown = _first_rows(batch, rows, samples) if samples else batch
+    return shown, CountedBatch(samples, is_cut=True)
+
+
+def own_samples(loader: Any, rows: int, world: sw.World) -> int:
+    """Return how many of the `rows` in this rank's last batch of `loader` are no repetitions.
+
+    Accelerate repeats samples in the last rows of the last ranks. If each worker reads an
+    IterableDataset by itself (dispatch_batches=False), nothing tells the repeated rows: all count,
+    and a message says so.
+    """
+    if world.size == 1:
+        return rows
+    if isinstance(loader, DataLoaderDispatcher):
+        return _share_of_rank(loader.remainder, rows, world.rank)
+    shard = loader.batch_sampler  # samplers wrap each other: find the one that shards
+    while shard is not None and not isinstance(shard, BatchSamplerShard):
+        shard = getattr(shard, "batch_sampler", None)
+    if shard is None:
+        world.say_once(
+            "exact_mean=True cannot see which samples of an IterableDataset are repeated at its "
+            "end with dispatch_batches=False: they count again."
+        )
+        return rows
+    if not shard.even_batches or shard.drop_last:
+        return rows
+    sampler: Any = shard.batch_sampler  # gives the batches of all ranks
+    size = getattr(sampler, "batch_size", None)
+    if size is None:  # batches of any size: Accelerate repeats whole ones
+        left = len(sampler) % world.size
+        return rows if left == 0 or world.rank < left else 0
+    each = size // world.size if shard.split_batches else size
+    if rows != each:
+        raise UsageError(
+            f"exact_mean=True: a batch of {each} samples has a first tensor of {rows} rows, so "
+            "which rows are repeated samples cannot be told. Let collate_fn give a row for each "
+            "sample, or write DataLoader(..., drop_last=True)."
+        )
+    left = len(sampler.sampler) % (each * world.size)
+    return _share_of_rank(left, each, world.rank) if left else rows
+
+
+def _share_of_rank(total: int, each: int, rank: int) -> int:
+    """Return how many of the first `total` rows are this rank's, if each rank has `each` rows."""
+    return min(max(total - rank * each, 0), each)
+
+
+def _first_rows(data: Any, rows: int, first: int) -> Any:
+    """Return the `first` of the `rows` in a nest of tensors and columns."""
+    if isinstance(data, Tensor):
+        return data[:first] if data.ndim and len(data) == rows else data
+    if isinstance(data, Mapping):
+        cut = {name: _first_rows(each, rows, first) for name, each in data.items()}
+        return type(data)(cut)  # type: ignore[call-arg]
+    if isinstance(data, tuple | list):
+        if any(isinstance(each, Tensor | Mapping | tuple | list) for each in data):
+            return honor_type(data, (_first_rows(each, rows, first) for each in data))
+        return data[:first] if len(data) == rows else data
+    return data

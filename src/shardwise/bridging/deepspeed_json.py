@@ -1,0 +1,72 @@
+"""A DeepSpeed JSON in a loop of another library: its settings, and the lines for the user.
+
+config/deepspeed/               parses the JSON
+accelerate/deepspeed_plugin.py  the plugin of an Accelerator, `accelerate launch --use_deepspeed`
+transformers/deepspeed_argument.py  TrainingArguments(deepspeed=...)
+deepspeed/initialize.py         deepspeed.initialize(config=...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import shardwise as sw
+from shardwise.config.deepspeed import DeepSpeedJob, parse, short_lines
+from shardwise.errors import ConfigError
+
+_INTERVAL = "pipeline.activation_checkpoint_interval"
+
+
+def parse_for_loop(tree: Any, auto: Mapping[str, Any]) -> DeepSpeedJob:
+    """Parse the JSON `tree` for a loop of Accelerate or Trainer. Raises ConfigError as
+    `config.deepspeed.parse` does, and for sums, since these loops average."""
+    job = parse(tree, auto)
+    if not job.averages:
+        raise ConfigError(
+            f"{job.document.name} has gradient_allreduce_op sum, and here losses of the workers "
+            "are averaged: leave it out, and multiply the loss by their number."
+        )
+    return job
+
+
+def made_twice(job: DeepSpeedJob, what: str, where: str, dummy: str = "") -> ConfigError:
+    """Return the error for an optimizer or scheduler in both the JSON and the script."""
+    instead = f", or give accelerate.utils.{dummy} in its place" if dummy else ""
+    return ConfigError(
+        f"{job.document.name} has {what}.type, and {where} is given one of the script: take it "
+        f"out of the JSON, or leave the script's out{instead}."
+    )
+
+
+def settings_of(job: DeepSpeedJob) -> dict[str, Any]:
+    """Return the settings of Shardwise that a JSON sets for a loop with its own loaders."""
+    return {name: value for name, value in job.settings.items() if name != "micro_batch_size"}
+
+
+def say_lines(world: sw.World, job: DeepSpeedJob) -> None:
+    """Print once the ignored keys of a JSON, and the values of "auto"."""
+    for line in short_lines(job, of_loop=False):
+        world.say_once(f"{job.document.name}: {line}")
+
+
+def say_settings(world: sw.World, job: DeepSpeedJob) -> None:
+    """Print once the settings of a JSON, the values of "auto", and ignored keys."""
+    settings = " ".join(f"{name}={value}" for name, value in settings_of(job).items())
+    world.say_once(f"{job.document.name} is taken as {settings or 'no settings'}")
+    say_lines(world, job)
+    if left := without_effect(job):
+        world.say_once(f"{job.document.name}: ignored, which this library does by itself: {left}")
+
+
+def without_effect(job: DeepSpeedJob) -> str:
+    """Return the keys of a JSON that are on, but that only `deepspeed.initialize` follows."""
+    keys = {
+        "managed_gradient_accumulation": not job.manages_accumulation,
+        "dataloader_drop_last": job.drop_last,
+        "tensorboard": job.tensorboard is not None,
+        "csv_monitor": job.csv is not None,
+        "checkpoint.tag_validation": "checkpoint.tag_validation" in job.document.values,
+        _INTERVAL: job.document.get(_INTERVAL, 0) > 0,
+    }
+    return ", ".join(key for key, is_on in keys.items() if is_on)

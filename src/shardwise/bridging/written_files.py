@@ -1,0 +1,97 @@
+"""Files that the main rank writes for all ranks. Its errors are raised on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.checkpoint.file_system import replace_file
+from shardwise.errors import CheckpointNotWritten, ShardwiseError
+
+
+class SchedulesFile:
+    """Stands for the schedules among what an engine saves: the library saves them in its own file.
+
+    `file` is the name of that file, so that each checkpoint names the one that belongs to it.
+    """
+
+    def __init__(self) -> None:
+        self.file: str | None = None
+
+    def get_last_lr(self) -> list[float]:
+        """Return no rates. The engine knows a scheduler by this method."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the name of the file, if there is one."""
+        return {} if self.file is None else {"file": self.file}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: the library loads its file itself."""
+
+
+def on_main(
+    world: sw.World, folder: Path, action: Callable[[], None], *, in_trial: bool = False
+) -> None:
+    """Run `action`, which writes into `folder`, on the main rank only. Collective.
+
+    With `--trial` it runs only if `in_trial`. Raises its error on all ranks; what is no error of
+    Shardwise, such as a full disk, becomes CheckpointNotWritten.
+    """
+    if world.settings.trial and not in_trial:
+        return
+    fault: ShardwiseError | None = None
+    if world.is_main:
+        try:
+            action()
+        except ShardwiseError as error:
+            fault = error
+        except OSError as error:
+            fault = CheckpointNotWritten(
+                f"{folder} cannot be written: {error.strerror or error}. Checkpoints before this "
+                "one are whole: give a folder that can be written, or make room, and save again."
+            )
+        except Exception as error:
+            fault = CheckpointNotWritten(
+                f"{folder} cannot be written: {type(error).__name__}: {error}. Checkpoints before "
+                "this one are whole."
+            )
+    # The other ranks wait here: an error on the main rank alone would leave them waiting.
+    if (fault := world.broadcast_object(fault)) is not None:
+        raise fault
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file with `data` at `path`, atomically. Makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, data)
+
+
+def copied_state(
+    state: Mapping[str, Any], device: torch.device | str | None = None
+) -> dict[str, Any]:
+    """Return a copy of `state` with its own memory, on `device` if given. Tied weights stay one
+    tensor.
+
+    Parameters are views of one flat buffer. Writers would save all of it, or take them for tied.
+    """
+    copies: dict[Any, Tensor] = {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            place = value.data_ptr(), value.shape, value.stride()
+            key = place if value.numel() else name
+            if key not in copies:
+                copies[key] = (
+                    value.detach().clone()
+                    if device is None
+                    else value.detach().to(device, copy=True)
+                )
+            value = copies[key]
+        found[name] = value
+    return found
