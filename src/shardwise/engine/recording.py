@@ -20,7 +20,7 @@ from shardwise.engine.engine_state import EngineState
 from shardwise.engine.step_statistics import StepStats
 from shardwise.model.module_records import ForwardInputs, Named, tensors_beside
 from shardwise.states.tensor_spans import ReportedState, TensorSpan, state_name
-from shardwise.world.tensor_log import Fed, Part, TensorLog
+from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 
 class Recording:
@@ -61,7 +61,7 @@ class Recording:
             "numbers": _numbers(tensors, reported),
             "parameters": _parameters(spec),
             "order": self._inputs.order,
-            "fed": vars(fed) if counts else vars(Fed()),
+            "fed": vars(fed) if counts else vars(FeedTotals()),
             "samples": samples if counts else [],
         }
         with torch.no_grad():

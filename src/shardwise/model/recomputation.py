@@ -110,7 +110,12 @@ class _RecomputedCall:
         found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
         places = {each: place for place, each in enumerate(found)}
         self._leaves = [
-            _form_of(leaf, places[id(leaf)]) if isinstance(leaf, Tensor) else leaf
+            _SavedForm(
+                places[id(leaf)],
+                leaf.constructor() if isinstance(leaf, StandsForPart) else lambda saved: saved,
+            )
+            if isinstance(leaf, Tensor)
+            else leaf
             for leaf in self._leaves
         ]
         return [leaf.local if isinstance(leaf, StandsForPart) else leaf for leaf in found.values()]
@@ -149,12 +154,6 @@ class _SavedForm:
 
     place: int
     make: Callable[[Tensor], Tensor]
-
-
-def _form_of(leaf: Tensor, place: int) -> _SavedForm:
-    return _SavedForm(
-        place, leaf.constructor() if isinstance(leaf, StandsForPart) else lambda saved: saved
-    )
 
 
 class UnitBuffers:

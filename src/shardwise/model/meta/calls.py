@@ -22,9 +22,9 @@ from shardwise.model.meta.tape import (
     AllocatedStorage,
     Content,
     Layout,
-    Operation,
     RecordedDraws,
     RecordedMemory,
+    TapedOperation,
     TensorArgument,
     default_generator,
     exchanged,
@@ -170,7 +170,7 @@ class TapeEntry:
             )
         args, kwargs = exchanged(self._argument, call.args), exchanged(self._argument, call.kwargs)
         self._forget_overwritten(leaves((args, kwargs)))
-        self.operation = Operation(call.function, args, kwargs, self._memories, seed)
+        self.operation = TapedOperation(call.function, args, kwargs, self._memories, seed)
 
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Generator):
