@@ -55,7 +55,9 @@ class FakeOutputs:
             found = self._compute(module, original, leaves, spec)
             if len(self._cache) >= MOST_CACHED:
                 self._cache.clear()
-            if all(map(_is_known, leaves)):
+            # Not for arguments of other types: the signature of an object does not tell what a
+            # layer returns for it.
+            if all(isinstance(leaf, (Tensor, *_PLAIN_TYPES)) for leaf in leaves):
                 self._cache[key] = found
         out, forms = found
         made = [fake_activation(form) if isinstance(form, Tensor) else form for form in forms]
@@ -110,11 +112,6 @@ def _signature(leaf: Any) -> Any:
     if isinstance(leaf, slice):  # it cannot be a key itself
         return slice, leaf.start, leaf.stop, leaf.step
     return leaf if isinstance(leaf, _PLAIN_TYPES) else type(leaf)
-
-
-def _is_known(leaf: Any) -> bool:
-    """Whether the outputs of a layer follow from the signature of `leaf`: not of an object."""
-    return isinstance(leaf, (Tensor, *_PLAIN_TYPES))
 
 
 @contextmanager

@@ -147,6 +147,7 @@ class TiedWeights:
 
     @cached_property
     def _numbers(self) -> dict[nn.Parameter, int]:
+        # Ranks count the weights of the whole model, so they have the same numbers.
         return {
             parameter: number for number, parameter in enumerate(self._pipeline.partition.owners)
         }

@@ -225,7 +225,11 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         found = _local_arguments(tokens, leaves, casts=func in CASTS_LIKE)
         if found is not None:
             given, named = pytree.tree_unflatten(found, spec)
-            with tokens.randomness.region() if _is_random(func, kwargs) else nullcontext():
+            # Tokens of different ranks need different masks, so dropout draws per rank.
+            is_random = (
+                func is F.dropout and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
+            )
+            with tokens.randomness.region() if is_random else nullcontext():
                 made = func(*given, **named)
             if func in ELEMENTWISE_IN_PLACE:
                 return args[0]
@@ -267,10 +271,6 @@ class _GradientHook:
             if isinstance(found, SequenceShard)
             else scatter_to_region(found, given.group, given.sharded)
         )
-
-
-def _is_random(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    return func is F.dropout and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
 
 
 def _has_same_tokens(made: Any, local: Tensor) -> bool:
