@@ -192,11 +192,12 @@ def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) 
     digests = _comparing(world).gather_objects(digest)
     others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if others:
+        listed = ", ".join(map(str, others))
         raise DataError(
-            f"The {what} gave rank 0 another order than rank(s) {_listed(others)} in epoch "
-            f"{epoch}. It must give the same total order on every rank, since the Loader takes "
-            "each rank's share of it: draw with torch's global generator, which is seeded alike, "
-            "or with a generator of the same seed."
+            f"The {what} gave rank 0 another order than rank(s) {listed} in epoch {epoch}. It must "
+            "give the same total order on every rank, since the Loader takes each rank's share of "
+            "it: draw with torch's global generator, which is seeded alike, or with a generator of "
+            "the same seed."
         )
 
 
@@ -205,10 +206,6 @@ def _comparing(world: World) -> Collectives:
     since one that is back begins an epoch of which the others are in the midst."""
     world.current_batch.check_even("world.gather")
     return world.island if world.collectives.comes_and_goes else world.collectives
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
 
 
 def _plain(index: Any) -> Any:
