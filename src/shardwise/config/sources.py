@@ -121,6 +121,8 @@ def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
 
 def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[SettingsSource]:
     """The sources of this process, strongest first. Raises ConfigError for an unknown key."""
+    # Flags name the files, so they are read first. Variables count as weaker than flags, because
+    # a job script exports them for all of its runs.
     flags = _handed_on(environ)
     config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
     flags.pop("deepspeed", None)
@@ -161,7 +163,8 @@ def resolve(found: list[SettingsSource]) -> tuple[Settings, list[str]]:
         for name, raw in source.values.items()
         if (value := parse(name, raw, source.name)) != chosen[name]
     ]
-    # A row said in one way by a stronger source must not clash with the other way in a weaker.
+    # `zero` and `shard` say the same thing. Given by one source they are a contradiction, which
+    # Settings refuses; given by two, the stronger one wins, as for any other setting.
     if {"zero", "shard"} <= chosen.keys():
         order = [source.name for source in found]
         ranks = {name: order.index(winners[name][1]) for name in ("zero", "shard")}

@@ -89,7 +89,13 @@ def nearly_alike(numbers: Sequence[float]) -> bool:
 def apart_in_calls(told: Sequence[Made]) -> tuple[int, str] | None:
     """The first rank whose calls differ from rank 0's by more than batches that were shared out,
     and both in words; None where there is none."""
-    counts = [_strict(made) for made in told]
+    counts = []
+    for made in told:
+        times_of = Counter[str]()
+        for call, _, times in made:
+            if call != SHARE:
+                times_of[call] += times
+        counts.append(times_of)
     for rank, count in enumerate(counts):
         if count != counts[0]:
             return rank, f"rank 0 {_words(told[0])}, and rank {rank} {_words(told[rank])}"
@@ -105,14 +111,6 @@ def apart_in_shares(told: Sequence[Made]) -> str:
 
 SHARE = "world.share"
 """The call that a rank may make alone, as long as it trains on the rows as the others do."""
-
-
-def _strict(made: Made) -> Counter[str]:
-    counts = Counter[str]()
-    for call, _, times in made:
-        if call != SHARE:
-            counts[call] += times
-    return counts
 
 
 def _words(made: Made) -> str:

@@ -104,11 +104,11 @@ class CurrentBatch:
                 if (block := reference()) is not None:
                     blocks.enter_context(block())
             self._apart += 1
-            blocks.callback(self._together)
-            yield
-
-    def _together(self) -> None:
-        self._apart -= 1
+            try:
+                yield
+            finally:
+                # Before the blocks end: what they do on leaving takes all ranks again.
+                self._apart -= 1
 
     def check_even(self, call: str) -> None:
         """Raise UsageError for a `call` that takes all ranks, in a batch that some sit out."""

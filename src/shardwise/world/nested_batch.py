@@ -67,7 +67,9 @@ class Rows:
         """How many rows there are: tensors and arrays say it, where there are none the columns."""
         sizes = {n: _size(x, self._dim) for n, x in enumerate(self._leaves) if _has_dims(x)}
         sizes = sizes or {n: len(x) for n, x in enumerate(self._leaves) if _is_column(x)}
-        if not sizes and _is_tuple_of_columns(self._batch):
+        # A tuple of columns, such as texts and labels, is one leaf without tensors.
+        is_tuple = isinstance(self._batch, tuple)
+        if not sizes and is_tuple and all(map(_is_column, self._batch)):
             sizes = {0: len(self._batch[0])}
         found = sorted(set(sizes.values()))
         if len(found) == 1 and found != [0]:
@@ -253,8 +255,3 @@ def _is_plain(value: Any) -> bool:
 
 def _is_column(value: Any) -> bool:
     return _is_plain(value) and not any(isinstance(each, (list, tuple, dict)) for each in value)
-
-
-def _is_tuple_of_columns(value: Any) -> bool:
-    """Whether a whole batch is a tuple of columns, such as texts and labels."""
-    return isinstance(value, tuple) and all(_is_column(each) for each in value)
