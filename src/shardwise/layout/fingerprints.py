@@ -47,7 +47,10 @@ class Fingerprint:
             (self.bits + other.bits) % WORD,
             (self.placed + other.placed) % WORD,
             self.sketch + other.sketch,
-            _larger(self.largest, other.largest),
+            # A NaN wins, whichever side it is on: `max` would return the first of the two.
+            self.largest
+            if self.largest != self.largest or self.largest > other.largest
+            else other.largest,
         )
 
     def same_bits(self, other: Fingerprint) -> bool:
@@ -129,16 +132,12 @@ def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         if words.numel() < _SMALL:
             small.setdefault((words.device, words.dtype), []).append(words)
         else:
-            yield _wide(words)
+            # As 64-bit integers if possible: torch adds those up 20 times as fast as narrow ones,
+            # which it widens first.
+            fits = words.numel() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0
+            yield words.view(torch.int64) if fits else words
     for joined in small.values():
         yield torch.cat(joined)
-
-
-def _wide(words: Tensor) -> Tensor:
-    """The same bits as 64-bit integers if they are a whole number of them: torch adds those up 20
-    times as fast as narrow ones, which it widens first."""
-    fits = words.numel() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0
-    return words.view(torch.int64) if fits else words
 
 
 def _placed(words: Tensor) -> Tensor:
@@ -203,7 +202,3 @@ def _shifted(words: Tensor, by: int) -> Tensor:
 
 def _signed(word: int) -> int:
     return word - WORD if word >= WORD // 2 else word
-
-
-def _larger(one: float, other: float) -> float:
-    return one if one != one or one > other else other

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 from shardwise.errors import ConfigError
@@ -49,15 +50,9 @@ def fold(leaves: Sequence[T], add: Callable[[T, T], T]) -> T:
     """The leaves, one at least, joined in the tree by `add`."""
     nodes = list(leaves)
     for fan_in in fan_ins(len(nodes)):
-        nodes = [_from_left(nodes[i : i + fan_in], add) for i in range(0, len(nodes), fan_in)]
+        # From the left, as `sum_in_rank_order` does between ranks: additions do not associate.
+        nodes = [reduce(add, nodes[i : i + fan_in]) for i in range(0, len(nodes), fan_in)]
     return nodes[0]
-
-
-def _from_left(nodes: Sequence[T], add: Callable[[T, T], T]) -> T:
-    total = nodes[0]
-    for node in nodes[1:]:
-        total = add(total, node)
-    return total
 
 
 @dataclass(frozen=True)
@@ -75,8 +70,10 @@ class MicroShards:
         sizes = node_sizes(self.count)
         if self.workers in sizes:
             return
+        *first, last = map(str, sizes)
+        listed = f"{', '.join(first)} and {last}" if first else last
         raise ConfigError(
-            f"--exact {self.count} gives the same bits on {_listed(sizes)} workers, the nodes of "
+            f"--exact {self.count} gives the same bits on {listed} workers, the nodes of "
             f"its tree of sums, and cannot run on {self.workers}. Start one of these numbers of "
             f"workers, or cut otherwise: --exact {self.workers} runs on {self.workers}."
         )
@@ -94,8 +91,3 @@ class MicroShards:
     def number(self, turn: int) -> int:
         """The micro-shard of turn `turn`."""
         return turn * self.workers + self.rank
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} and {last}" if first else last

@@ -182,7 +182,7 @@ class DirectFile:
             self._write(data, offset)
 
     def _write(self, data: memoryview, offset: int) -> None:
-        # Pages are dropped only once they are clean, so they are written through.
+        # The kernel drops only clean pages: without O_DIRECT each write goes through to the disk.
         how = 0 if self.direct else os.RWF_DSYNC
         done = 0
         while done < len(data):
@@ -232,20 +232,15 @@ def find(folder: Path, mountinfo: str) -> Mount:
 
     Of several on one mount point the last one counts: it lies on top.
     """
-    mounts = [_parse(line) for line in mountinfo.splitlines()]
+    mounts = []
+    for line in mountinfo.splitlines():
+        # See proc_pid_mountinfo(5). Optional fields end with a lone hyphen. The kernel writes
+        # blanks and backslashes of the path as three octal digits.
+        left, _, right = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), left.split(" ")[4])
+        mounts.append(Mount(Path(point), right.split(" ")[0]))
     holding = [mount for mount in mounts if folder.is_relative_to(mount.point)]
     return max(reversed(holding), key=lambda mount: len(mount.point.parts))
-
-
-def _parse(line: str) -> Mount:
-    """One line; see proc_pid_mountinfo(5). Optional fields end with a lone hyphen."""
-    left, _, right = line.partition(" - ")
-    return Mount(Path(_plain(left.split(" ")[4])), right.split(" ")[0])
-
-
-def _plain(escaped: str) -> str:
-    """The kernel writes blanks and backslashes as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), escaped)
 
 
 CHUNK = 4 * 2**20
