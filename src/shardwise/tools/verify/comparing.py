@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.tools.verify.records import Key, Step, Training, Whole
+from shardwise.tools.verify.records import Key, RecordedTraining, Step, Whole
 
 FLOOR = 1e-3
 """A tensor smaller than this part of the largest of its kind is compared with that: where a
@@ -121,7 +121,9 @@ class Comparison:
         return next((step for step in self.steps if not step.largest <= tolerance), None)
 
 
-def compare(reference: Training, other: Training, *, steps: int | None = None) -> Comparison:
+def compare(
+    reference: RecordedTraining, other: RecordedTraining, *, steps: int | None = None
+) -> Comparison:
     """Compare `other` with `reference`, up to `steps` steps."""
     found: list[StepDifference] = []
     counts: dict[int, tuple[int, int]] = {}
@@ -152,7 +154,7 @@ def _end(steps: int | None) -> int | None:
     return None if steps is None else steps + 1
 
 
-def _renaming(reference: Training, other: Training, engine: int) -> dict[str, str]:
+def _renaming(reference: RecordedTraining, other: RecordedTraining, engine: int) -> dict[str, str]:
     """What parameters of `reference` are called in `other`, by their order in the optimizers,
     where not all are called alike and there are as many, of the same shapes."""
     one = [p for each in reference.parameters.get(engine, []) for p in each]
@@ -181,6 +183,10 @@ def _step(
         _tensors(before, ours.tensors, known=known),
         key=lambda each: (_place(each.name, order), each.kind),
     )
+    samples: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    if theirs.samples and ours.samples:  # a script without sw.Loader does not say which it uses
+        one, two = Counter(theirs.samples), Counter(ours.samples)
+        samples = tuple((one - two).elements()), tuple((two - one).elements())
     numbers = {_renamed(name, renamed): value for name, value in theirs.numbers.items()}
     tensors += [
         TensorDifference("optimizer", name, relative, (), True, 0, value, ours.numbers[name])
@@ -197,16 +203,8 @@ def _step(
         rows=(theirs.fed.rows, ours.fed.rows),
         tensors=tensors,
         skipped=math.inf if known and theirs.skipped != ours.skipped else 0.0,
-        samples=_samples_apart(theirs, ours),
+        samples=samples,
     )
-
-
-def _samples_apart(theirs: Step, ours: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The samples of one and of the other alone; none where one does not tell which it uses."""
-    if not (theirs.samples and ours.samples):
-        return (), ()
-    one, two = Counter(theirs.samples), Counter(ours.samples)
-    return tuple((one - two).elements()), tuple((two - one).elements())
 
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:

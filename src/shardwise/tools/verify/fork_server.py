@@ -68,7 +68,11 @@ class ForkServer:
         while True:
             for key, _ in self._selector.select(PATIENCE if self._left else None):
                 if key.fileobj is sys.stdin:
-                    self._end()
+                    # The verifier has ended: so do the ranks, and what they have started.
+                    for group in (*self._children, *self._left):
+                        _signal(group, signal.SIGKILL)
+                    for pid in self._children:
+                        os.waitpid(pid, 0)
                     return None
                 if key.fileobj is self._listener:
                     if (arguments := self._answer()) is not None:
@@ -155,12 +159,6 @@ class ForkServer:
             if time.monotonic() > until or not _signal(group, 0):
                 _signal(group, signal.SIGKILL)
                 del self._left[group]
-
-    def _end(self) -> None:
-        for group in (*self._children, *self._left):
-            _signal(group, signal.SIGKILL)
-        for pid in self._children:
-            os.waitpid(pid, 0)
 
 
 def _signal(group: int, number: int) -> bool:
