@@ -320,11 +320,9 @@ class SavedGenerators:
 
 @contextmanager
 def _as_if_no_worker() -> Iterator[None]:
-    """Hide the worker from the dataset while it is read.
-
-    A dataset that shards itself by `get_worker_info` would give each worker a part, but every
-    worker reads the whole here; told of no workers, it gives the whole.
-    """
+    """Hide the worker from the dataset while it is read."""
+    # A dataset that shards itself by `get_worker_info` would give each worker a part, but here
+    # every worker reads the whole and collates only some of it.
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:

@@ -162,8 +162,8 @@ class LoaderStep:
                 yield from self._uneven(item)
 
     def _uneven(self, item: Item) -> Iterator[Any]:
-        """A batch of an evaluation that not all ranks have: who has no sample gets none, so that
-        what a loop adds up is right by itself."""
+        """Yield a batch of an evaluation that not all ranks have, on those that have one."""
+        # No stand-in, as in training: the loop's own sums (hits, losses) would count it.
         with self._pass.some_sit_out():
             if item[0].samples:
                 yield self._pass.hand_out(item)
@@ -171,6 +171,8 @@ class LoaderStep:
                 self._pass.sit_out(item)
 
     def _finish(self) -> None:
+        # A step of which nothing was taken is skipped, as `continue` does. One taken in part would
+        # leave other ranks waiting for gradients.
         if self._taken == 0:
             self._pass.pass_over(self._first[0], len(self) - 1)
         elif self._taken < len(self):

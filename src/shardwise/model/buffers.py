@@ -503,8 +503,8 @@ def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype, b
 
 
 def _joined(parts: Sequence[Tensor], **where: Any) -> Tensor:
-    """Flat `parts` end to end, `where` they are wanted: cast and moved together, since each by
-    itself would be a kernel on an accelerator."""
+    """Concatenate flat `parts`, cast and moved to `where`."""
+    # By dtype and device together: one kernel each, where every part alone would be two.
     placed = list(parts)
     for places in _alike(parts).values():
         whole = torch.cat([parts[place] for place in places]).to(**where)

@@ -23,10 +23,8 @@ from shardwise.model.module_hooks import Hooked, attach
 
 
 def _untraced(function: Any) -> Any:
-    """Let torch.compile leave `function` and what it calls as they are.
-
-    As torch.compiler.disable does, which would take seconds to import.
-    """
+    """Exclude `function` and the functions it calls from torch.compile."""
+    # What torch.compiler.disable does, without importing the compiler, which takes seconds.
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))

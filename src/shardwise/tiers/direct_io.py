@@ -108,8 +108,9 @@ class DirectFile:
             ) from error
 
     def _reserve(self, nbytes: int) -> None:
-        """Allocate all blocks, after a look at the free ones: filling up a disk to learn that it
-        is too small would disturb others."""
+        """Allocate all blocks of the file."""
+        # Look at the free space first: filling a disk to find that it is too small would hurt
+        # every other program on it.
         if nbytes > self._free():
             raise self._too_small(nbytes)
         if nbytes == 0:

@@ -242,7 +242,8 @@ class Store:
         ]
 
     def _land(self, transfer: Transfer) -> None:
-        """Wait for all chunks, since the buffer is theirs until then; keep the first failure."""
+        """Wait for all chunks of a transfer; keep the first failure."""
+        # For all, even after a failure: the others still read or write the buffer.
         wait(transfer)
         for chunk in transfer:
             error = chunk.exception()

@@ -232,7 +232,9 @@ _DIGESTED = 4096
 
 
 def _digest(row: Tensor) -> Tensor:
-    """A sum in which elements have different weights, so that their order matters."""
+    """Return a sum of a row's elements that depends on their order."""
+    # Weighted, so that rows with the same elements in another order differ. Of the first elements
+    # only, because this runs at every step.
     flat = torch.view_as_real(row).flatten() if row.is_complex() else row.flatten()
     values = flat[:_DIGESTED].to(torch.float32 if row.device.type == "mps" else torch.float64)
     weights = torch.arange(len(values), device=values.device) % 61 + 61

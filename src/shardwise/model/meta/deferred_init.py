@@ -132,7 +132,8 @@ _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
 def _index(index: Any) -> Any:
-    """An index with lists and arrays as tensors: torch would make them on the meta device."""
+    """Return an index with lists and arrays as tensors."""
+    # torch would make them itself, inside the recorder, and so on the meta device.
     if isinstance(index, tuple):
         return tuple(_index(each) for each in index)
     return torch.as_tensor(index) if isinstance(index, (list, np.ndarray)) else index

@@ -70,6 +70,8 @@ class FakeOutputs:
         leaves: Sequence[Any],
         spec: Any,
     ) -> Any:
+        # The module of another stage has no values here, but its forward, on fake tensors, gives
+        # the shapes that this rank needs to run the program around it.
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         # Detached before the mode is on: that of torch 2.9 takes no subclass of Parameter.
         bare = {key: (value.detach(), value.requires_grad) for key, value in tensors.items()}
@@ -116,8 +118,8 @@ def _signature(leaf: Any) -> Any:
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes of `module` after the block: caches that its forward fills would
-    otherwise hold fake tensors."""
+    """Restore the attributes of `module` after the block."""
+    # Its forward may fill caches (positions, masks), which would then hold fake tensors.
     held = [
         (inner, dict(vars(inner)), dict(inner._buffers), set(inner._non_persistent_buffers_set))
         for inner in module.modules()

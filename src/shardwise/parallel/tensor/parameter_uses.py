@@ -115,12 +115,13 @@ class ParameterUses:
         self, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         pipeline = self._pipeline
-        # A layer that is run again in backward runs where it is.
+        # A layer that is recomputed in backward runs on its own stage.
         inside = pipeline is not None and (
             pipeline.within_stage_depth > 0 or torch._C._current_graph_task_id() != -1
         )
         if func in MEMORY or (inside and all(map(_is_watched_unsplit, types))):
             return _call_plain(func, args, kwargs)
+        # The engine works on this rank's parts; only the user's lines mean whole parameters.
         if _called_by_this_library(sys._getframe(2)):
             return _call_plain(func, args, kwargs)
         if func in FORM:
@@ -135,7 +136,7 @@ class ParameterUses:
         if func in CASTS:
             made = _call_plain(func, args, kwargs)
             if made is args[0] or not isinstance(made, Tensor):
-                return made  # model.to(device) where it is already
+                return made  # nothing to do, as model.to(device) on the device of the model
         written = _written(func, args, kwargs)
         if isinstance(written, Sequence) and any(map(_is_watched, map(type, written))):
             return self._write_list(func, written, args, kwargs)

@@ -48,6 +48,7 @@ class _ThreadGroup(Solo):
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         """Sum in rank order."""
         del how
+        # Two waits: none may read before all have written, or write again before all have read.
         self._board[self.rank] = buffer.clone()
         self._barrier.wait(LIMIT)
         total = sum(self._board[1:], self._board[0])
@@ -92,6 +93,7 @@ def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
     (rows, features), where its split layers do not run, or a hook of the user's would see a part.
     """
     first = next(cut.module for cut in group.splits if split_rules.is_linear(cut.module))
+    # A trial must not move the generators: the script's draws would differ from one process's.
     with preserved(), torch.random.fork_rng(devices=[]):
         whole = _copy(module)
         if whole is None:
@@ -163,7 +165,7 @@ class _TrialMode:
             finally:
                 replica.reset()  # a part that has failed left its region open
             if found[rank] is None:
-                barrier.abort()
+                barrier.abort()  # else the other threads wait for the whole LIMIT
 
         threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(self._parts)]
         for thread in threads:

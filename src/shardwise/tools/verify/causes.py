@@ -42,6 +42,7 @@ def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> FoundCauses:
     for suspect in suspects:
         if agrees([suspect]):
             return FoundCauses([suspect])
+
     plain = [each for each in suspects if each.name != "rank"]
     if len(plain) < 2 or not agrees(plain):
         return FoundCauses([], clue)

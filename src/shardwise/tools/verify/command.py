@@ -141,8 +141,8 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
 
 
 def _log_folder(out: Path) -> Path:
-    """The folder of logs in `out`, without what an earlier call has left in it: nothing else that
-    lies there is touched."""
+    """Return the folder of logs in `out`, without the files of earlier calls."""
+    # By name, and not the whole folder: `--out` may be a folder with files of the user's.
     folder = out / LOGS
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():

@@ -67,6 +67,7 @@ class Verification:
             return result
         if result.own.within(TOLERANCE):
             return replace(result, verdict=TrainingVerdict.ROUNDING)
+        # In fp64 rounding is 1e-16, so whatever still differs is not rounding.
         try:
             wide_reference = self._reference(wide=True)
             wide = self._run(_wide(placement), f"{placement} in fp64")
@@ -110,8 +111,9 @@ class Verification:
         )
 
     def _with_values(self, result: Result) -> Result:
-        """The same with the values of the first tensors that differ, where a model is too large to
-        have had all of its values recorded: both runs are made again, up to that step."""
+        """Return `result` with the values of the first tensors that differ."""
+        # Runs of large models record fingerprints only. So make both again, up to that step, and
+        # record the values of the tensors that matter.
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
         names = [] if first is None else [t.name for t in first.beyond(TOLERANCE) if not t.exact]
@@ -152,7 +154,7 @@ class Verification:
         def differs(placement: RunPlacement) -> bool:
             try:
                 made = self._run(_wide(placement), f"smaller: {placement}", steps=steps)
-            except RunFailed:
+            except RunFailed:  # it may not even run smaller, which proves nothing
                 return False
             trainings[str(placement)] = made
             return not compare(reference, made, steps=steps).within(TOLERANCE)
@@ -171,6 +173,7 @@ class Verification:
             made = self._run(self._alone(), words, against=True, seat=seat, **more)
             return before is not None and compare(before, made).within(TOLERANCE), made
 
+        # First of all: if two equal runs differ, every difference between placements is noise.
         if same("the reference again", reference)[0]:
             return None
         for suspect, words, more in (
@@ -215,7 +218,7 @@ class Verification:
             except RunFailed:
                 return False
             seen = compare(base, made, steps=steps)
-            if self.plan.against is not None:  # of whose losses hooks know too little
+            if self.plan.against is not None:  # hooks know too little of its losses
                 seen = seen.without_losses
             return seen.trains_alike(TOLERANCE)
 

@@ -91,8 +91,9 @@ class ForkServer:
             head, files, _, _ = socket.recv_fds(line, 8, FREE)
             asked = json.loads(_received(line, struct.unpack("!Q", head)[0]))
         except (OSError, ValueError, struct.error):
-            line.close()  # it has gone
+            line.close()  # the client has ended
             return None
+        # Torch is imported already, so the rank starts in milliseconds instead of seconds.
         pid = os.fork()
         if pid == 0:
             line.close()
@@ -100,7 +101,8 @@ class ForkServer:
             return list(asked["arguments"])
         for fd in files:
             os.close(fd)
-        with contextlib.suppress(OSError):  # done by the rank itself by now, maybe
+        # Here and in the rank: whichever comes first, the group exists before a signal is sent.
+        with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         self._children[pid] = Child(pid, line)
         self._selector.register(line, selectors.EVENT_READ, pid)
