@@ -105,6 +105,7 @@ class AgreedOrder:
 
     def leave(self, first: int) -> None:
         """Remove a member; what is known of passes is forgotten."""
+        # Its numbers stay taken, so that the entries of other members keep theirs.
         self._members = [each for each in self._members if each.first != first]
         self._by_use = [each for each in self._by_use if each.first != first]
         self._known.clear()
@@ -206,6 +207,8 @@ class AgreedOrder:
         for entry in entries:
             self._taken.append(entry)
             owner = self._owners[entry]
+            # Only evenly run forwards move a member: they are the same on all ranks, and a backward
+            # wants the order of the forwards before it.
             if not self._descending and not self._uneven and owner is not self._by_use[-1]:
                 self._by_use.remove(owner)
                 self._by_use.append(owner)
@@ -240,6 +243,7 @@ class AgreedOrder:
         """
         if len(self._taken) < 2:
             return None
+        # In a first pass the list is not known: an entry that came twice may come again.
         *before, entry, now = self._taken
         if self._order is None:
             return None if entry == now or entry in before else entry

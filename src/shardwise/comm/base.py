@@ -214,6 +214,7 @@ class Collectives(ABC):
         The sum goes to `buffer`, which has the total length. Pieces may be views of `buffer`. The
         caller must not change them before it has waited for the handle.
         """
+        # Transports that send tensors from where they are (`sends_pieces`) save this pass.
         join_pieces(pieces, buffer)
         return self.all_reduce(buffer, how)
 
@@ -377,6 +378,7 @@ class Solo(Collectives):
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
+        # One rank owns the whole buffer. Its scale still counts: the engine scales in the sum.
         how.scaled(buffer if into is None else into.copy_(buffer))
         return Handle()
 
@@ -475,6 +477,7 @@ def join_pieces(pieces: Sequence[Tensor], buffer: Tensor) -> None:
     start = 0
     for piece in pieces:
         place = buffer[start : start + piece.numel()]
+        # By address: small gradients are accumulated in the buffer itself.
         if piece.data_ptr() != place.data_ptr():
             place.copy_(piece)
         start += piece.numel()

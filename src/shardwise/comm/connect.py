@@ -201,9 +201,11 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
     The ranks meet, as for `connect`, which then uses the same store. They tell each other the names
     of their hosts. Ranks of a host are numbered in ascending order of rank. Collective.
     """
+    # Most launchers set these variables, and then ranks need not meet before `connect`.
     if identity.is_placed or identity.size == 1:
         return replace(identity, is_placed=True)
     try:
+        # Over the store, because no transport exists yet: it needs the device, and that the place.
         store = _meet_others(identity, timeout, rendezvous).store
         host = host_key() or gethostname()
         names = _told_by_all(identity, store, "host", host)
@@ -239,6 +241,7 @@ def check_all(identity: Identity, refusal: str) -> None:
 def _told_by_all(identity: Identity, store: Store, key: str, text: str) -> list[str]:
     """Return every rank's `text` under `key`, through rank 0."""
     # If every rank asked for every text, the store would answer size * size questions.
+    # `get` blocks until the key exists, so no barrier is needed.
     store.set(f"{key}/{identity.rank}", text)
     if identity.rank == 0:
         texts = [store.get(f"{key}/{rank}").decode() for rank in range(identity.size)]
@@ -297,6 +300,7 @@ def _join(
         listeners.shut()
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(identity, error) from error
+    # A run without a secret works, but anyone who reaches its port can join: say so once.
     if met.is_open and identity.rank == 0:
         print(f"shardwise: {_open_words(identity)}", file=sys.stderr, flush=True)
     return met.secret

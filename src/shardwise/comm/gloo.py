@@ -74,9 +74,10 @@ class Gloo(Collectives):
     ) -> Handle:
         first = self.messages.number()
         cuts = even_cuts(buffer.numel(), self.size)
-        if buffer.nbytes <= SMALL:
+        if buffer.nbytes <= SMALL:  # one round instead of two: latency counts, not bytes
             join_pieces(pieces, buffer)
             return self._exchange_all(first, buffer, how)
+        # Numbered now: the second half starts at different moments on the ranks.
         second = self.messages.number()
         own = interval(buffer, cuts, self.rank)
         scatter = self._reduce_scatter(first, pieces, cuts, own, how)

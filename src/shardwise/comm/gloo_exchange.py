@@ -108,6 +108,7 @@ class GlooExchange:
         # Before any message is sent: a forked child has its parent's sockets.
         self._status_server.refuse_after_failure()
         self._send_thread.refuse_if_dismissed()
+        # Remembered, because another rank may ask for it when its wait is too long (`_compare`).
         self._sent[call] = gloo_messages.contents(what, sends)
         awaited = gloo_messages.contents(what, receives)
         for old in list(self._sent):  # not only one: calls may send nothing, or in another order
@@ -133,6 +134,7 @@ class GlooExchange:
         """End the threads, and leave the group of torch's."""
         # The send thread first: it may hold tensors of calls that end with the group.
         self._send_thread.close()
+        # Ends waits of the progress thread, which would block its `close`.
         self._end()
         self.progress_thread.close()
 

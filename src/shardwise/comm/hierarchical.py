@@ -59,6 +59,7 @@ class Hierarchical(MappedMemory):
         self._between = between
         self._hosts = hosts
         self._under = under
+        # It wakes this rank through the poll of shared memory, so one wait serves both.
         self._progress_thread = ProgressThread(between.status_server.waits, inside.poll)
         self._children: list[Hierarchical] = []
         self._parent: ref[Hierarchical] | None = None
@@ -88,6 +89,8 @@ class Hierarchical(MappedMemory):
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         buffer, cuts = real_buffer(buffer, even_cuts(buffer.numel(), self.size))
         begin = self._inside.opening("all-reduce", buffer)
+        # Numbered here and not in the steps: those run when messages arrive, in an order that may
+        # differ between hosts.
         calls = self._between.messages.number(), self._between.messages.number()
         return self._inside.start(begin, self._all_reduce(begin, calls, buffer, cuts, how))
 
@@ -182,6 +185,7 @@ class Hierarchical(MappedMemory):
         """
         came = yield READY
         dtype = how.wide(buffer.dtype)
+        # In fp32 for 16-bit floats, between hosts too, so that the result is rounded once.
         sums = []
         for rank in self._peers:
             part = own if rank == self.rank else interval(buffer, cuts, rank)
@@ -292,8 +296,8 @@ class Hierarchical(MappedMemory):
         host = next(ranks for ranks in self._hosts if self.rank in ranks)
         by_place = [[p for p, rank in enumerate(host) if rank in group] for group in groups]
         here = self._inside.split([places for places in by_place if places])
-        # torch makes groups collectively: all ranks make all groups of Gloo in this order, also
-        # those that they are not in. Each rank is in one of them at most.
+        # torch makes groups collectively: all ranks make all groups of Gloo in this order, even
+        # those that they are not in. Each rank is in at most one of them.
         spanning = [group for group in groups if _is_even(self._spread(group))]
         apart = [
             group for group in groups if len(self._spread(group)) > 1 and group not in spanning
@@ -319,6 +323,7 @@ class Hierarchical(MappedMemory):
         return [ranks for ranks in found if ranks]
 
     def close(self) -> None:
+        # Children first: they use the arena and the sockets of this group's process.
         for child in list(self._children):
             child.close()
         self._between.close()

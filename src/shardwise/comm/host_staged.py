@@ -57,6 +57,7 @@ class HostStaged(Collectives):
         handle = self.inner.all_gather(host, cuts)
         first, end = cuts[self.rank], cuts[self.rank + 1]
 
+        # The own interval is the caller's: it is there already, and may be in use.
         def bring() -> None:
             _up(host[:first], buffer[:first])
             _up(host[end:], buffer[end:])

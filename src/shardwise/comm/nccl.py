@@ -61,6 +61,8 @@ class Nccl(Collectives):
         """Streams on which this rank sums, and from which it sends its sums."""
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        # The tree and wide sums of 16-bit floats are made here: NCCL has its own order, and would
+        # round after every addition.
         wide = how.wide(buffer.dtype)
         if how.in_tree or (wide != buffer.dtype and buffer.numel() >= LARGE):
             return self._own_all_reduce(buffer, how)
@@ -81,6 +83,7 @@ class Nccl(Collectives):
         target = interval(buffer, cuts, self.rank) if into is None else into
         if how.in_tree or how.wide(buffer.dtype) != buffer.dtype:
             return self._own_reduce_scatter(buffer, cuts, target, how)
+        # With one tensor torch copies nothing; with a list of parts it may.
         if _is_even(cuts):
             sums, sent = real_view(target), real_view(buffer)
             work = _scatter(sums, sent, group=self._group, async_op=True)

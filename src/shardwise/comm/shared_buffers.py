@@ -100,8 +100,10 @@ class SharedBuffers:
         for index, spare in enumerate(self._spare):
             if spare.numel() >= size:
                 return self._spare.pop(index)
+        # A segment of its own, which ends with the call, or the arena would keep its size.
         if size > POOLED:
             return self.arena.alone(size, torch.uint8)
+        # Rounded up to a power of two, so that tensors of similar size use the same places.
         return self.arena.allocate(1 << (size - 1).bit_length(), torch.uint8)
 
 

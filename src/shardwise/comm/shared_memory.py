@@ -130,7 +130,7 @@ class SharedMemory(MappedMemory):
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert device.type == "cpu", device
-        made: list[Tensor] = []
+        made: list[Tensor] = []  # the steps of a call return nothing
         like = torch.empty(numel, dtype=dtype, device="meta")
         begin = self.opening("common memory", like)
         self._work.start(begin, self._common(begin, like, made)).wait()
@@ -146,6 +146,7 @@ class SharedMemory(MappedMemory):
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         buffer = real_view(buffer)
         begin = self.opening("all-reduce", buffer)
+        # A small buffer goes into the message itself: one round instead of two.
         plan = self._exchange if buffer.nbytes <= INLINE else self._all_reduce
         return self._work.start(begin, plan(begin, buffer, how))
 
@@ -222,6 +223,7 @@ class SharedMemory(MappedMemory):
 
     def _all_gather(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
         own = interval(buffer, cuts, self.rank)
+        # By the largest interval, which all ranks know: they must choose the same way.
         small = max(b - a for a, b in pairwise(cuts)) * buffer.itemsize <= INLINE
         public = self.buffers.publish(begin, own, small=small)
         came = yield READY

@@ -232,6 +232,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
             continue
         if name.lower() not in FIELDS:
             raise unknown_key(name.lower(), FIELDS, f"environment variable {variable}")
+        # Variables are case-sensitive, settings are not: two spellings would hide each other.
         if name.lower() in found:
             raise _twice("The environment", spelt[name.lower()], variable)
         found[name.lower()], spelt[name.lower()] = value, variable
@@ -255,6 +256,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
 def _table(path: Path) -> dict[str, Any]:
     """What a TOML file says. Raises ConfigError for what is none."""
     try:
+        # Reading a FIFO or a terminal would wait for ever.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ConfigError(f"The config file {path} is no file: name a TOML file.")
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -268,7 +270,7 @@ def _table(path: Path) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ConfigError(f"The config file {path} is not TOML: it is nested too deeply.") from None
-    except ValueError as error:  # tomllib's own, and of numbers or paths that cannot be
+    except ValueError as error:  # of tomllib, and of Python for numbers that are too long
         raise ConfigError(f"The config file {path} is not TOML: {error}.") from None
 
 

@@ -77,6 +77,7 @@ class FromSampler(BatchSchedule):
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
         blocks = _drawn(self._sampler, self._world, epoch, plain=_plain, each=lambda index: 1)
         agreed = _agreed(blocks, self._world, "sampler", epoch)
+        # From the start, and not from `offset`: a sampler can only be drawn from in order.
         indices = islice(chain.from_iterable(agreed), offset, None)
         while batch := list(islice(indices, self._batch_size)):
             if self._drop_last and len(batch) < self._batch_size:
@@ -123,6 +124,8 @@ def _drawn(
     `each` tells how many an item has. What is drawn is seeded alike on all ranks, and goes on from
     one block to the next, whoever draws in between.
     """
+    # A generator function may draw between its items, so its draws are kept apart for as long as
+    # it lives, and not only while it is made.
     draws = SavedGenerators(seed_from(world.seed, "sampler", epoch))
     with draws.going_on():
         for told in (sampler, getattr(sampler, "sampler", None)):

@@ -88,6 +88,7 @@ def nothing() -> Fingerprint:
 
 def of(values: Tensor, offset: int = 0) -> Fingerprint:
     """Of `values`, which are the elements from `offset` on of a flattened tensor."""
+    # By chunks: hashes and positions are 64-bit, several times the memory of the elements.
     flat = _plain(values)
     found = nothing()
     for first in range(0, flat.numel(), _CHUNK):

@@ -119,7 +119,8 @@ class DirectFile:
             os.posix_fallocate(self._fd, 0, nbytes)
         except OSError as error:
             if error.errno in FULL:
-                os.ftruncate(self._fd, 0)  # what it did get is free for others, and in the message
+                # Give back what it got, so that the message tells the true free space.
+                os.ftruncate(self._fd, 0)
                 raise self._too_small(nbytes) from error
             if error.errno not in REFUSED:
                 raise self._failed("reserve", nbytes, 0, error) from error
@@ -163,6 +164,7 @@ class DirectFile:
         return recorder.span(f"{verb} {self._of}", Row.TIERS, {"bytes": memory.nbytes})
 
     def _read(self, into: memoryview, offset: int) -> None:
+        # A transfer may be short (signals, the limit of 2 GB a call).
         done = 0
         while done < len(into):
             try:
@@ -194,6 +196,7 @@ class DirectFile:
         self._forget(offset, len(data))
 
     def _forget(self, offset: int, length: int) -> None:
+        # What rests on the disk must not rest in memory too: offloading is there to save that.
         if not self.direct:
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 

@@ -226,7 +226,7 @@ def span(
     name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
 ) -> AbstractContextManager[None]:
     """A context that is recorded as `name` on a row; `about` is shown beside it."""
-    recorder = active  # read once: the thread that writes may end it at any moment
+    recorder = active  # read once: the thread that writes may set it to None at any moment
     return _OFF if recorder is None else Span(recorder, name, row, about)
 
 

@@ -44,6 +44,8 @@ class CommonCalls:
         self.note(call)
         if self._left > 0:
             self._left -= 1
+            # Doubled, so that the order of the batches counts. On an accelerator a tensor: the host
+            # does not wait for it here.
             self._rows = self._rows * 2 + digest()
 
     def number(self) -> float:
@@ -52,6 +54,8 @@ class CommonCalls:
         for (call, _), times in self._made.items():
             if call != SHARE or self._counts_shares:
                 counts[call] += times
+        # Sorted, because ranks may make calls in different orders. 32 bits are exact in the fp64
+        # vector of the exchange.
         return float(zlib.crc32(repr(sorted(counts.items())).encode()))
 
     @property
@@ -81,8 +85,8 @@ class CommonCalls:
 
 
 def nearly_alike(numbers: Sequence[float]) -> bool:
-    """Whether numbers differ by rounding alone: the same model may compute a batch on hosts of two
-    kinds."""
+    """Return whether numbers differ by rounding alone."""
+    # Batches may be computed by a model, on hosts with different processors.
     return max(numbers) - min(numbers) <= 1e-5 * max(map(abs, numbers))
 
 

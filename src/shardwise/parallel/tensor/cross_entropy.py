@@ -73,6 +73,7 @@ def cross_entropy(
     counts = wanted != ignore_index
     wanted = wanted.masked_fill(~counts, 0)
     check_in_range(wanted, ranges[-1][1], "Target out of bounds")
+    # In fp32: 16 bits are too few for a sum of exponentials over a vocabulary.
     losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat.float() if flat.dtype in NARROW else flat, wanted, first, group
     )

@@ -157,7 +157,7 @@ def _groups_of(
 ) -> Iterator[SplitGroup]:
     if module in taken:
         return
-    # By name only where they are the libraries' own; others may be called the same.
+    # By name only for classes of torch and transformers: a user's class may have the same name.
     ours = type(module).__module__.split(".")[0] in ("torch", "transformers")
     kind = type(module).__name__ if ours else ""
     if type(module).forward is nn.MultiheadAttention.forward:

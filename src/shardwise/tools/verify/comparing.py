@@ -137,6 +137,7 @@ def compare(
         least = _least(theirs)
         for one, two in zip(theirs, ours, strict=False):
             found.append(_step(engine, one, two, order, renamed, least, known=known))
+    # In order of time: the first difference is nearest to the cause, later ones follow from it.
     found.sort(key=lambda step: (step.number, step.engine))
     return Comparison(found, counts)
 
@@ -237,6 +238,8 @@ def _fed_alike(theirs: Step, ours: Step) -> bool:
         return False
     if one.hashes == two.hashes:
         return True
+    # A model may be fed the output of another one (an encoder), which differs by rounding. The
+    # second bound is that of Cauchy and Schwarz: a sum may cancel to nothing.
     scale = max(abs(one.sums[1]), 1e-300)
     return abs(one.sums[1] - two.sums[1]) <= 1e-6 * scale and abs(
         one.sums[0] - two.sums[0]
@@ -274,6 +277,7 @@ def _difference(
         return TensorDifference(kind, name, apart, strays)
     if not one.values.numel():
         return TensorDifference(kind, name, 0.0, strays)
+    # Of the largest value, not element by element: elements near zero are nothing but rounding.
     theirs, ours = one.values.double(), two.values.double()
     away = (theirs - ours).abs()
     away[theirs.isnan() & ours.isnan()] = 0.0

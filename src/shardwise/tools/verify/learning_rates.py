@@ -65,7 +65,7 @@ def pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int
     ):
         return 1  # scaled with the workers
     for times in (size, *range(2, MOST_MICRO_BATCHES)):
-        # One who steps it before engine.step has made all of them by the first step.
+        # A script that steps the scheduler before engine.step is ahead by `times` - 1 at first.
         for begin in (0, times - 1):
             # Each `times`th of theirs, as far as both are known. One step proves nothing.
             several = [(theirs[begin::times], ours) for theirs, ours in engines]

@@ -112,9 +112,10 @@ def smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
     Rows are made simpler first, then tiers, micro-batches, what splits layers, what else there is,
     and the number of workers last; of each the simplest that still differs is kept.
     """
+    # One run decides most cases: mistakes about the data or the number of workers show there.
     quick = replace(placement.reference(), size=2)
     if placement.size != 1 and quick != placement and differs(quick):
-        return quick  # what differs on two workers of ZERO_0 owes nothing to the rest
+        return quick  # the other settings do not matter: it differs without them
     tried = [placement, quick]
     for simpler in (rows, tiers, micro_batches, layers, rest, workers):
         for candidate in simpler(placement):

@@ -152,7 +152,8 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
         numbers |= row["numbers"]
         samples += row["samples"]
     fed = [row["fed"] for _, row in rows]
-    # What an engine says is alike on all ranks; a Horovod script's loss is each rank's own.
+    # The loss of an engine is the same on all ranks. That of a Horovod script is each rank's own:
+    # their mean is what the script trains on.
     losses = [row.get("loss", math.nan) for _, row in rows]
     return Step(
         number=number,

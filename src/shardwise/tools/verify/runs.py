@@ -128,7 +128,8 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     }
     arguments = [json.dumps(given), *(run.script.adopting or run.script.words)]
     shim = ["-m", SHIM, *arguments]
-    # What the interpreter reads at its start must be there then; other hosts have no warm process.
+    # Not from a warm process if variables are given, which the interpreter reads at its start, or
+    # if ranks run on other hosts, which have none.
     if (
         warm is not None
         and warm.answers
@@ -146,6 +147,8 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
 def environment(most: int) -> dict[str, str]:
     """Return the variables of a run: as many threads at every size, so that no sum is cut in
     another way for that alone, and no hosts of a job, which may not see the records."""
+    # For the largest run: kernels cut sums by the number of threads, so a run of fewer ranks with
+    # more threads each would differ by rounding for that alone.
     threads = str(max(1, usable_cores() // most))
     kept = {n: value for n, value in os.environ.items() if n not in allocations.VARIABLES}
     return {"OMP_NUM_THREADS": threads, **kept}
@@ -166,7 +169,7 @@ class WarmRanks:
         ]
 
     def _started(self, seat: int, modules: str, most: int) -> subprocess.Popen[bytes]:
-        # It listens from the beginning: a rank that comes before it has imported waits.
+        # Listen before the process exists: a rank that connects while it still imports torch waits.
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(socket_path(str(self._folder), seat))
             listener.listen(64)
@@ -175,7 +178,7 @@ class WarmRanks:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the runs, which end their ranks
+                start_new_session=True,  # Ctrl-C goes to the runs, which end their ranks first
                 env=environment(most),
                 pass_fds=[listener.fileno()],
             )

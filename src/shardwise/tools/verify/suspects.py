@@ -38,6 +38,8 @@ def worth_a_trial(
         if learning_rates.pace(reference, other, size) > 1
         else {}
     )
+    # In order of trials. General ones come last: pretending that there is one worker also hides the
+    # effect of every particular mistake about their number.
     return [
         *_of_data(facts, comparison, first, size, ahead),
         *_of_weight(facts),
@@ -188,6 +190,7 @@ def _of_loss(
     one, two = (each.engines[first.engine] for each in (reference, other))
     if len(one) < 2 or len(two) < 2:
         return
+    # In the first step, from equal parameters: later losses differ for other reasons too.
     theirs, ours = one[1].loss, two[1].loss
     if not (math.isfinite(theirs) and math.isfinite(ours) and theirs and ours):
         return

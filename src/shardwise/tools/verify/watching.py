@@ -74,6 +74,7 @@ def module_of(depth: int) -> str:
 
 def user_line() -> str | None:
     """FILE:LINE of the innermost code of the user's that is under way."""
+    # Innermost, and not the direct caller: a library may be between (a Trainer, a wrapper).
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
