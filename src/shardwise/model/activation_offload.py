@@ -132,6 +132,7 @@ class SavedTensors:
         if (key := self._key(tensor)) is None:
             return Kept(tensor)
         self._let_go(LEAVING)
+        # An expired storage may have given its address to a new one.
         piece = self._by_key.get(key)
         if piece is None or piece.storage.expired():
             piece = self._send(key, tensor.detach())
@@ -143,11 +144,14 @@ class SavedTensors:
             return None
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
+        # Parameters and buffers stay anyway: offloading them would save nothing.
         width, storage = tensor.element_size(), tensor.untyped_storage()
         nbytes = tensor.numel() * width
         if nbytes < LEAST or storage.data_ptr() in self._staying:
             return None
         span, first = int(storage.nbytes()), 0
+        # The whole storage, so that other views of it share the piece, unless this view is a small
+        # part: then only the range that it covers.
         if span > _WASTE * nbytes:
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             span = (1 + sum((size - 1) * stride for size, stride in steps)) * width

@@ -41,6 +41,7 @@ class _PlainState:
         for name, value in state.items():
             if isinstance(value, dict) and name.endswith(_HOOK_DICTS):
                 plain[name] = type(value)((k, hook) for k, hook in value.items() if k not in ours)
+        # Without this object too: a file of torch.save must load without Shardwise.
         if isinstance(plain.get(_NAME), _PlainState):
             del plain[_NAME]
             plain.pop(_DEEPCOPY, None)
@@ -77,6 +78,7 @@ class Hooked:
         self._handle = handle
         state = _state_of(module)
         state.hooks.add(handle.id)
+        # A class with a deepcopy of its own is left alone.
         if kept and not hasattr(type(module), _DEEPCOPY):
             state.kept.add(handle.id)
             vars(module)[_DEEPCOPY] = state.deepcopy
@@ -116,6 +118,7 @@ def give_back(module: nn.Module, name: str, value: Any) -> None:
     ours = state.ours.get(name, (None, []))
     if ours[0] is value:
         del state.ours[name]
+        # The user may have put something else there since; that stays.
         if vars(module).get(name) is value:
             delattr(module, name)
             for each in ours[1]:

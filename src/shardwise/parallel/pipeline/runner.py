@@ -106,7 +106,7 @@ class CollectGradients(Protocol):
     ) -> AbstractContextManager[None]: ...
 
 
-class GradientWeighting(Protocol):
+class BackwardSeeds(Protocol):
     """Gives the gradient that a backward starts from; the engine's exact mean is one."""
 
     def begin(self, weight: float | Tensor, share: float) -> None:
@@ -153,7 +153,7 @@ class PipelineRunner:
     """Runs batches through `pipeline`."""
 
     def __init__(
-        self, pipeline: PipelineGroup, settings: Settings, weighting: GradientWeighting
+        self, pipeline: PipelineGroup, settings: Settings, weighting: BackwardSeeds
     ) -> None:
         self._pipeline = pipeline
         self._settings = settings
