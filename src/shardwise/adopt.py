@@ -9,10 +9,8 @@ from __future__ import annotations
 import builtins
 import runpy
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from shardwise.bridging.joining import join
 from shardwise.launch import program
@@ -21,14 +19,14 @@ from shardwise.launch import program
 def main(arguments: list[str]) -> None:
     """Adopt the libraries that the first of `arguments` names, and run the rest."""
     names, *words = arguments or [""]
-    if not words or any(name not in _ADOPT for name in names.split(",")):
+    if not words or any(name not in LIBRARIES for name in names.split(",")):
         sys.exit(
             "shardwise: python -m shardwise.adopt takes names out of "
-            f"{', '.join(_ADOPT)}, with commas between, and then a script or -m MODULE."
+            f"{', '.join(LIBRARIES)}, with commas between, and then a script or -m MODULE."
         )
     join({}, f"--adopt {names}", in_parts=names == "deepspeed")
     for name in names.split(","):
-        _ADOPT[name]()
+        _adopt(name)
     if program.set_up_python(words):
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
@@ -36,8 +34,9 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(path: str) -> None:
-    """Run the script at `path` as Python itself does: in the module `__main__` that was there from
-    the start, which those who pickle the script's functions look for."""
+    """Run the script at `path` as Python itself does."""
+    # In the module `__main__` of this process, and not in a new one as runpy does: pickle looks
+    # for the script's functions there.
     code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     namespace = vars(sys.modules["__main__"])
     namespace.clear()
@@ -51,41 +50,30 @@ def _run(path: str) -> None:
     exec(code, namespace)
 
 
-def _adopt_accelerate() -> None:
-    stock = import_module("accelerate").Accelerator
-    _replace("accelerate", stock, import_module("shardwise.accelerate").Accelerator)
+CLASSES = {"accelerate": ("Accelerator",), "transformers": ("Trainer", "Seq2SeqTrainer")}
+"""Classes that are replaced by ours of the same name."""
+
+MODULES = {"deepspeed": "shardwise.deepspeed.modules", "lightning": "shardwise.lightning.adoption"}
+"""Modules of ours that replace a whole library."""
+
+LIBRARIES = ("accelerate", "deepspeed", "transformers", "lightning")
 
 
-def _adopt_transformers() -> None:
-    theirs = import_module("transformers")
-    stock = theirs.Trainer, theirs.Seq2SeqTrainer
-    ours = import_module("shardwise.transformers")
-    for before, after in zip(stock, (ours.Trainer, ours.Seq2SeqTrainer), strict=True):
-        _replace("transformers", before, after)
+def _adopt(library: str) -> None:
+    """Put our classes in the place of those of `library`."""
+    if library in MODULES:
+        import_module(MODULES[library]).adopt()
+        return
+    theirs = import_module(library)
+    # All of theirs first: importing ours may import more of the library.
+    stock = {name: getattr(theirs, name) for name in CLASSES[library]}
+    ours = import_module(f"shardwise.{library}")
+    for name, before in stock.items():
+        # Submodules hold the class under its name too: `from .trainer import Trainer`.
+        for path, module in list(sys.modules.items()):
+            if path.split(".")[0] == library and vars(module).get(name) is before:
+                setattr(module, name, getattr(ours, name))
 
-
-def _adopt_deepspeed() -> None:
-    import_module("shardwise.deepspeed.modules").adopt()
-
-
-def _adopt_lightning() -> None:
-    import_module("shardwise.lightning.adoption").adopt()
-
-
-def _replace(library: str, stock: type[Any], ours: type[Any]) -> None:
-    """Let every module of `library` that has the class `stock` have `ours` from now on."""
-    name = stock.__name__
-    for path, module in list(sys.modules.items()):
-        if path.split(".")[0] == library and vars(module).get(name) is stock:
-            setattr(module, name, ours)
-
-
-_ADOPT: dict[str, Callable[[], None]] = {
-    "accelerate": _adopt_accelerate,
-    "deepspeed": _adopt_deepspeed,
-    "transformers": _adopt_transformers,
-    "lightning": _adopt_lightning,
-}
 
 if __name__ == "__main__":
     # The script takes this module's place, so that nothing may still run in it.

@@ -88,7 +88,12 @@ class ScaledLR(LRScheduler):
             raise ConfigError(f"warmup_epochs is a number of 0 or more, not {warmup_epochs}.")
         if momentum_correction:
             _check_momentum(optimizer)
-        self._factor = factor(_workers() if workers is None else workers, scaling)
+        if workers is None:
+            # The replicas that make a step together. Islands make their own steps, unless they
+            # exchange gradients (`behind`): then a step is one of the whole run.
+            world = current_world()
+            workers = world.data_size // world.groups_apart
+        self._factor = factor(workers, scaling)
         self._epochs, self._steps_per_epoch = warmup_epochs, steps_per_epoch
         self._corrects = momentum_correction
         super().__init__(optimizer)
@@ -137,30 +142,22 @@ class ScaledLR(LRScheduler):
         if (change := correction / state.get("correction", 1.0)) != 1:
             for group in self.optimizer.param_groups:
                 group["momentum"] *= change
-        self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
+        # A rate may be a tensor, which later steps change in place.
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._last_lr = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def _multiplier(self, steps: int) -> float:
         return warmed(steps / self._steps_per_epoch, self._epochs, self._factor)
 
     def _correction(self) -> float:
-        """The change of the rate that lies before the step to come."""
+        """Return the ratio by which the rate changes before the next step."""
         if self.last_epoch < 1:
             return 1.0
         return self.multiplier / self._multiplier(self.last_epoch - 1)
 
 
-def _workers() -> int:
-    """How many replicas make a step together."""
-    world = current_world()
-    return world.data_size // world.groups_apart
-
-
-def _copied(rate: Any) -> Any:
-    return rate.clone() if isinstance(rate, Tensor) else rate
-
-
 def _check_momentum(optimizer: optim.Optimizer) -> None:
-    """Raise ModelError where a correction of the momentum would be none."""
+    """Raise ModelError if the optimizer needs no correction of the momentum."""
     name = type(optimizer).__name__
     if not all("momentum" in group for group in optimizer.param_groups):
         raise ModelError(f"{name} has no momentum in its groups: leave momentum_correction out.")
@@ -173,7 +170,7 @@ def _check_momentum(optimizer: optim.Optimizer) -> None:
 
 
 def _moved(optimizer: optim.Optimizer, rate: float) -> float:
-    """How far momentum alone moves a parameter at `rate`, after a step at rate 1; by a copy."""
+    """Return how far momentum alone moves a parameter at `rate`, after a step at rate 1."""
     options = {**optimizer.defaults, "lr": 1.0, "momentum": 0.5, "weight_decay": 0.0}
     options = {name: value for name, value in options.items() if name in optimizer.defaults}
     parameter = nn.Parameter(torch.ones(2, 2))

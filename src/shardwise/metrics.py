@@ -73,9 +73,12 @@ class Metrics:
         below 0; nothing is forgotten then.
         """
         own = {name: (self._sums[name].told(), self._weights[name].told()) for name in self._sums}
-        # A rank that had no batch of an evaluation has measured nothing, and nothing is amiss.
+        # A rank without a batch in an uneven evaluation measured nothing: it counts as weight 0,
+        # and not as a rank that forgot a name.
         idle = not own and self._world.current_batch.sat_out > self._sat_out
-        ranks = _with_idle(self._world.gather(None if idle else own))
+        gathered = self._world.gather(None if idle else own)
+        measured = next((rank for rank in gathered if rank is not None), {})
+        ranks = [dict.fromkeys(measured, NOTHING) if rank is None else rank for rank in gathered]
         _check_names(ranks)
         _check_weights(ranks)
         self._sums, self._weights = {}, {}
@@ -175,14 +178,9 @@ def _mean(totals: list[tuple[list[float], list[float]]]) -> float:
     sums = [value for values, _ in totals for value in values]
     if weight == 0:
         return math.nan
-    # fsum raises where infinities of both signs meet; plain addition gives the NaN they make
+    # fsum rounds once, so the mean does not depend on the number of ranks. It raises on infinities
+    # of both signs; plain addition gives their NaN.
     return (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / weight
-
-
-def _with_idle(ranks: list[Totals | None]) -> list[Totals]:
-    """What the ranks told, with nothing measured on those that were idle."""
-    measured = next((rank for rank in ranks if rank is not None), {})
-    return [dict.fromkeys(measured, NOTHING) if rank is None else rank for rank in ranks]
 
 
 def _check_names(ranks: list[Totals]) -> None:

@@ -21,7 +21,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import cycle, islice
@@ -36,11 +35,11 @@ from shardwise.errors import ShardwiseError, UsageError
 from shardwise.tools.verify import runs, verdicts
 from shardwise.tools.verify.flags import placement_of
 from shardwise.tools.verify.flow import Verification
-from shardwise.tools.verify.placements import Placement
-from shardwise.tools.verify.plan import Plan
-from shardwise.tools.verify.records import Training
-from shardwise.tools.verify.runs import Run, RunFailed, Script, WarmRanks
-from shardwise.tools.verify.verdicts import Verdict
+from shardwise.tools.verify.placements import RunPlacement
+from shardwise.tools.verify.records import RecordedTraining
+from shardwise.tools.verify.request import VerifyRequest
+from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, WarmRanks
+from shardwise.tools.verify.verdicts import TrainingVerdict
 from shardwise.world.randomness import seed_everything
 
 Made = tuple[nn.Module, torch.optim.Optimizer, Sequence[Any], Callable[..., Tensor]]
@@ -72,23 +71,27 @@ def assert_same_training(
     spread = [placement_of(text) for text in placements]
     folder = Path(tempfile.mkdtemp(prefix="shardwise-testing-"))
     words = ("shardwise.testing", *where, str(steps))
-    plan = Plan(
-        script=Script(words=words, module=True),
-        against=Script(words=(*words, "plain"), module=True),
+    plan = VerifyRequest(
+        script=ScriptCommand(words=words, module=True),
+        against=ScriptCommand(words=(*words, "plain"), module=True),
         placements=spread,
         steps=steps,
         out=folder,
     )
     try:
         with WarmRanks(plan.script, plan.most) as warm:
-            verification = Verification(plan, partial(_make, folder, warm))
+
+            def run_training(run: Run, words: str) -> RecordedTraining:
+                return runs.make(run, words, folder / "output.txt", lambda steps: None, warm)
+
+            verification = Verification(plan, run_training)
             for placement in spread:
                 _check(verification, placement, bits=bits)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check(verification: Verification, placement: Placement, *, bits: bool) -> None:
+def _check(verification: Verification, placement: RunPlacement, *, bits: bool) -> None:
     __tracebackhide__ = True
     try:
         verification.check()
@@ -98,14 +101,12 @@ def _check(verification: Verification, placement: Placement, *, bits: bool) -> N
         raise AssertionError(f"{placement}: {error}\n{said}") from None
     except ShardwiseError as error:
         raise AssertionError(f"{placement}: {error}") from None
-    if result.verdict is Verdict.BITS or (result.verdict is Verdict.ROUNDING and not bits):
+    if result.verdict is TrainingVerdict.BITS or (
+        result.verdict is TrainingVerdict.ROUNDING and not bits
+    ):
         return
     said = "\n  ".join(verdicts.sentences(result))
     raise AssertionError(f"{placement}: {result.verdict.words}\n  {said}")
-
-
-def _make(folder: Path, warm: WarmRanks, run: Run, words: str) -> Training:
-    return runs.make(run, words, folder / "output.txt", lambda steps: None, warm)
 
 
 def _place_of(make: Callable[[], Made]) -> tuple[str, str, str, str]:
@@ -187,10 +188,6 @@ def _train_plain(make: Callable[[], Made], steps: int) -> None:
         optimizer.step()
 
 
-def _main(path: str, name: str, module: str, places: str, steps: str, plain: str = "") -> None:
-    train = _train_plain if plain else _train
-    train(_imported(path, name, module, places), int(steps))
-
-
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    path, name, module, places, steps, *plain = sys.argv[1:]
+    (_train_plain if plain else _train)(_imported(path, name, module, places), int(steps))

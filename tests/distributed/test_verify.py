@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.tools.verify.placements import Placement
-from shardwise.tools.verify.verdicts import Verdict, sentences
+from shardwise.tools.verify.placements import RunPlacement
+from shardwise.tools.verify.verdicts import TrainingVerdict, sentences
 from tests.distributed.verified import judged
 
 SCRIPTS = Path(__file__).parents[1] / "system" / "scripts"
 
-TWO = Placement(size=2, settings={"zero": "2"})
+TWO = RunPlacement(size=2, settings={"zero": "2"})
 
 MISTAKES = {
     "sampler": ("sampler", "DistributedSampler at sampler.py:"),
@@ -41,7 +41,7 @@ CHEAP = ("own_batch", "scaled_rate", "weight")
 def test_a_mistake_is_named(mistake: str, tmp_path: Path) -> None:
     script = str(SCRIPTS / "mistakes" / f"{mistake}.py")
     result = judged((script,), TWO, tmp_path, steps=5)
-    assert result.verdict is Verdict.DIFFERS
+    assert result.verdict is TrainingVerdict.DIFFERS
     assert result.found is not None
     name, words = MISTAKES[mistake]
     said = "\n".join(sentences(result))
@@ -69,15 +69,15 @@ def test_nothing_is_named_where_nothing_is_wrong(
     model: str, optimizer: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
     words = (str(SCRIPTS / "parity_model.py"), model, optimizer)
-    result = judged(words, Placement(size=2, settings=settings), tmp_path, steps=6)
+    result = judged(words, RunPlacement(size=2, settings=settings), tmp_path, steps=6)
     said = "\n".join(sentences(result))
-    assert result.verdict in (Verdict.BITS, Verdict.ROUNDING), said
+    assert result.verdict in (TrainingVerdict.BITS, TrainingVerdict.ROUNDING), said
     assert result.steps == 6
 
 
 def test_losses_averaged_over_workers_agree(tmp_path: Path) -> None:
-    result = judged((str(SCRIPTS / "ddp_loss.py"),), Placement(size=2), tmp_path, steps=3)
-    assert result.verdict is Verdict.ROUNDING, "\n".join(sentences(result))
+    result = judged((str(SCRIPTS / "ddp_loss.py"),), RunPlacement(size=2), tmp_path, steps=3)
+    assert result.verdict is TrainingVerdict.ROUNDING, "\n".join(sentences(result))
 
 
 SMALLEST = {
@@ -95,7 +95,7 @@ SMALLEST = {
 @pytest.mark.parametrize("fault", SMALLEST)
 def test_the_smallest_placement_is_found(fault: str, tmp_path: Path) -> None:
     settings = {"zero": "3", "offload_optimizer": "cpu", "micro_batch_size": "3"}
-    flags = Placement(size=2, settings=settings)
+    flags = RunPlacement(size=2, settings=settings)
     result = judged((str(SCRIPTS / f"{fault}.py"),), flags, tmp_path, steps=8)
     placement, words = SMALLEST[fault]
     said = "\n".join(sentences(result))

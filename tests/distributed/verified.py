@@ -17,10 +17,10 @@ from shardwise import config
 from shardwise.net import environment
 from shardwise.tools.verify import records, script
 from shardwise.tools.verify.flow import Verification
-from shardwise.tools.verify.placements import Placement
-from shardwise.tools.verify.plan import Plan
-from shardwise.tools.verify.records import Training
-from shardwise.tools.verify.runs import Run, RunFailed, Script, command
+from shardwise.tools.verify.placements import RunPlacement
+from shardwise.tools.verify.records import RecordedTraining
+from shardwise.tools.verify.request import VerifyRequest
+from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, command
 from shardwise.tools.verify.verdicts import Result
 from shardwise.world import world
 from tests.distributed.group import FORKED, Origin, _Rank
@@ -28,15 +28,15 @@ from tests.distributed.group import FORKED, Origin, _Rank
 LIMIT = 120.0
 
 
-def judged(words: tuple[str, ...], flags: Placement, folder: Path, **more: Any) -> Result:
+def judged(words: tuple[str, ...], flags: RunPlacement, folder: Path, **more: Any) -> Result:
     """What `shardwise verify` finds about a script."""
-    asked = Plan(script=Script(words=words), placements=[flags], out=folder, **more)
+    asked = VerifyRequest(script=ScriptCommand(words=words), placements=[flags], out=folder, **more)
     verification = Verification(asked, make)
     verification.check()
     return verification.judge(flags)
 
 
-def make(run: Run, words: str) -> Training:
+def make(run: Run, words: str) -> RecordedTraining:
     """Make a run, as `runs.make` does."""
     folder = Path(tempfile.mkdtemp(prefix="record-"))
     try:

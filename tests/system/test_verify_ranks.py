@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.tools.verify.runs import Run, Script, WarmRanks, command
+from shardwise.tools.verify.runs import Run, ScriptCommand, WarmRanks, command
 from tests.system.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no rank is forked")
@@ -37,7 +37,7 @@ class Ranks:
 
     def words(self, seat: int = 0) -> list[str]:
         """The words that start it as a rank."""
-        script = Script(words=("script.py", "its", "arguments"))
+        script = ScriptCommand(words=("script.py", "its", "arguments"))
         run = Run(script=script, placement=None, steps=1, seat=seat)
         return command(run, self.folder, self._warm)
 
@@ -91,7 +91,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmRanks]:
     folder = tmp_path_factory.mktemp("warm")
     (folder / "datasets.py").write_text("")
     (folder / "first.py").write_text(IMPORTS)
-    with WarmRanks(Script(words=(str(folder / "first.py"),)), most=2) as found:
+    with WarmRanks(ScriptCommand(words=(str(folder / "first.py"),)), most=2) as found:
         yield found
 
 
@@ -133,7 +133,7 @@ print(matplotlib.get_backend())
 """
     # Such a script is started from processes that have imported torch alone.
     (ranks.folder / "script.py").write_text(text)
-    with WarmRanks(Script(words=(str(ranks.folder / "script.py"),)), most=2) as own:
+    with WarmRanks(ScriptCommand(words=(str(ranks.folder / "script.py"),)), most=2) as own:
         found = Ranks(own, ranks.folder).run(text)
     assert (found.returncode, found.stdout, found.stderr) == (0, "svg\n", "")
 

@@ -33,12 +33,12 @@ from shardwise.tools.verify.causes import Suspect
 from shardwise.tools.verify.command import LOGS, _log_folder
 from shardwise.tools.verify.comparing import compare
 from shardwise.tools.verify.flow import Verification
-from shardwise.tools.verify.placements import Placement
-from shardwise.tools.verify.plan import Plan
-from shardwise.tools.verify.records import Fed, Step, Training, Whole
+from shardwise.tools.verify.placements import RunPlacement
+from shardwise.tools.verify.records import FeedRecord, RecordedTraining, Step, Whole
 from shardwise.tools.verify.report import Report
-from shardwise.tools.verify.runs import Run, RunFailed, Script, command, large_imports
-from shardwise.tools.verify.verdicts import Verdict
+from shardwise.tools.verify.request import VerifyRequest
+from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, command, large_imports
+from shardwise.tools.verify.verdicts import TrainingVerdict
 from shardwise.world import tensor_log
 from shardwise.world.tensor_log import Part, TensorLog
 
@@ -51,7 +51,7 @@ def whole(values: Tensor, *others: Tensor) -> Whole:
 
 def training(
     off: float = 0.0, *, begins: int = 1, steps: int = 4, fed: int = 7, **facts: Any
-) -> Training:
+) -> RecordedTraining:
     """A run of two tensors whose second differs by `off` from step `begins` on, and the loss from
     the step after."""
     made = []
@@ -71,12 +71,12 @@ def training(
                 weight=8.0 if number else math.nan,
                 lr=(0.1,),
                 samples=(),
-                fed=Fed(40, fed if number else 0, (1.0, float(fed)), 8 if number else 0),
+                fed=FeedRecord(40, fed if number else 0, (1.0, float(fed)), 8 if number else 0),
                 numbers={},
                 tensors=tensors,
             )
         )
-    return Training({0: made}, {0: ["", "0", "1"]}, {}, {"driver": "engine", **facts})
+    return RecordedTraining({0: made}, {0: ["", "0", "1"]}, {}, {"driver": "engine", **facts})
 
 
 class TestComparing:
@@ -242,7 +242,7 @@ class TestRecords:
         module.register_buffer("dense", torch.ones(3))
         module.plain = torch.eye(3).to_sparse()
         assert [part.name for part in tensors_beside([("", module)], 0)] == ["dense"]
-        counted = tensor_log.Fed()
+        counted = tensor_log.FeedTotals()
         counted.add([torch.eye(3).to_sparse(), torch.ones(3)])
         assert (counted.elements, counted.rows) == (3, 3)
 
@@ -268,7 +268,7 @@ def fed(rank: int) -> dict[str, Any]:
     return {"elements": 5, "hashes": rank, "sums": [1.0, 2.0], "rows": 2 + rank}
 
 
-P = Placement
+P = RunPlacement
 BIG = P(
     size=4,
     settings={
@@ -311,7 +311,7 @@ class TestPlacements:
         ],
     )
     def test_the_smallest_that_differs(
-        self, differs: Callable[[Placement], bool], smallest: str
+        self, differs: Callable[[RunPlacement], bool], smallest: str
     ) -> None:
         found = placements.smallest(BIG, differs)
         assert differs(found)
@@ -321,9 +321,9 @@ class TestPlacements:
         assert {w for w in words.split() if w.startswith("--")} >= kept
 
     def test_nothing_that_cannot_be_is_tried(self) -> None:
-        tried: list[Placement] = []
+        tried: list[RunPlacement] = []
 
-        def differs(placement: Placement) -> bool:
+        def differs(placement: RunPlacement) -> bool:
             tried.append(placement)
             return False
 
@@ -441,21 +441,23 @@ def names(several: Any) -> set[str]:
     return {each.name for each in several}
 
 
-def suspected(one: Training, two: Training, comparison: Any) -> list[str]:
+def suspected(one: RecordedTraining, two: RecordedTraining, comparison: Any) -> list[str]:
     return [each.name for each in suspects.worth_a_trial(one, two, comparison, 1e-8, 2)]
 
 
-def plan(tmp_path: Path, **more: Any) -> Plan:
+def plan(tmp_path: Path, **more: Any) -> VerifyRequest:
     given: dict[str, Any] = {
-        "script": Script(words=("train.py",)),
+        "script": ScriptCommand(words=("train.py",)),
         "placements": [P(size=2, settings={"zero": "2"})],
         "steps": 4,
         "out": tmp_path,
     }
-    return Plan(**{**given, **more})
+    return VerifyRequest(**{**given, **more})
 
 
-def judged(tmp_path: Path, make: Callable[[Run, str], Training], **more: Any) -> verdicts.Result:
+def judged(
+    tmp_path: Path, make: Callable[[Run, str], RecordedTraining], **more: Any
+) -> verdicts.Result:
     asked = plan(tmp_path, **more)
     verification = Verification(asked, make)
     verification.check()
@@ -474,48 +476,48 @@ class TestVerdicts:
     def test_the_same_bits_take_two_runs(self, tmp_path: Path) -> None:
         made: list[str] = []
 
-        def make(run: Run, words: str) -> Training:
+        def make(run: Run, words: str) -> RecordedTraining:
             made.append(words)
             return training()
 
         result = judged(tmp_path, make)
-        assert result.verdict is Verdict.BITS
+        assert result.verdict is TrainingVerdict.BITS
         assert made == ["the reference", "-n 2 --zero 2"]
         assert "Equal to the last bit over 4 steps" in verdicts.sentences(result)[0]
 
     def test_rounding_is_proved_in_fp64(self, tmp_path: Path) -> None:
-        def make(run: Run, words: str) -> Training:
+        def make(run: Run, words: str) -> RecordedTraining:
             return training(0.0 if is_alone(run) else 1e-12 if is_wide(run) else 1e-3)
 
         result = judged(tmp_path, make)
-        assert result.verdict is Verdict.ROUNDING
+        assert result.verdict is TrainingVerdict.ROUNDING
         assert "in fp64 the same script agrees to" in verdicts.sentences(result)[0]
 
     def test_what_agrees_as_it_is_needs_no_fp64(self, tmp_path: Path) -> None:
         result = judged(tmp_path, lambda run, words: training(0.0 if is_alone(run) else 1e-12))
-        assert (result.verdict, result.wide) == (Verdict.ROUNDING, None)
+        assert (result.verdict, result.wide) == (TrainingVerdict.ROUNDING, None)
 
     def test_a_script_that_does_not_run_in_fp64_is_not_proved(self, tmp_path: Path) -> None:
-        def make(run: Run, words: str) -> Training:
+        def make(run: Run, words: str) -> RecordedTraining:
             if is_wide(run):
                 raise RunFailed(words, 1, "RuntimeError: mat1 and mat2")
             return training(0.0 if is_alone(run) else 1e-6)
 
         result = judged(tmp_path, make)
-        assert result.verdict is Verdict.UNPROVED
+        assert result.verdict is TrainingVerdict.UNPROVED
         assert "RuntimeError: mat1 and mat2" in verdicts.sentences(result)[0]
 
     def test_a_difference_is_named_with_step_tensor_placement_and_cause(
         self, tmp_path: Path
     ) -> None:
-        def make(run: Run, words: str) -> Training:
+        def make(run: Run, words: str) -> RecordedTraining:
             bad = not is_alone(run) and "dropout" not in run.alter
             return training(1e-3 if bad else 0.0, begins=2, dropout=["model.py:7"])
 
         result = judged(
             tmp_path, make, placements=[P(size=4, settings={"zero": "3", "micro_batch_size": "2"})]
         )
-        assert result.verdict is Verdict.DIFFERS
+        assert result.verdict is TrainingVerdict.DIFFERS
         first, smallest, cause = verdicts.sentences(result)
         assert first.startswith("Differs in fp64, first in step 1. The first in order of") or (
             "first in step 1" in first and "1.weight, by 0.00025" in first
@@ -526,7 +528,7 @@ class TestVerdicts:
     def test_of_a_large_model_the_first_tensors_are_compared_by_value(self, tmp_path: Path) -> None:
         wanted: list[Any] = []
 
-        def make(run: Run, words: str) -> Training:
+        def make(run: Run, words: str) -> RecordedTraining:
             wanted.append(run.values)
             made = training(0.0 if is_alone(run) else 1e-3)
             if run.values is None:
@@ -542,7 +544,7 @@ class TestVerdicts:
     def test_a_reference_that_does_not_repeat_itself_is_the_cause(self, tmp_path: Path) -> None:
         count = iter(range(100))
 
-        def make(run: Run, words: str) -> Training:
+        def make(run: Run, words: str) -> RecordedTraining:
             return training(next(count) * 1e-3)
 
         result = judged(tmp_path, make)
@@ -552,7 +554,7 @@ class TestVerdicts:
     def test_a_script_without_a_seed(self, tmp_path: Path) -> None:
         count = iter(range(100))
 
-        def make(run: Run, words: str) -> Training:
+        def make(run: Run, words: str) -> RecordedTraining:
             assert run.placement is not None
             return training(0.0 if "seed" in run.placement.settings else next(count) * 1e-3)
 
@@ -561,28 +563,28 @@ class TestVerdicts:
         assert [each.name for each in result.found.causes] == ["seed"]
 
     def test_a_script_without_an_engine_is_told_so(self, tmp_path: Path) -> None:
-        def make(run: Run, words: str) -> Training:
+        def make(run: Run, words: str) -> RecordedTraining:
             return replace(training(), facts={"driver": ""})
 
         with pytest.raises(LaunchError, match=r"train.py makes no sw.Engine"):
             judged(tmp_path, make)
 
     def test_every_verdict_has_words_and_a_code_of_its_own(self) -> None:
-        assert len({each.words for each in Verdict}) == len(Verdict)
-        assert Verdict.BITS.value == 0
-        assert not {each.value for each in Verdict} & {1, 2}
+        assert len({each.words for each in TrainingVerdict}) == len(TrainingVerdict)
+        assert TrainingVerdict.BITS.value == 0
+        assert not {each.value for each in TrainingVerdict} & {1, 2}
 
     def test_the_original_is_run_by_itself(self, tmp_path: Path) -> None:
         runs: list[Run] = []
 
-        def make(run: Run, words: str) -> Training:
+        def make(run: Run, words: str) -> RecordedTraining:
             runs.append(run)
             return replace(
                 training(), facts={"driver": "plain" if run.placement is None else "engine"}
             )
 
-        original = Script(words=("plain.py", "--epochs", "1"))
-        assert judged(tmp_path, make, against=original).verdict is Verdict.BITS
+        original = ScriptCommand(words=("plain.py", "--epochs", "1"))
+        assert judged(tmp_path, make, against=original).verdict is TrainingVerdict.BITS
         assert (runs[0].script, runs[0].placement) == (original, None)
         words = command(runs[0], tmp_path)
         assert words[1:4] == ["-P", "-m", "shardwise.tools.verify.script"]
@@ -592,7 +594,7 @@ class TestVerdicts:
 
 @pytest.mark.parametrize("off", [0.0, 1e-3])
 def test_a_report_has_page_picture_and_json(tmp_path: Path, off: float) -> None:
-    def make(run: Run, words: str) -> Training:
+    def make(run: Run, words: str) -> RecordedTraining:
         return training(0.0 if is_alone(run) else off)
 
     asked = plan(tmp_path)
@@ -674,7 +676,7 @@ def test_what_is_imported_before_the_script_means_the_same_there(
     for name, text in beside.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    imported = large_imports(Script(words=(str(tmp_path / "train.py"), "--epochs", "1")))
+    imported = large_imports(ScriptCommand(words=(str(tmp_path / "train.py"), "--epochs", "1")))
     assert "".join(name[0] for name in imported) == found
 
 

@@ -1,6 +1,6 @@
 """Moves flat buffers between ranks: the only caller of torch.distributed's collectives.
 
-    base.py             the verbs of a transport, its handles, and Solo, the group of one
+    base.py             the verbs of a transport, its handles, how to add one; Solo, of one rank
     gloo.py             CPU ranks, by Gloo's point-to-point messages
     shared_memory.py    CPU ranks of one host, through memory that all of them map
     hierarchical.py     CPU ranks of several hosts: shared memory inside a host, Gloo between
@@ -11,12 +11,12 @@
     gather_order.py     runs collectives inside forwards and backwards in one order on all ranks
     agreed_order.py     the list that gives this order
 
-    mismatched_calls.py ranks in different collectives at one call, and what they are told
+    mismatched_calls.py detects ranks in different collectives at one call
     ordered_sums.py     sums in rank order, or in the tree of the exact mode
     torch_backend.py    what Gloo and NCCL share: subgroups, and their errors in words
     gloo_exchange.py    the messages of one call over Gloo, and their tags: gloo_messages.py
     shared_work.py      calls in flight between ranks that share memory
-    shared_buffers.py   where their buffers lie, in the memory of arena.py
+    shared_buffers.py   puts their buffers into the memory of arena.py
     socket_mesh.py      the sockets between them
     progress_thread.py  a thread that starts Gloo's messages, or waits for them
     same_host.py        finds out which ranks are on one host

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from shardwise.errors import OrderError
 
 SETTLED = 16
-"""So many passes of a kind in a row must go as their list says until ranks stop asking."""
+"""Number of consecutive passes of a kind that must follow their list until ranks stop asking."""
 
 
 class _KnownOrder:
@@ -105,6 +105,7 @@ class AgreedOrder:
 
     def leave(self, first: int) -> None:
         """Remove a member; what is known of passes is forgotten."""
+        # Its numbers stay taken, so that the entries of other members keep theirs.
         self._members = [each for each in self._members if each.first != first]
         self._by_use = [each for each in self._by_use if each.first != first]
         self._known.clear()
@@ -125,9 +126,9 @@ class AgreedOrder:
         self._goes_as_listed = True
 
     def until(self, entry: int) -> Iterator[int]:
-        """The entries that all ranks run now, up to `entry`, which this rank needs.
+        """Yield the entries that all ranks run now, up to `entry`, which this rank needs.
 
-        Raises OrderError where the list of this pass has it no more, and is settled.
+        Raises OrderError if the rest of the list lacks it and the list is settled.
         """
         left = self._left()
         before = left[: left.index(entry)] if entry in left else left
@@ -136,6 +137,8 @@ class AgreedOrder:
         if entry in left:
             yield from self._take([*before, entry])
             return
+        # All ranks reach the end of the list before they ask: none waits in an entry for a rank
+        # that already asks.
         if not self._may_ask:
             raise self._out_of_order(entry)
         yield from self._take(left)
@@ -145,12 +148,12 @@ class AgreedOrder:
             yield from self._take([taken])
 
     def rest(self, *, expected: Sequence[int] = (), failed: bool = False) -> Iterator[int]:
-        """The entries that are left to run for the other ranks' sake; the pass ends.
+        """Yield the entries that the other ranks still need; the pass ends.
 
-        `expected` are the entries that a later pass of this kind may want although none did now, in
-        their order. `failed`: this rank's pass did not come to its end.
+        `expected` lists, in order, entries that a later pass of this kind may need although this
+        one did not. `failed`: this rank's pass raised.
         """
-        left, wish = self._left(), -1
+        left, wish = self._left(), -1  # the loop may make no agreement
         if not self._staying.issuperset(left):
             self._goes_as_listed = False
         yield from self._take(left)
@@ -164,28 +167,28 @@ class AgreedOrder:
         self._order, self._taken = None, []
 
     def _remember(self, agreed: int, expected: Sequence[int]) -> None:
-        """Learn from a pass at whose end the ranks have `agreed` on this, or on nothing (-1)."""
+        """Learn from a pass; `agreed` is the ranks' last agreement in it, -1 if they made none."""
         if self._order is None:
-            if agreed < self._end + 2:
-                self._known[self._key] = _KnownOrder(self._completed(expected))
+            if agreed < self._end + 2:  # it failed nowhere
+                seen, full = self._taken, list(expected)
+                if self._descending:  # merge in the order of a forward
+                    completed = with_unseen(seen[::-1], full[::-1])[::-1]
+                else:
+                    completed = with_unseen(seen, full)
+                self._known[self._key] = _KnownOrder(completed)
         elif agreed >= 0:
-            as_listed = agreed == self._end + 1 and self._is_of_one
+            # A pass with units of several members is never settled: the forward of another engine
+            # decides which of its units the backward needs.
+            owners = {self._owners[entry] for entry in self._taken}
+            is_of_one = sum(not owner.exchanges for owner in owners) <= 1
+            as_listed = agreed == self._end + 1 and is_of_one
             self._order.kept = self._order.kept + 1 if as_listed else 0
             self._known[self._key] = self._with_new(self._order)
 
-    @property
-    def _is_of_one(self) -> bool:
-        """Whether the units of this pass are of one member.
-
-        What a pass needs of other members is not known beforehand: such passes are never settled.
-        """
-        owners = {self._owners[entry] for entry in self._taken}
-        return sum(not owner.exchanges for owner in owners) <= 1
-
     def _with_new(self, order: _KnownOrder) -> _KnownOrder:
-        """`order` with the entries of this pass that it lacks.
+        """Return `order` with the missing entries of this pass.
 
-        Each comes before the first one that ranks would run later.
+        Each is inserted before the first entry that ranks would choose later.
         """
         lacking = [entry for entry in dict.fromkeys(self._taken) if entry not in order.last]
         if not lacking:
@@ -197,13 +200,15 @@ class AgreedOrder:
         return _KnownOrder(entries)
 
     def _left(self) -> list[int]:
-        """What the list of this pass still has."""
+        """Return the rest of this pass's list."""
         return [] if self._order is None else self._order.entries[len(self._taken) :]
 
     def _take(self, entries: Iterable[int]) -> Iterator[int]:
         for entry in entries:
             self._taken.append(entry)
             owner = self._owners[entry]
+            # Only evenly run forwards move a member: they are the same on all ranks, and a backward
+            # wants the order of the forwards before it.
             if not self._descending and not self._uneven and owner is not self._by_use[-1]:
                 self._by_use.remove(owner)
                 self._by_use.append(owner)
@@ -211,7 +216,7 @@ class AgreedOrder:
 
     @property
     def _choice(self) -> list[int]:
-        """All entries, those first that are run first where ranks want different ones."""
+        """All entries, in the order of preference when ranks want different ones."""
         if self._choices is None:
             order = self._members if self._uneven else self._by_use
             units = [n for each in order if not each.exchanges for n in each.numbers]
@@ -226,36 +231,28 @@ class AgreedOrder:
         return self._order is None or self._alone or self._order.kept < SETTLED
 
     def serve(self) -> Iterator[int]:
-        """The entries that other ranks want, in uneven passes, until none wants any."""
+        """Yield the entries that other ranks want in uneven passes, until no rank wants any."""
         self.open(None, uneven=True)
         while (wish := self._agree(self._end)) < self._end:
             yield self._choice[wish]
 
     def over(self) -> int | None:
-        """The entry before the present one, if it is known not to come again in this pass.
+        """Return the entry before the current one if this pass cannot need it again.
 
-        All ranks learn of it at the same entry.
+        All ranks return it at the same entry.
         """
         if len(self._taken) < 2:
             return None
+        # In a first pass the list is not known: an entry that came twice may come again.
         *before, entry, now = self._taken
         if self._order is None:
             return None if entry == now or entry in before else entry
         return entry if self._order.last.get(entry) == len(before) else None
 
     def next(self) -> int | None:
-        """The entry that comes next, where that is known."""
+        """Return the next entry of the list, if there is one."""
         left = self._left()
         return left[0] if left else None
-
-    def _completed(self, expected: Sequence[int]) -> list[int]:
-        """What was run, with the units that nobody wanted.
-
-        Each comes after the one before it in the order of a forward.
-        """
-        if not self._descending:
-            return with_unseen(self._taken, expected)
-        return with_unseen(self._taken[::-1], expected[::-1])[::-1]
 
     def _out_of_order(self, entry: int) -> OrderError:
         before = self._names[self._taken[-1]] if self._taken else "the start"
@@ -270,7 +267,7 @@ class AgreedOrder:
 
 
 def with_unseen(seen: Sequence[int], full: Sequence[int]) -> list[int]:
-    """`seen` with the units of `full` that it lacks, each after its predecessor in `full`."""
+    """Return `seen` with the missing units of `full`, each after its predecessor in `full`."""
     merged = list(seen)
     before: int | None = None
     for unit in full:

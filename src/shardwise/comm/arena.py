@@ -23,9 +23,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from functools import cache
 from itertools import count
-from typing import Any
 from weakref import WeakSet, finalize, ref
 
 import torch
@@ -35,10 +33,10 @@ from shardwise.errors import LaunchError
 from shardwise.layout.extents import Extents
 
 SMALLEST = 1 << 26
-"""Bytes of the first segment; what is never written of it takes no memory."""
+"""Bytes of the first segment. Pages that are never written take no memory."""
 
 LARGEST = 1 << 30
-"""Bytes up to which segments grow with the arena, so that they stay few: each needs descriptors."""
+"""Largest size in bytes of a shared segment. Large ones are few, and each needs descriptors."""
 
 MAP_FIXED = 0x10
 """mmap(2): replace the mapping at exactly this address. Python's mmap module does not have it."""
@@ -50,6 +48,19 @@ READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 PROT_NONE = 0
 """mmap(2): no access at all. Python's mmap module does not have it."""
+
+# mmap(2) of the C library, because Python's module cannot map at a given address. Loaded here, and
+# not at the first call, because that may be in a forked child of a process with threads.
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_mmap.restype = ctypes.c_size_t
 
 _living: WeakSet[Arena] = WeakSet()
 
@@ -76,14 +87,14 @@ class Segment:
         self.is_full = False
         """Whether nothing more shall be taken of it."""
         self.is_read = False
-        """Whether other ranks may go on reading what this one lets go."""
+        """Whether other ranks may still read memory that this rank frees."""
         self._extents = Extents()
         # Tensors are collected at any time, also while ranges are being taken.
         self._returned: deque[tuple[int, int, bool]] = deque()
         """Ranges (start, length) to take back, and whether the file may still have values there."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """`numel` zeros; None when there is no room for them, or the segment has ended."""
+        """Return `numel` zeros; None if the segment is full or has ended."""
         memory = self._memory()
         if memory is None or self.is_full or self.is_private:
             return None
@@ -98,10 +109,8 @@ class Segment:
         return tensor_at(piece, 0, numel, dtype)
 
     def _take_back(self, start: int, length: int) -> None:
-        """Nobody holds this range any more: its pages go, and read as zeros when used again.
-
-        A forked process lets go of its copy only.
-        """
+        """Free the pages of a range that no tensor uses any more; they read as zeros again."""
+        # A forked child collects its tensors too, but the range is still in use by the parent.
         memory = self._memory()
         if memory is None or self.is_read or os.getpid() != self._owner:
             return
@@ -112,7 +121,8 @@ class Segment:
             except PermissionError:  # another thread has just forked
                 in_file = True
         if in_file:
-            # Forked children still use the file, or `share` is copying values to a new one.
+            # Forked children still use the file, or `share` is copying values to a new one. So only
+            # this process drops its pages.
             memory.madvise(mmap.MADV_DONTNEED, start, length)
         self._returned.append((start, length, in_file))
 
@@ -147,6 +157,8 @@ class Segment:
         No-op if the segment is shared, or its descriptor was closed. No thread may write meanwhile.
         Raises LaunchError when the host refuses the memory.
         """
+        # A new file, because forked children still map the old one: writing the values back there
+        # would change them under the children.
         memory = self._memory()
         if memory is None or not self.is_private or self.fd < 0:
             return
@@ -180,7 +192,7 @@ class Segment:
 
     @property
     def in_use(self) -> int:
-        """Bytes that tensors lie in, or lay in until just now."""
+        """Bytes that tensors occupy, or occupied until their memory was collected."""
         return self._extents.in_use
 
     def close(self) -> None:
@@ -198,8 +210,8 @@ class Arena:
 
     def __init__(self) -> None:
         self._numbers = count(1)
-        # A segment ends where the last tensor in it is collected, which may be in any thread:
-        # single operations on this dict cannot be torn.
+        # A segment ends when the last tensor in it is collected, in any thread. So every access to
+        # this dict is a single operation, which the GIL makes atomic, or works on a copy.
         self._segments: dict[int, Segment] = {}
         _living.add(self)
 
@@ -214,6 +226,8 @@ class Arena:
             for segment in segments:
                 if (taken := segment.take(numel, dtype)) is not None:
                     return taken
+            # Segments grow with the arena, because each needs a descriptor in every rank. Pages
+            # that are never written take no memory.
             total = sum(segment.in_use for segment in segments)
             size = max(numel * dtype.itemsize, SMALLEST, min(total, LARGEST))
             segment, _held = self._open(size, forkable=forkable)
@@ -222,13 +236,13 @@ class Arena:
         return taken
 
     def alone(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The same, in a segment of its own, where others may use it for longer than this rank."""
+        """Allocate a tensor in its own segment, because others may use it longer than this rank."""
         segment, memory = self._open(numel * dtype.itemsize)
         segment.is_full = True
         return tensor_at(memory, 0, numel, dtype)
 
     def locate(self, tensor: Tensor, *, written: bool = False) -> tuple[Segment, int] | None:
-        """The segment that `tensor` lies in, and the bytes before it; None for private memory.
+        """Return the segment of `tensor` and its offset in bytes; None for private memory.
 
         `written`: other ranks must also see later writes. Returns None for forkable memory then,
         because a fork in another thread would hide them.
@@ -241,12 +255,11 @@ class Arena:
         return None
 
     def holds(self, number: int) -> bool:
-        """Whether any tensor still lies in segment `number`."""
+        """Return whether segment `number` still has a tensor."""
         return number in self._segments
 
     def leave_to_others(self) -> None:
-        """This rank goes while others may still read: what lies here now is never freed or used
-        again; it goes with the segment."""
+        """Keep all current content until the segments end, because others may still read it."""
         for segment in list(self._segments.values()):
             segment.is_read = segment.is_full = True
 
@@ -280,7 +293,7 @@ class Arena:
         return all(kept)
 
     def _open(self, size: int, *, forkable: bool = False) -> tuple[Segment, mmap.mmap]:
-        """A new segment, and its memory, which must be held until a tensor in it holds it."""
+        """Return a new segment and its memory, which the caller holds until a tensor does."""
         number, size = next(self._numbers), _pages(size)
         fd = _open_file(number, size)
         try:
@@ -289,18 +302,18 @@ class Arena:
             os.close(fd)
             raise _refused(size, error) from error
         segment = self._segments[number] = Segment(number, fd, memory, forkable=forkable)
-        finalize(memory, _end, ref(self), segment).atexit = False
+        finalize(memory, _end_segment, ref(self), segment).atexit = False
         return segment, memory
 
 
 class MappedSegments:
-    """The segments of the other ranks, mapped when their descriptors come."""
+    """The segments of the other ranks, mapped when their descriptors arrive."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], mmap.mmap] = {}
 
     def learn(self, rank: int, number: int, fd: int) -> None:
-        """Map the segment `number` of `rank`, whose descriptor is `fd`, and close that."""
+        """Map segment `number` of `rank` from its descriptor `fd`, which is closed."""
         try:
             memory = self._open[rank, number] = _map_file(fd, os.fstat(fd).st_size)
             _mapped.add(memory)
@@ -308,22 +321,22 @@ class MappedSegments:
             os.close(fd)
 
     def forget(self, rank: int, number: int) -> None:
-        """Let go of a segment that its owner no longer uses; tensors in it stay."""
+        """Drop a segment that its owner no longer uses; tensors in it stay valid."""
         self._open.pop((rank, number), None)
 
     def view(self, rank: int, number: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """`numel` elements of `rank`'s memory, from byte `offset` of its segment `number` on."""
+        """Return a tensor over `rank`'s segment `number`, from byte `offset` on."""
         return tensor_at(self._open[rank, number], offset, numel, dtype)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Unmap all segments; tensors in them stay valid."""
         self._open.clear()
 
 
 def tensor_at(
     memory: mmap.mmap | memoryview, offset: int, numel: int, dtype: torch.dtype
 ) -> Tensor:
-    """The `numel` elements from byte `offset` of `memory` on, which they keep alive."""
+    """Return a tensor over `memory` from byte `offset` on; it keeps `memory` alive."""
     if not numel:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
@@ -344,7 +357,8 @@ def _refused(size: int, error: OSError) -> LaunchError:
     )
 
 
-def _end(arena: ref[Arena], segment: Segment) -> None:
+def _end_segment(arena: ref[Arena], segment: Segment) -> None:
+    # A weak reference to the arena: the finalizer is alive as long as any tensor in the segment.
     segment.close()
     alive = arena()
     if alive is not None:
@@ -352,7 +366,7 @@ def _end(arena: ref[Arena], segment: Segment) -> None:
 
 
 def _pages(size: int) -> int:
-    """`size` up to whole pages: so tensors start on one, and share none."""
+    """Round `size` up to whole pages, so that a freed tensor frees all of its pages."""
     return -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -395,19 +409,9 @@ def _address(memory: mmap.mmap) -> int:
     return tensor_at(memory, 0, 1, torch.uint8).data_ptr()
 
 
-@cache
-def _mmap() -> Any:
-    """The C library's mmap(2)."""
-    function = ctypes.CDLL(None, use_errno=True).mmap
-    sized, number = ctypes.c_size_t, ctypes.c_int
-    function.argtypes = [ctypes.c_void_p, sized, number, number, number, ctypes.c_long]
-    function.restype = sized
-    return function
-
-
 def _map_over(start: int, size: int, flags: int, fd: int = -1, access: int = READ_WRITE) -> None:
     """Replace the mapping of the `size` bytes at `start`. Raises OSError."""
-    if _mmap()(start, size, access, flags | MAP_FIXED, fd, 0) != start:
+    if _mmap(start, size, access, flags | MAP_FIXED, fd, 0) != start:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
@@ -418,6 +422,7 @@ def _wipe(start: int, size: int, access: int = READ_WRITE) -> None:
 
 
 def _before_fork() -> None:
+    # Released after the fork, in parent and child: no thread may open or share a segment between.
     _forking.acquire()
     for arena in list(_living):
         arena.make_private()

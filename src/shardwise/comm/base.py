@@ -1,6 +1,27 @@
 """Defines what every transport does: collectives over flat buffers, and their handles.
 
-Solo is the group of one rank. GroupRanks says which ranks of the run a group has.
+A new transport is a subclass of `Collectives` and a row of `TRANSPORTS` in connect.py, which
+chooses the transport of a process.
+
+    must define     all_reduce  reduce_scatter  all_gather  broadcast    start, return a Handle
+                    split                                                makes smaller groups
+                    close
+    has a default   all_to_all  gather_rows  barrier  second_group       slower than your own
+                    allocate  common                                     the transport's own memory
+                    *_pieces  reduce_scatter_onto                        save a pass over memory
+    flags           sends_pieces  sums_onto  looks  in_one_order         what callers should know
+
+Rules that callers rely on:
+
+- Every rank makes the same calls in the same order, from one thread, and buffers are contiguous.
+- A call may return before the result is there. `Handle.wait` returns when it is. Handles may be
+  waited for in any order, so a wait must let the rank's other calls go on.
+- Sums do not depend on the order of arrival: use `sum_in_rank_order`, which also knows the tree of
+  the exact mode.
+- A rank that is gone raises PeerLost, a wait beyond the timeout CollectiveError. Both name ranks.
+
+`Solo`, the group of one rank, is the shortest example; host_staged.py wraps another transport.
+`tests/distributed/test_collectives.py` tests every verb: add the new name to its `TRANSPORTS`.
 """
 
 from __future__ import annotations
@@ -29,14 +50,18 @@ Cuts = Sequence[int]
 Counts = Sequence[Sequence[int]]
 
 _PICKLE = "object {} of rank {}"
-"""What a pickle is sealed for, so that nobody can send an earlier one again."""
+"""Purpose that seals a pickle: the number of the call and the rank."""
 
 
 class Handle:
-    """A collective in flight.
+    """A collective in flight; without arguments, one that is already done.
 
-    `wait()` returns when its result may be read, `reusable()` when the buffer may be written again:
-    until then other ranks may still read it. Once is enough.
+    `wait()` returns when the result may be read, `reusable()` when the buffer may be written again
+    (until then other ranks may still read it). Calling either twice is harmless.
+
+    Args:
+        finish: Blocks until the result is there. Called once.
+        advance: Starts the second half of a collective that has two. Called once, before `finish`.
     """
 
     def __init__(
@@ -47,26 +72,27 @@ class Handle:
         self._noted: Launched | None = None
 
     def noted(self, launched: Launched | None) -> Handle:
-        """Note in the timeline when the result is there, if it is still to come; returns itself."""
+        """Record the end of this call in the timeline, unless it is already done. Returns self."""
         if self._finish is not None or self._advance is not None:
             self._noted = launched
         return self
 
     def advance(self) -> None:
-        """Go on with what has come: sum it, or start the second half of the collective.
+        """Sum what has arrived, or start the second half of the collective.
 
-        Waits for messages where the transport cannot look without waiting.
+        Blocks until the messages have arrived if the transport cannot poll (see `looks`).
         """
+        # Cleared first: an error in `advance` must not make the next wait send everything again.
         advance, self._advance = self._advance, None
         if advance is not None:
             advance()
 
     def is_there(self) -> bool:
-        """Whether `wait` would return at once, as far as can be told without waiting."""
+        """Return whether `wait` would return at once. May be False although it would."""
         return self._finish is None and self._advance is None
 
     def wait(self) -> None:
-        """Return when the result is in the buffer. Raises PeerLost when another rank is gone."""
+        """Block until the result is in the buffer. Raises PeerLost if another rank is gone."""
         self.advance()
         finish, self._finish = self._finish, None
         if finish is not None:
@@ -75,7 +101,7 @@ class Handle:
             self._noted.done()
 
     def reusable(self) -> None:
-        """Return when no other rank reads this rank's buffer any more."""
+        """Block until no other rank reads this rank's buffer any more."""
         self.wait()
 
 
@@ -84,30 +110,30 @@ class Collectives(ABC):
 
     name: str
     copies: int = 1
-    """How many groups hold the same intervals: hosts, where each shards by itself."""
+    """Number of groups that hold the same intervals: the hosts, if each host shards by itself."""
 
     sends_pieces = False
-    """Whether pieces of a buffer are sent from where they lie, rather than moved into it first."""
+    """Whether `*_pieces` send tensors from where they are, without a copy into the buffer."""
 
     sums_onto = False
-    """Whether `reduce_scatter_onto` saves moving this rank's own values."""
+    """Whether `reduce_scatter_onto` avoids a copy of this rank's own values."""
 
     looks = False
-    """Whether a handle's `advance` only looks at what has come, without waiting for the rest."""
+    """Whether `Handle.advance` polls. If False, it blocks until the other ranks have sent."""
 
     comes_and_goes = False
     """Whether ranks may leave the group and come back."""
 
-    _gathered = 0
-    """How often the group has called `gather_objects`."""
-
     in_one_order = False
-    """Whether all calls have to be made in one order on all ranks, those that a handle's `advance`
-    makes included."""
+    """Whether ranks must also call `Handle.advance` in one order, because it makes further calls
+    that the transport matches by their order (as NCCL does)."""
+
+    _gathered = 0
+    """Number of calls of `gather_objects`."""
 
     @property
     def places(self) -> Sequence[int]:
-        """By rank the number that users know it by, which stays where others leave the group."""
+        """For each rank, the number that messages name it by. It stays when other ranks leave."""
         return range(self.size)
 
     @property
@@ -116,14 +142,14 @@ class Collectives(ABC):
         return True
 
     def __init__(self, rank: int, size: int, status_server: StatusServer | None = None) -> None:
-        """`status_server` is the one of this process, alike in all of its groups."""
+        """Make a group of `size` ranks; `status_server` is shared by all groups of a process."""
         self.rank = rank
         self.size = size
         self.status_server = status_server or StatusServer(rank, size)
 
     @property
     def is_outside(self) -> bool:
-        """Whether the others go on without this rank, for now."""
+        """Whether the other ranks currently train without this one."""
         return False
 
     def watch_members(self, changed: Callable[[], None]) -> None:
@@ -136,50 +162,63 @@ class Collectives(ABC):
         return self.rank == 0
 
     def steadily(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which makes several collectives over the same ranks: begun again
-        where ranks have left meanwhile. All ranks do it alike."""
+        """Return the result of `work`, several collectives that need the same ranks throughout.
+
+        If ranks leave meanwhile, all others run `work` again.
+        """
         return work()
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False
     ) -> Tensor:
-        """Allocate a zeroed flat buffer in memory that this transport moves well.
+        """Allocate a zeroed flat buffer in memory that this transport sends without a copy.
 
-        `forkable`: user code sees it, so a forked child must find a copy of its values.
+        `forkable`: user code sees the tensor, so a forked child must find a copy of its values.
         """
-        del forkable  # memory of torch's always is
+        del forkable  # torch's own memory always is
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """Allocate one zeroed flat buffer that all ranks of the group map. Collective.
 
-        What one rank writes the others see. None where ranks share no memory.
+        All ranks see what one rank writes. Returns None if the ranks share no memory.
         """
         del numel, dtype, device
         return None
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        """Sum `buffer` over the ranks, in place and alike on all."""
+        """Sum `buffer` over the ranks in place, to the same bits on every rank.
+
+        Args:
+            buffer: Flat and contiguous, of the same length and dtype on every rank.
+            how: Accumulation dtype, order and scale of the sum.
+        """
 
     @abstractmethod
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
-        """Sum `buffer` over the ranks; each rank gets its own interval's sum.
+        """Sum `buffer` over the ranks and keep this rank's interval of the sum.
 
-        It goes `into` a tensor of the interval's length, or over the interval itself; the rest of
-        `buffer` is left.
+        Args:
+            buffer: Flat and contiguous. Only this rank's interval may change, and only if there is
+                no `into`.
+            cuts: size + 1 ascending offsets; rank r owns `buffer[cuts[r] : cuts[r + 1]]`, which may
+                be empty.
+            how: Accumulation dtype, order and scale of the sum.
+            into: Tensor of the interval's length that receives the sum. Default: the interval.
         """
 
     def all_reduce_pieces(
         self, pieces: Sequence[Tensor], buffer: Tensor, how: Sum = PLAIN
     ) -> Handle:
-        """`all_reduce` of what flat `pieces`, cut alike on all ranks, hold one after the other.
+        """Run `all_reduce` on the concatenation of flat `pieces`, with the same cuts on all ranks.
 
-        The sum comes to `buffer`, which has their length in all; some may be its own parts. They
-        must stay as they are until the handle has been waited for.
+        The sum goes to `buffer`, which has the total length. Pieces may be views of `buffer`. The
+        caller must not change them before it has waited for the handle.
         """
+        # Transports that send tensors from where they are (`sends_pieces`) save this pass.
         join_pieces(pieces, buffer)
         return self.all_reduce(buffer, how)
 
@@ -192,34 +231,37 @@ class Collectives(ABC):
         *,
         into: Tensor | None = None,
     ) -> Handle:
-        """`reduce_scatter` of `pieces`, which are as those of `all_reduce_pieces`."""
+        """Run `reduce_scatter` on the concatenation of `pieces`; see `all_reduce_pieces`."""
         join_pieces(pieces, buffer)
         return self.reduce_scatter(buffer, cuts, how, into=into)
 
     def reduce_scatter_onto(
         self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
     ) -> Handle:
-        """`reduce_scatter` into `own`, which holds this rank's values of its own interval before.
+        """Run `reduce_scatter` into `own`, which holds this rank's values of its own interval.
 
-        `buffer` may have anything in that interval.
+        The content of that interval in `buffer` is ignored.
         """
-        buffer[cuts[self.rank] : cuts[self.rank + 1]] = own
+        interval(buffer, cuts, self.rank).copy_(own)
         return self.reduce_scatter(buffer, cuts, how, into=own)
 
     @abstractmethod
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
-        """Send each rank's own interval of `buffer` into the same place on all ranks."""
+        """Copy each rank's own interval of `buffer` to the same interval on all ranks."""
 
     @abstractmethod
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
-        """Copy `buffer` of rank `source` over that of every rank."""
+        """Copy `buffer` of rank `source` to every rank."""
 
     def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
-        """Send each rank its part of `sent`, and get this rank's part of theirs.
+        """Send each rank its part of `sent`, and receive this rank's part of what they send.
 
-        `counts[a][b]` elements go from rank a to rank b, alike on all ranks; both buffers are in
-        the order of the ranks. Here all get everything: transports that know better say so.
+        Args:
+            sent: Flat, (sum(counts[rank]),): the parts in order of the receiving ranks.
+            counts: (size, size), equal on all ranks: `counts[a][b]` elements go from rank a to b.
+            received: Flat, (sum over a of counts[a][rank],), in order of the sending ranks.
         """
+        # By broadcasts: every rank receives everything. Transports with messages override this.
         for source in range(self.size):
             whole = sent if source == self.rank else sent.new_empty(sum(counts[source]))
             self.broadcast(whole, source).reusable()
@@ -227,38 +269,44 @@ class Collectives(ABC):
             received[slice_of(column(counts, self.rank), source)] = whole[theirs]
         return Handle()
 
-    @abstractmethod
     def gather_rows(self, row: Tensor) -> Tensor:
         """Stack one small vector of each rank: (k,) on every rank becomes (size, k). Blocks."""
+        return gathered_rows(self, row, self.all_gather)
 
-    @abstractmethod
     def barrier(self) -> None:
-        """Return when every rank has come."""
+        """Block until every rank has called this."""
+        # `read` and not only the call: on an accelerator the host must wait too.
+        self.read(self.gather_rows(torch.zeros(1, device=self.small_device)))
 
-    @abstractmethod
     def second_group(self) -> Collectives:
-        """The same ranks over channels of their own, for calls whose order against the others
-        may differ from rank to rank (collectives inside forward and backward)."""
+        """Return a group of the same ranks with separate channels. Collective.
+
+        The order of its calls relative to the calls of this group may differ between ranks
+        (collectives inside forward and backward).
+        """
+        return self.split([range(self.size)])
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """The group of `groups` that this rank is in; a rank in none stands alone.
+        """Return the group among `groups` that contains this rank, `Solo` if none does. Collective.
 
-        `groups` are disjoint lists of ranks, alike on all ranks. Raises UsageError otherwise.
+        `groups` are disjoint lists of ranks, the same on all ranks. Raises UsageError otherwise
+        (`check_groups`). The new group counts its ranks from 0, in ascending order.
         """
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """A list of every rank's `value` (picklable), in rank order, on all ranks. Blocks.
+        """Return the list of every rank's `value` (picklable), in rank order. Blocks.
 
-        Raises CollectiveError for what was not sent by a rank of this run: a pickle can run code.
+        Raises CollectiveError if a rank of another run sent one: a pickle can run code.
         """
+        # The number of the call is part of the purpose, so nobody can replay an earlier message.
         self._gathered += 1
         purpose = _PICKLE.format(self._gathered, self.rank)
         data = authentication.sealed(self.status_server.secret, purpose, pickle.dumps(value))
         return [pickle.loads(self._unsealed(r, d)) for r, d in enumerate(self._gather_bytes(data))]
 
     def gather_plain(self, value: Any) -> list[Any]:
-        """`gather_objects` for JSON values, which can run no code, whoever sends them."""
+        """Return every rank's JSON `value`. Needs no secret: JSON can run no code."""
         return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
 
     def _unsealed(self, rank: int, data: bytes) -> bytes:
@@ -272,6 +320,8 @@ class Collectives(ABC):
             ) from None
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
+        # Lengths first, since receivers must allocate. They are float64 because every transport
+        # gathers rows of floats; it is exact up to 2**53 bytes.
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         device = self.small_device
         lengths = self.gather_rows(torch.tensor([data.numel()], dtype=torch.float64, device=device))
@@ -284,17 +334,17 @@ class Collectives(ABC):
         return [whole[a:b] for a, b in pairwise(cuts)]
 
     def read(self, rows: Tensor) -> Tensor:
-        """`rows`, which a collective fills, on the CPU. Blocks.
+        """Copy `rows`, the result of a collective, to the CPU. Blocks.
 
-        A hang report tells of that wait. On an accelerator, where the collective itself does not
-        block, it is the wait for all that the present stream was given before, too. `rows` must
-        be what that stream has made, or has waited for.
+        A hang report names this wait. On an accelerator the collective itself does not block the
+        host, so this waits for everything that was queued on the current stream before. That
+        stream must have made `rows`, or have waited for it.
         """
         return rows.cpu()
 
     @property
     def small_device(self) -> torch.device:
-        """Where a small vector for `gather_rows` lives."""
+        """Device of the small vectors that `gather_rows` takes."""
         return torch.device("cpu")
 
     @abstractmethod
@@ -303,12 +353,12 @@ class Collectives(ABC):
 
 
 def column(counts: Counts, rank: int) -> list[int]:
-    """By source, the number of elements that `rank` receives."""
+    """Return the number of elements that `rank` receives from each rank."""
     return [row[rank] for row in counts]
 
 
 def slice_of(lengths: Sequence[int], place: int) -> slice:
-    """Where the part number `place` lies of parts of these `lengths`."""
+    """Return the slice of part number `place` in a buffer of consecutive parts."""
     start = sum(lengths[:place])
     return slice(start, start + lengths[place])
 
@@ -332,6 +382,7 @@ class Solo(Collectives):
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
+        # One rank owns the whole buffer. Its scale still counts: the engine scales in the sum.
         how.scaled(buffer if into is None else into.copy_(buffer))
         return Handle()
 
@@ -364,8 +415,23 @@ class Solo(Collectives):
         return
 
 
+def interval(buffer: Tensor, cuts: Cuts, rank: int) -> Tensor:
+    """Return the view of `buffer` that `rank` owns."""
+    return buffer[cuts[rank] : cuts[rank + 1]]
+
+
+def gathered_rows(
+    group: Collectives, row: Tensor, gather: Callable[[Tensor, Cuts], Handle]
+) -> Tensor:
+    """Gather one vector of each rank with the all-gather `gather`: (k,) becomes (size, k)."""
+    rows = row.new_empty((group.size, row.numel()))
+    rows[group.rank] = row
+    gather(rows.view(-1), [rank * row.numel() for rank in range(group.size + 1)]).wait()
+    return rows
+
+
 def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
-    """Raise UsageError for a rank that does not exist, or is in two groups."""
+    """Raise UsageError if a rank does not exist or is in two groups."""
     seen: set[int] = set()
     for rank in (rank for group in groups for rank in group):
         if not 0 <= rank < size:
@@ -377,7 +443,7 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """Which ranks of the run a group has, by their place in it, for messages.
+    """The ranks of the run that form a group, in order of their places in it, for messages.
 
     `size` is the number of ranks of the run. `first` is the rank that torch knows as 0, if torch
     knows a part of the run only.
@@ -398,11 +464,11 @@ class GroupRanks:
 
     @property
     def of_torch(self) -> list[int]:
-        """The same ranks, as torch numbers them."""
+        """The same ranks by torch's numbers."""
         return [rank - self.first for rank in self.ranks]
 
     def speaker(self, place: int) -> str:
-        """How a message about the rank at a place begins: "Rank 3 of 4"."""
+        """Return the beginning of a message about the rank at a place: "Rank 3 of 4"."""
         return f"Rank {self.ranks[place]} of {self.size}"
 
     def named(self, places: Iterable[int]) -> str:
@@ -411,10 +477,11 @@ class GroupRanks:
 
 
 def join_pieces(pieces: Sequence[Tensor], buffer: Tensor) -> None:
-    """Move `pieces` into `buffer`, but for those that lie there."""
+    """Copy `pieces` into `buffer`, except those that are already there."""
     start = 0
     for piece in pieces:
         place = buffer[start : start + piece.numel()]
+        # By address: small gradients are accumulated in the buffer itself.
         if piece.data_ptr() != place.data_ptr():
             place.copy_(piece)
         start += piece.numel()

@@ -6,11 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from socket import gethostname
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,32 @@ from shardwise.watch.status_server import RankAddress, StatusServer
 
 OnMeeting = Callable[[Identity, Store], None]
 
+
+@dataclass(frozen=True, kw_only=True)
+class Members:
+    """What a transport is made from: the ranks of a group, and this one among them.
+
+    `group_ranks` says which ranks of the run these are, `timeout` in seconds bounds every wait.
+    """
+
+    identity: Identity
+    device: torch.device
+    timeout: float
+    group_ranks: GroupRanks
+    status_server: StatusServer
+
+
+class Transport(NamedTuple):
+    """A row of `TRANSPORTS`.
+
+    `backend` is the backend of torch's default process group, which exists already when `make` is
+    called (collective).
+    """
+
+    backend: str
+    make: Callable[[Members], Collectives]
+
+
 LOOPBACK = "127.0.0.1"
 OUTSIDE = "192.0.2.1"
 """An address that no host has: the route there is that of the whole network."""
@@ -48,17 +75,24 @@ def connect(
     on_meeting: OnMeeting | None = None,
     of_run: GroupRanks | None = None,
 ) -> Collectives:
-    """Join the group that `identity` describes; `timeout` in seconds bounds every wait.
+    """Join the group that `identity` describes, over the transport that `TRANSPORTS` lists.
 
-    `transport` is auto, shared or gloo: how CPU ranks talk; with gloo, ranks on GPUs talk through
-    the host, so that several can share one. `rendezvous` is where ranks meet that were given no
-    address; `on_meeting` is called when they have, with the store, but not under torchrun, whose
-    store is its own. `of_run` says which ranks of the run these are, where they are not all:
-    `identity` counts them from 0. Raises LaunchError when the others cannot be reached, or not by
-    shared memory as asked; ConfigError where it is not for `device`.
+    Args:
+        identity: This rank, the number of ranks, and the launcher.
+        device: Device whose tensors the transport sends.
+        timeout: Bound of every wait in seconds.
+        transport: Value of `--transport`. With gloo, ranks on GPUs send through host memory, so
+            that several can share a GPU.
+        rendezvous: Place where ranks meet to which the launcher gave no address.
+        on_meeting: Called with the store when the ranks have met; not under torchrun, which has a
+            store of its own.
+        of_run: The ranks of the run that these are, if there are others; `identity` counts from 0.
+
+    Raises LaunchError if the others cannot be reached, or not by shared memory although it is
+    required; ConfigError if the transport is not for `device`.
     """
-    on_gpu = device.type == "cuda"
-    if on_gpu and transport == "shared":
+    row = TRANSPORTS.get((transport, device.type))
+    if row is None:
         raise ConfigError(
             "--transport shared is for ranks on the CPU; ranks on GPUs talk over NCCL. Leave the "
             "flag out, let ranks share GPUs with --transport gloo, or train on the CPU with "
@@ -66,61 +100,95 @@ def connect(
         )
     if identity.launcher == "python":
         return Solo()
-    backend = "nccl" if on_gpu and transport == "auto" else "gloo"
     of_run = of_run or GroupRanks.whole(identity.size)
-    secret = _join(identity, backend, timeout, rendezvous, on_meeting)
-    status_server = StatusServer(of_run.ranks[identity.rank], of_run.size, secret)
-    common: dict[str, Any] = {
-        "group_ranks": of_run,
-        "status_server": status_server,
-        "timeout": timedelta(seconds=timeout),
-    }
-    if on_gpu and transport == "auto":
-        alone = Nccl(identity.rank, identity.size, device, **common)
-        _meet(identity, alone)
-        return alone
-    group = Gloo(identity.rank, identity.size, **common)
-    _meet(identity, group)
-    if on_gpu:
-        return HostStaged(group, device)
-    if transport == "gloo" or identity.size == 1:
-        return group
-    return share_memory(group, timeout, required=transport == "shared")
+    secret = _join(identity, row.backend, timeout, rendezvous, on_meeting)
+    return row.make(
+        Members(
+            identity=identity,
+            device=device,
+            timeout=timeout,
+            group_ranks=of_run,
+            status_server=StatusServer(of_run.ranks[identity.rank], of_run.size, secret),
+        )
+    )
 
 
-def _meet(identity: Identity, group: Collectives) -> None:
-    """Start the status server, and let those of all ranks know each other."""
+def _nccl(members: Members) -> Collectives:
+    identity = members.identity
+    group = Nccl(
+        identity.rank,
+        identity.size,
+        members.device,
+        group_ranks=members.group_ranks,
+        status_server=members.status_server,
+        timeout=timedelta(seconds=members.timeout),
+    )
+    _introduce(identity, group)
+    return group
+
+
+def _gloo(members: Members) -> Gloo:
+    identity = members.identity
+    group = Gloo(
+        identity.rank,
+        identity.size,
+        group_ranks=members.group_ranks,
+        status_server=members.status_server,
+        timeout=timedelta(seconds=members.timeout),
+    )
+    _introduce(identity, group)
+    return group
+
+
+def _shared_memory(members: Members, *, required: bool = True) -> Collectives:
+    # Ranks need a transport to agree on shared memory, and hosts to send between them: Gloo.
+    group = _gloo(members)
+    return group if group.size == 1 else share_memory(group, members.timeout, required=required)
+
+
+TRANSPORTS = {
+    ("auto", "cpu"): Transport("gloo", partial(_shared_memory, required=False)),
+    ("auto", "cuda"): Transport("nccl", _nccl),
+    ("shared", "cpu"): Transport("gloo", _shared_memory),
+    ("gloo", "cpu"): Transport("gloo", _gloo),
+    # Ranks may share a GPU, which NCCL refuses.
+    ("gloo", "cuda"): Transport("gloo", lambda found: HostStaged(_gloo(found), found.device)),
+}
+"""Transport for each value of `--transport` (config/settings.py lists them) and type of device."""
+
+
+def _introduce(identity: Identity, group: Collectives) -> None:
+    """Start the status server, and tell each rank the addresses of the others'."""
     if group.size == 1:
         return
-    name = f"{host_key()} {_process_space()}"
-    mine = asdict(group.status_server.listen(address_of(identity), name))
-    group.status_server.start([RankAddress(**each) for each in group.gather_plain(mine)])
-
-
-def _process_space() -> str:
-    """What tells apart processes of equal number in two containers."""
+    # Process ids are unique in one PID namespace only: two containers of a host may share ids.
     try:
-        return os.readlink("/proc/self/ns/pid")
+        namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        return ""
+        namespace = ""
+    mine = group.status_server.listen(address_of(identity), f"{host_key()} {namespace}")
+    # The first messages over a new transport, so a fault of it shows here and not in training.
+    every = group.gather_plain(asdict(mine))
+    group.status_server.start([RankAddress(**each) for each in every])
 
 
 def address_of(identity: Identity) -> str:
-    """Where the other ranks can reach this one."""
+    """Return the address at which the other ranks can reach this one."""
     if identity.on_one_host:
         return LOOPBACK
     named = os.environ.get(INTERFACE, "").split(",")[0]
     towards = identity.address or os.environ.get("MASTER_ADDR") or OUTSIDE
     try:
         found = network.address_of_interface(named) if named else network.address_towards(towards)
-        # A host's name may lead to itself by its loopback, where no other host comes.
+        # A host's name may resolve to its own loopback, which no other host can reach.
         return network.address_towards(OUTSIDE) if ip_address(found).is_loopback else found
-    except (LaunchError, ValueError):  # as where hosts are on one machine without a network
+    except (LaunchError, ValueError):  # no route: all "hosts" are on one machine
         return LOOPBACK
 
 
 def disconnect() -> None:
-    """Close the store on which ranks have met; the last step, when all groups are closed."""
+    """Close the store on which the ranks met."""
+    # Last, when all groups are closed: torch's groups look up addresses in the store until then.
     global _met
     met, _met = _met, None
     if met is not None:
@@ -128,14 +196,16 @@ def disconnect() -> None:
 
 
 def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> Identity:
-    """Return `identity` with its local rank and size, for launchers that do not say them.
+    """Return `identity` with its local rank and size, for launchers that do not set them.
 
-    The ranks meet as `connect` does, which takes their meeting over, and tell each other their
-    hosts' names. Ranks of a host are numbered in the order of their ranks. Collective.
+    The ranks meet, as for `connect`, which then uses the same store. They tell each other the names
+    of their hosts. Ranks of a host are numbered in ascending order of rank. Collective.
     """
+    # Most launchers set these variables, and then ranks need not meet before `connect`.
     if identity.is_placed or identity.size == 1:
         return replace(identity, is_placed=True)
     try:
+        # Over the store, because no transport exists yet: it needs the device, and that the place.
         store = _meet_others(identity, timeout, rendezvous).store
         host = host_key() or gethostname()
         names = _told_by_all(identity, store, "host", host)
@@ -152,10 +222,10 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
 
 
 def check_all(identity: Identity, refusal: str) -> None:
-    """Tell the ranks that met in `place` why this one cannot take part, such as a device that it
-    lacks; "" if it can. Collective.
+    """Tell the ranks that met in `place` why this one cannot take part ("" if it can). Collective.
 
-    Raises LaunchError if another rank cannot: this one would wait for it.
+    A missing device is such a reason. Raises LaunchError if another rank cannot take part, because
+    this one would wait for it.
     """
     if _met is None:
         return
@@ -169,8 +239,9 @@ def check_all(identity: Identity, refusal: str) -> None:
 
 
 def _told_by_all(identity: Identity, store: Store, key: str, text: str) -> list[str]:
-    """Return the text of each rank under `key`, by way of rank 0: `size` questions in place of
-    their square."""
+    """Return every rank's `text` under `key`, through rank 0."""
+    # If every rank asked for every text, the store would answer size * size questions.
+    # `get` blocks until the key exists, so no barrier is needed.
     store.set(f"{key}/{identity.rank}", text)
     if identity.rank == 0:
         texts = [store.get(f"{key}/{rank}").decode() for rank in range(identity.size)]
@@ -180,7 +251,7 @@ def _told_by_all(identity: Identity, store: Store, key: str, text: str) -> list[
 
 
 def _meet_others(identity: Identity, timeout: float, rendezvous: str | None) -> Rendezvous:
-    """Meet the other ranks, once; torchrun's on the store of its agent."""
+    """Meet the other ranks, once: under torchrun on the store of its agent."""
     global _met
     if _met is None:
         if dist.is_initialized():
@@ -200,14 +271,15 @@ def _join(
     rendezvous: str | None,
     on_meeting: OnMeeting | None,
 ) -> bytes:
-    """Make torch's default process group, or take the one that there is.
-
-    Returns the secret of the run.
-    """
-    limit, is_torchs = timedelta(seconds=timeout), identity.launcher == "torchrun"
+    """Make torch's default process group, unless the script has; returns the secret of the run."""
+    is_torchs = identity.launcher == "torchrun"
     if dist.is_initialized():
         met = _meet_others(identity, timeout, rendezvous)
-        if (made := _backend_for("cuda" if backend == "nccl" else "cpu")) != backend:
+        made: str = dist.get_backend()
+        if made == "undefined":  # the group has one backend per type of device
+            pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
+            made = dict(pairs).get("cuda" if backend == "nccl" else "cpu", made)
+        if made != backend:
             raise LaunchError(
                 f"torch.distributed was initialised with {made} before sw.init, which takes "
                 f"{backend} here: call sw.init first, and leave init_process_group out."
@@ -222,12 +294,13 @@ def _join(
             store=met.store,
             rank=identity.rank,
             world_size=identity.size,
-            timeout=limit,
+            timeout=timedelta(seconds=timeout),
         )
-        # All ranks are connected now: whoever comes to Gloo's sockets from here on is a stranger.
+        # All ranks are connected now, so any further connection to Gloo's sockets is foreign.
         listeners.shut()
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(identity, error) from error
+    # A run without a secret works, but anyone who reaches its port can join: say so once.
     if met.is_open and identity.rank == 0:
         print(f"shardwise: {_open_words(identity)}", file=sys.stderr, flush=True)
     return met.secret
@@ -242,18 +315,8 @@ def _cannot_join(identity: Identity, error: Exception) -> LaunchError:
     )
 
 
-def _backend_for(device: str) -> str:
-    """The backend that the default process group has for a kind of device; where the group has one
-    for each kind, it goes by the name "undefined" itself."""
-    one = dist.get_backend()
-    if one != "undefined":
-        return one
-    pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
-    return dict(pairs).get(device, one)
-
-
 def _open_words(identity: Identity) -> str:
-    """The warning about a run whose ranks share no secret."""
+    """Return the warning about a run whose ranks share no secret."""
     return (
         f"this run is open: whoever reaches rank 0 at {address_of(identity)} while it starts may "
         "join it, and have it run code as this user. Give all ranks what only they know: "
@@ -263,12 +326,12 @@ def _open_words(identity: Identity) -> str:
 
 
 def for_thread(group: Collectives, timeout: float) -> Collectives:
-    """Make the same ranks a group of their own, for another thread of each process. Collective.
+    """Return a group of the same ranks for another thread of each process. Collective.
 
-    A transport belongs to one thread: whoever waits on it moves all of its calls. What shares
-    memory is therefore made anew, over channels and memory that nobody else uses. `timeout` in
-    seconds bounds every wait; `group` has all ranks of the run.
+    `group` has all ranks of the run; `timeout` in seconds bounds every wait.
     """
+    # A `second_group` has channels of its own, but shared memory moves the calls of all groups of
+    # a process in whichever thread waits. So another thread needs its own sockets and arena.
     if isinstance(group, HostStaged):
         return HostStaged(for_thread(group.inner, timeout), group.device)
     if isinstance(group, SharedMemory | Hierarchical):

@@ -30,19 +30,19 @@ class Member(Protocol):
         """Run entry `number` with all ranks; `wanted` says whether this rank needs it itself."""
 
     def start_ahead(self, number: int) -> None:
-        """Start early what entry `number` does, which comes next: what need not wait for it."""
+        """Start the parts of entry `number`, the next one, that need not wait for its turn."""
 
     def is_past(self, number: int) -> None:
-        """Note that entry `number` does not come again in the backward under way."""
+        """Note that the current backward does not need entry `number` again."""
 
     def end_dead_pass(self) -> None:
         """End the pass that this member has opened, if it has failed unnoticed."""
 
     def check(self) -> None:
-        """Raise, on all ranks alike, where entries since the last call were in disorder."""
+        """Raise, on all ranks, if entries since the last call were out of order."""
 
     def mode(self) -> Hashable:
-        """What tells passes of one kind apart besides its key; alike on all ranks."""
+        """Return what distinguishes passes of one kind besides the key; equal on all ranks."""
 
     def set_aside(self) -> Callable[[], None]:
         """Forget for now what passes of this rank alone will change.
@@ -72,7 +72,7 @@ class GatherOrder:
 
     @property
     def group(self) -> Collectives:
-        """The ranks, over channels for what is run in this order. Collective at first use."""
+        """Group with channels for this order only. Collective at first use."""
         return self._group()
 
     def _agree(self, wanted: int) -> int:
@@ -93,7 +93,8 @@ class GatherOrder:
     ) -> int:
         """Give `member` an entry for each of `names`; see AgreedOrder.join.
 
-        Returns what is added to its numbers for `reach`, and what `leave` takes.
+        Returns the number of the first one, which `leave` takes. `reach` takes its sum with the
+        member's own number of an entry.
         """
         first = self._order.join(names, staying=staying, exchanges=exchanges)
         self._members[first] = member
@@ -116,7 +117,7 @@ class GatherOrder:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks run what they like."""
+        """Whether ranks may run different numbers of forwards."""
         return self._uneven > 0
 
     def end_dead_pass(self) -> None:
@@ -125,26 +126,30 @@ class GatherOrder:
             self._opener.end_dead_pass()
 
     def open(self, opener: Member, kind: Hashable, *, descending: bool) -> None:
-        """Begin a pass of `opener`, or a part of the one under way; `kind` is alike on all ranks.
+        """Begin a pass of `opener`, unless one is open; `kind` is equal on all ranks.
 
-        `descending`: units are wanted from the last to the first.
+        `descending`: units are needed from the last to the first, as in a backward.
         """
+        # A forward inside of another pass is a part of that: two passes at a time would have no
+        # common order.
         if self._opener is not None:
             return
         self._opener = opener
         self.passes += 1
-        # Where ranks are in passes of different kinds, their wishes must mean the same.
+        # A wish is a place in the order of preference, which must be the same on all ranks even if
+        # one is in a forward and another in a backward.
         self._descending = descending and not self.is_uneven
-        # What is not in use any more is not freed at the same moment on all ranks: its mode stays.
+        # Members are collected at different moments on the ranks, so the modes of those that are
+        # gone stay in the key.
         self._modes |= {first: member.mode() for first, member in self._members.items()}
         key = kind, tuple(self._modes.values())
         self._order.open(key, descending=self._descending, uneven=self.is_uneven)
 
     def close(self, opener: Member, expected: Sequence[int], *, failed: bool) -> None:
-        """End the pass, if it is that of `opener`: run the entries that other ranks still need.
+        """End the pass if `opener` began it: run the entries that other ranks still need.
 
-        `failed`: it has not come to its end. `expected` are entries that a later pass of this kind
-        may need though none did now.
+        `failed`: the pass raised. `expected` lists entries that a later pass of this kind may need
+        although this one did not.
         """
         if self._opener is not opener:
             return
@@ -156,12 +161,12 @@ class GatherOrder:
             self._opener = None
 
     def drop(self, opener: Member) -> None:
-        """End the pass of `opener`, whatever other ranks need."""
+        """End the pass of `opener` without running what other ranks need."""
         if self._opener is opener:
             self._opener = None
 
     def abandon(self) -> None:
-        """End the pass under way at this entry, on all ranks."""
+        """End the current pass at this entry, on all ranks."""
         self._opener = None
 
     def reach(self, entry: int) -> None:
@@ -175,19 +180,19 @@ class GatherOrder:
             member.is_past(over - self._firsts[over])
         if (member := self._of(entry)) is not None:
             member.run_entry(entry - first, wanted=wanted)
-        # After every entry, also on a rank that only catches up: so all ranks start gathers and
-        # gradients in one order, as NCCL's communicators need it.
+        # After every entry, even on a rank that only catches up: all ranks must start gathers and
+        # sums of gradients in one order, because NCCL may deadlock otherwise.
         following = self._order.next()
         if following is not None and (member := self._of(following)) is not None:
             member.start_ahead(following - self._firsts[following])
 
     def _of(self, entry: int) -> Member | None:
-        """The member of an entry; None where that is not in use any more."""
+        """Return the member of an entry; None if it has been collected."""
         return self._members.get(self._firsts[entry])
 
     def check(self) -> None:
-        """Raise, on all ranks alike, where entries since the last call were in disorder: what only
-        an accelerator knew, for which the host has not waited. Called in a step, when it has."""
+        """Raise, on all ranks, if entries since the last call were out of order."""
+        # Only the accelerator's memory tells. A step calls this once the host has waited anyway.
         for member in list(self._members.values()):
             member.check()
 
@@ -195,10 +200,10 @@ class GatherOrder:
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Let each rank run as many forwards as it likes inside the block, of any engine's models.
+        """Allow each rank its own number of forwards inside the block.
 
-        A rank that leaves the block runs the entries that others want until all have left. A block
-        inside another one is part of that.
+        A rank that leaves the block runs the entries that others need until all have left. Blocks
+        may be nested.
         """
         back = [member.set_aside() for member in list(self._members.values())]
         self._uneven += 1

@@ -17,28 +17,29 @@ from shardwise.comm.base import (
     GroupRanks,
     Handle,
     column,
+    gathered_rows,
+    interval,
     join_pieces,
     slice_of,
 )
 from shardwise.comm.gloo_exchange import SMALL, GlooExchange
 from shardwise.comm.gloo_messages import clipped_pieces, rows_of_pieces, without_long_pieces
 from shardwise.comm.ordered_sums import PLAIN, Sum, sum_in_rank_order
-from shardwise.comm.torch_backend import gathered_rows, interval, split_group
+from shardwise.comm.torch_backend import split_group
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.watch.status_server import StatusServer
 
 LONG = 1 << 22
-"""Bytes of a message whose content is to be summed, at most: the next one comes meanwhile."""
+"""Largest message of a sum in bytes: a piece is summed while the next one arrives."""
 
 
 class Gloo(Collectives):
     """CPU ranks over Gloo, by its point-to-point messages.
 
-    Gloo's own reduce-scatter is an all-reduce inside and its all-gather copies more than it
-    sends, so both are done here by direct exchange: each rank sends every other rank that one's
-    interval and sums what comes in, always in rank order. Measured on 64 MB, 2 ranks: 26 ms
-    against 100 (reduce-scatter), 19 against 77 (all-gather); `benchmarks/collectives.py` prints
-    the figures of this machine.
+    Gloo's own reduce-scatter is an all-reduce inside, and its all-gather copies more than it sends.
+    So both are direct exchanges here: each rank sends every other rank its interval, and sums what
+    it receives in rank order. Measured on 64 MB, 2 ranks: 26 ms against 100 (reduce-scatter), 19
+    against 77 (all-gather); `benchmarks/collectives.py` prints the figures of this machine.
     """
 
     name = "gloo"
@@ -53,7 +54,7 @@ class Gloo(Collectives):
         timeout: timedelta | None = None,
         status_server: StatusServer | None = None,
     ) -> None:
-        """`group_ranks` says which ranks of the run these are, where they are not all.
+        """`group_ranks` says which ranks of the run these are, if there are others.
 
         `timeout` bounds the waits of groups that are split off.
         """
@@ -73,9 +74,10 @@ class Gloo(Collectives):
     ) -> Handle:
         first = self.messages.number()
         cuts = even_cuts(buffer.numel(), self.size)
-        if buffer.nbytes <= SMALL:
+        if buffer.nbytes <= SMALL:  # one round instead of two: latency counts, not bytes
             join_pieces(pieces, buffer)
             return self._exchange_all(first, buffer, how)
+        # Numbered now: the second half starts at different moments on the ranks.
         second = self.messages.number()
         own = interval(buffer, cuts, self.rank)
         scatter = self._reduce_scatter(first, pieces, cuts, own, how)
@@ -85,8 +87,9 @@ class Gloo(Collectives):
             scatter.wait()
             second_half.append(self._all_gather(second, buffer, cuts, here=True))
 
-        # Nobody may have to wait for the second half to be begun, so none of us begins it; and
-        # nobody waits for its end before the next call is summed.
+        # Other ranks need this rank's sum, possibly before it waits for this call itself. So the
+        # progress thread sums and sends it. It does not wait for the second half to arrive, which
+        # would delay the sum of the next call.
         pending = self.messages.progress_thread.follow(sum_and_send)
 
         def finish() -> None:
@@ -96,8 +99,8 @@ class Gloo(Collectives):
         return Handle(finish)
 
     def _exchange_all(self, call: int, buffer: Tensor, how: Sum) -> Handle:
-        """A small all-reduce in one exchange: everyone sends everything, and sums all."""
-        mine = buffer.clone()  # the sum goes over `buffer`, which may still be on its way
+        """Small all-reduce in one exchange: every rank sends its values to all and sums all."""
+        mine = buffer.clone()  # the sum overwrites `buffer`, which Gloo may still be sending
         rows = {rank: torch.empty_like(buffer) for rank in self.messages.others}
         receives = {rank: [row] for rank, row in rows.items()}
         sends = dict.fromkeys(rows, (mine,))
@@ -132,7 +135,8 @@ class Gloo(Collectives):
     ) -> Handle:
         """Send each rank the pieces of its interval, and sum those of this rank's own.
 
-        From each rank come as many messages as this rank has pieces there: they are cut alike.
+        Pieces have the same cuts on all ranks, so each rank sends as many messages as this rank has
+        pieces in its own interval.
         """
         others = self.messages.others
         longest = LONG // pieces[0].itemsize
@@ -149,16 +153,16 @@ class Gloo(Collectives):
         received = self.messages.start("reduce-scatter", call, sends, rows)
 
         def came(number: int) -> None:
-            """Sum a piece that all have sent, while the last of it is in the processor's cache."""
+            """Sum a piece that all have sent, while it is still in the processor's cache."""
             if number % len(others) == 0:
                 out, *terms = next(parts)
                 sum_in_rank_order(terms, out, how)
 
         def finish() -> None:
             received(came)
-            for out, *terms in parts:  # an empty interval, or a group of one: nothing comes
+            for out, *terms in parts:  # an empty interval, or a group of one: no message arrives
                 sum_in_rank_order(terms, out, how)
-            self.give_back(scratch)  # only now: messages were received into it
+            self.give_back(scratch)  # not earlier: Gloo receives into it until the end
 
         return Handle(advance=finish)
 
@@ -188,18 +192,13 @@ class Gloo(Collectives):
 
     def gather_rows(self, row: Tensor) -> Tensor:
         def gather(buffer: Tensor, cuts: Cuts) -> Handle:
+            # Small ones in this thread: handing them to the send thread takes longer.
             here = row.nbytes <= SMALL
             return self._all_gather(self.messages.number(), buffer, cuts, here=here)
 
         return gathered_rows(self, row, gather)
 
-    def barrier(self) -> None:
-        self.gather_rows(torch.zeros(1))
-
     # -- other groups ---------------------------------------------------------------------
-
-    def second_group(self) -> Collectives:
-        return self.split([range(self.size)])
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:
@@ -214,7 +213,7 @@ class Gloo(Collectives):
     # -- scratch memory -------------------------------------------------------------------
 
     def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Scratch memory, kept between calls so that no step pays for fresh pages."""
+        """Return scratch memory that is kept between calls, to avoid page faults."""
         spare = self._spare.setdefault(dtype, [])
         for index, tensor in enumerate(spare):
             if tensor.numel() >= numel:

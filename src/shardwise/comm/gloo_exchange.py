@@ -1,8 +1,8 @@
 """Sends and receives the messages of one call over Gloo, and says why a message does not come.
 
-start      receives first, then sends; what is large in a thread of its own (the send thread)
-wait       for the messages in the order in which they were started
-compare    asks a rank that does not come what it has sent in this call (see watchdog.py)
+start      starts receives, then sends; large ones in a separate thread (the send thread)
+wait       waits for the messages in the order in which they were started
+compare    asks a rank that does not send what it has sent in this call (see watch/watchdog.py)
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from shardwise.errors import CollectiveError, PeerLost
 from shardwise.watch.status_server import StatusServer
 
 PROBE = 1
-"""A tag that no call has: messages that nobody awaits."""
+"""Tag of messages that no rank receives; no call has it."""
 
 REMEMBERED = 64
-"""Calls of which a rank can tell what it has sent in them."""
+"""Number of calls for which a rank remembers what it sent."""
 
 SMALL = 1 << 14
-"""Bytes of a call's messages up to which they are started at once, without the send thread."""
+"""Largest total of a call's messages in bytes that is started without the send thread."""
 
 
 class Arrivals(Protocol):
     """Waits for all messages of a call.
 
-    `then` is told, after each was waited for, how many have come: the first of every rank, then the
-    second ones. It is no part of the wait.
+    After each message, `then` is called with the number that have arrived: first the first message
+    of every rank, then the second ones. Hang reports do not count its time as waiting.
     """
 
     def __call__(self, then: Callable[[int], None] | None = None) -> None: ...
@@ -66,12 +66,12 @@ class GlooExchange:
         self._timeout = timeout
         self._status_server = status_server
         self._calls = 0
-        # A message that nobody waits for any more (an error came between) must still be received:
-        # dropped, it would leave its channel out of step.
+        # Messages of calls that failed must still be received. Dropped works would leave the
+        # channel out of step.
         self._unwaited: dict[int, list[tuple[int, dist.Work]]] = {}
         self.progress_thread = ProgressThread(status_server.waits)
         self._send_thread = ProgressThread(status_server.waits, name="shardwise-send")
-        # Else the threads and sockets of a group that nobody has closed would be kept.
+        # Ends the threads and sockets of a group that is collected without `close`.
         self._end = weakref.finalize(self, _end, group, self._send_thread, self.progress_thread)
         self._end.atexit = False
         self._sent: dict[int, dict[int, gloo_messages.Content]] = {}
@@ -100,18 +100,18 @@ class GlooExchange:
     ) -> Arrivals:
         """Start the messages to and from every other rank (empty ones are not sent).
 
-        Returns what waits for them all. Raises CollectiveError once the group has been closed.
-
-        Gloo sends in the thread that asks for it, as much as the socket takes, and lets that wait
-        while bytes of the same rank come in. A backward has better to do: what is large is started
-        by a thread of its own, unless it is to be started `here`.
+        Returns a function that waits for all of them. Raises CollectiveError once the group is
+        closed. `here` starts them in this thread, whatever their size.
         """
-        # Before anything is sent: a forked child has its parent's sockets.
+        # Gloo sends in the calling thread as much as the socket takes, and blocks it while bytes
+        # of the same rank arrive. That would stop a backward, so the send thread starts large ones.
+        # Before any message is sent: a forked child has its parent's sockets.
         self._status_server.refuse_after_failure()
         self._send_thread.refuse_if_dismissed()
+        # Remembered, because another rank may ask for it when its wait is too long (`_compare`).
         self._sent[call] = gloo_messages.contents(what, sends)
         awaited = gloo_messages.contents(what, receives)
-        for old in list(self._sent):  # not all calls send, and second halves come later
+        for old in list(self._sent):  # not only one: calls may send nothing, or in another order
             if old <= call - REMEMBERED:
                 self._sent.pop(old, None)
         works: list[tuple[int, dist.Work]] = []
@@ -122,7 +122,7 @@ class GlooExchange:
             begun = None
         else:
             begun = self._send_thread.follow(start)
-        # Not the tensors: whoever looks at this wait must not keep their memory.
+        # Without the tensors: hang reports hold this function and must not keep their memory.
         return partial(self._wait, what, call, begun, awaited)
 
     def follow(self, call: str, pending: PendingWork) -> None:
@@ -134,6 +134,7 @@ class GlooExchange:
         """End the threads, and leave the group of torch's."""
         # The send thread first: it may hold tensors of calls that end with the group.
         self._send_thread.close()
+        # Ends waits of the progress thread, which would block its `close`.
         self._end()
         self.progress_thread.close()
 
@@ -148,7 +149,8 @@ class GlooExchange:
         """Start all messages and note them in `works`."""
         rank = self._rank
         try:
-            # Receives first, on all ranks: Gloo then puts what comes where it belongs at once.
+            # Receives first, on all ranks: Gloo then writes arriving bytes to their destination
+            # directly, without a buffer.
             for peer, start, tensors in (
                 ("group_src", dist.irecv, receives),
                 ("group_dst", dist.isend, sends),
@@ -172,7 +174,7 @@ class GlooExchange:
     ) -> None:
         self._status_server.refuse_after_failure()
         if begun is not None:
-            begun.wait()  # for no other rank
+            begun.wait()  # for the send thread, not for another rank
         works, first = self._unwaited[call], 0
         if then is not None:
             to_come = sum(len(lengths) for _, lengths, _ in awaited.values())
@@ -193,7 +195,7 @@ class GlooExchange:
     ) -> None:
         """Wait for some of the messages of a call.
 
-        The places of all of them count as missing at first, then that of the one waited for.
+        Hang reports list all their places as missing at first, then the one that is waited for.
         """
         now = sorted({place for place, _ in works})
         call_in_words, compare = f"{what} (call {call})", partial(self._compare, call, awaited, now)
@@ -211,7 +213,7 @@ class GlooExchange:
     # -- errors ---------------------------------------------------------------------------
 
     def _failed(self, error: RuntimeError, call: str, other: int) -> CollectiveError:
-        """The error to raise, told to the others; where one of them has aborted, its reason."""
+        """Return the error to raise, after telling the others; if one aborted first, its error."""
         speaker = self._group_ranks.speaker(self._rank)
         if (theirs := self._status_server.error_of_another(speaker)) is not None:
             return theirs
@@ -226,9 +228,9 @@ class GlooExchange:
         return found
 
     def _unreachable(self) -> list[int]:
-        """The places to which no message can be sent any more.
+        """Return the places that no message can be sent to any more.
 
-        Who went first is among them, be it that another one was lost for its sake.
+        The rank that ended first is among them, even if this rank noticed the end of another one.
         """
         found = []
         for rank in self.others:
@@ -250,7 +252,7 @@ class GlooExchange:
     def _compare(
         self, call: int, contents: dict[int, gloo_messages.Content], now: list[int]
     ) -> None:
-        """End a wait for what will never come, since its sender is in another collective."""
+        """End a wait for a message whose sender is in another collective."""
         if not now or (place := now[0]) not in contents or self._difference is not None:
             return
         server, awaited = self._status_server, gloo_messages.as_json(contents[place])
@@ -268,24 +270,24 @@ class GlooExchange:
             size = self._group_ranks.size
             self._difference = mismatch_error(server, call, here, there, size)
             server.announce_abort(self._difference)
-        # This thread is the watchdog's. The one that trains sleeps inside Gloo, which only a
-        # message of the awaited tag and length can wake.
+        # This is the watchdog's thread. The training thread sleeps inside Gloo, and only a message
+        # of the awaited tag and length wakes it: ask the other rank to send one.
         server.ask_to_let_go(rank, self._channel, self._rank, [call, awaited])
 
     def sent(self, call: int, to: int) -> list[Any] | None:
-        """What this rank has sent to a place in a call; None where it has not come to that."""
+        """Return what this rank sent to a place in a call; None if it has not reached that call."""
         sent = self._sent.get(call)
         return None if sent is None else gloo_messages.as_json(sent.get(to, gloo_messages.NOTHING))
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
-        """Send to a place what it waits for, so that it waits no longer."""
+        """Send a place the message that it waits for, filled with zeros, so that its wait ends."""
         call, (what, lengths, dtype) = awaited
         for length in lengths:
             filler = torch.zeros(length, dtype=getattr(torch, dtype))
             tag = gloo_messages.tag(what, call, filler)
             try:
                 work = dist.isend(real_view(filler), group=self._group, tag=tag, group_dst=to)
-            except RuntimeError:  # it waits no longer: it is gone
+            except RuntimeError:  # that rank has ended
                 return
             assert work is not None
             self._unwaited.setdefault(-1, []).append((to, work))
@@ -294,5 +296,5 @@ class GlooExchange:
 def _end(group: dist.ProcessGroup | None, *threads: ProgressThread) -> None:
     for thread in threads:
         thread.dismiss()
-    with suppress(ValueError, AssertionError):  # it went with the group that all are in
+    with suppress(ValueError, AssertionError):  # destroyed with the default group already
         dist.destroy_process_group(group)

@@ -11,28 +11,26 @@ import torch
 from torch import Tensor
 
 Messages = Mapping[int, Sequence[Tensor]]
-"""What goes to each of the other ranks, or comes from it, one tensor after the other."""
+"""Tensors that are sent to each of the other ranks, or received from it, in order."""
 
 Content = tuple[str, tuple[int, ...], torch.dtype | None]
-"""What one rank sends another in a call: of which collective, how many elements in each message,
-of which dtype."""
+"""Description of the messages from one rank to another in a call: the name of the collective, the
+number of elements in each message, the dtype."""
 
 NOTHING: Content = ("nothing", (), None)
 
 
 def tag(what: str, call: int, tensor: Tensor) -> int:
-    """The tag of a message: its call's number, and what it is.
-
-    So a rank that is in another collective, or sends another length, is waited for until the
-    time-out says so; its message is never taken for what it is not. Messages of one tag come in
-    the order in which they were sent.
-    """
+    """Return the tag of a message: its call, and a hash of its collective, length and dtype."""
+    # A rank in another collective, or with another length, sends a tag that nobody receives. The
+    # wait then ends with an error, and its bytes never go into the wrong buffer. Gloo delivers
+    # messages of one tag in order of sending, so pieces of equal length need no number.
     kind = zlib.crc32(f"{what} {tensor.numel()} {tensor.dtype}".encode())
     return (call % 2**16) << 14 | kind % 2**14
 
 
 def contents(what: str, messages: Messages) -> dict[int, Content]:
-    """By rank, what is sent to it or awaited of it."""
+    """Return the description of the messages to, or from, each rank."""
     return {
         rank: (what, tuple(t.numel() for t in tensors if t.numel()), tensors[0].dtype)
         for rank, tensors in messages.items()
@@ -40,24 +38,25 @@ def contents(what: str, messages: Messages) -> dict[int, Content]:
 
 
 def interleaved(messages: Messages) -> Iterator[tuple[int, Tensor]]:
-    """Each message with its rank: the first of every rank, then the second ones."""
+    """Yield each message with its rank: the first message of every rank, then the second ones."""
+    # So that a piece is complete, and can be summed, as soon as all ranks have sent it.
     for several in zip_longest(*messages.values()):
         yield from ((r, t) for r, t in zip(messages, several, strict=True) if t is not None)
 
 
 def nbytes(messages: Messages) -> int:
-    """Bytes of all messages."""
+    """Return the bytes of all messages."""
     return sum(tensor.nbytes for tensors in messages.values() for tensor in tensors)
 
 
 def as_json(content: Content) -> list[Any]:
-    """A content, to be sent to another process."""
+    """Return a description as JSON, for another process."""
     what, lengths, dtype = content
     return [what, list(lengths), str(dtype or "").removeprefix("torch.")]
 
 
 def in_words(content: list[Any]) -> str:
-    """A content, to be read by a person."""
+    """Return a description in words, for an error message."""
     what, lengths, dtype = content
     return f"{what} of {sum(lengths)} {dtype} values" if dtype else "nothing to be received"
 
@@ -66,9 +65,9 @@ def in_words(content: list[Any]) -> str:
 
 
 def clipped_pieces(pieces: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-    """The parts of `pieces` between two places of the buffer that they make up, at least one.
+    """Return the views of `pieces` that cover [first, end) of their concatenation.
 
-    Pieces follow one another, wherever they lie in memory. The one part may be empty.
+    There is at least one, which may be empty: its dtype is needed.
     """
     found, start = [], 0
     for piece in pieces:
@@ -80,7 +79,7 @@ def clipped_pieces(pieces: Sequence[Tensor], first: int, end: int) -> list[Tenso
 
 
 def without_long_pieces(pieces: Sequence[Tensor], longest: int) -> list[Tensor]:
-    """`pieces` cut so that none has more than `longest` elements."""
+    """Cut `pieces` so that each has at most `longest` elements."""
     return [
         part
         for piece in pieces
@@ -89,6 +88,6 @@ def without_long_pieces(pieces: Sequence[Tensor], longest: int) -> list[Tensor]:
 
 
 def rows_of_pieces(flat: Tensor, count: int, lengths: Sequence[int]) -> list[Sequence[Tensor]]:
-    """`flat` as `count` rows of pieces of these `lengths`."""
+    """Cut `flat` into `count` rows, and each row into pieces of these `lengths`."""
     each = sum(lengths)
     return [torch.split(flat[i * each : (i + 1) * each], list(lengths)) for i in range(count)]

@@ -1,17 +1,16 @@
 """The transport of CPU ranks on several hosts: shared memory inside each, Gloo between them.
 
-A rank's *peers* are the ranks of its place on the other hosts. Each rank sums what its host has for
-its peers and itself, and only these sums travel, to their owners:
+A rank's *peers* are the ranks at the same place on the other hosts. Each rank sums the values of
+its host for its peers and itself, and sends only these sums, to their owners:
 
     host 0     rank 0 | rank 1         reduce-scatter   sum inside ─▶ peers ─▶ sum of hosts
                   ▲        ▲           all-gather       peers ─▶ copy inside
                   ▼        ▼           all-reduce       both, one after the other
     host 1     rank 2 | rank 3
 
-So of H hosts each sends (H - 1) / H of a buffer of P bytes in a reduce-scatter or an all-gather,
-and twice that in an all-reduce, however many ranks it has. 16-bit floats that are summed in fp32
-travel as fp32, so that they are rounded once. Sums are made in a fixed order: by rank inside, then
-by host.
+So each of H hosts sends (H - 1) / H of a buffer in a reduce-scatter or an all-gather, and twice
+that in an all-reduce, for any number of ranks per host. 16-bit floats that are summed in fp32 are
+sent as fp32, so that they are rounded once. Sums have a fixed order: by rank inside, then by host.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Collectives, Cuts, Handle, check_groups
+from shardwise.comm.base import Collectives, Cuts, Handle, check_groups, interval
 from shardwise.comm.gloo import Gloo
 from shardwise.comm.ordered_sums import PLAIN, Sum, sum_in_rank_order
 from shardwise.comm.progress_thread import PendingWork, ProgressThread
@@ -30,7 +29,6 @@ from shardwise.comm.shared_buffers import as_bytes, real_buffer
 from shardwise.comm.shared_memory import MappedMemory, SharedMemory
 from shardwise.comm.shared_work import DONE, HALFWAY, READY, Messages, Steps
 from shardwise.comm.socket_mesh import INLINE, MeshMessage
-from shardwise.comm.torch_backend import interval
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.layout.sum_tree import node_sizes
 
@@ -61,6 +59,7 @@ class Hierarchical(MappedMemory):
         self._between = between
         self._hosts = hosts
         self._under = under
+        # It wakes this rank through the poll of shared memory, so one wait serves both.
         self._progress_thread = ProgressThread(between.status_server.waits, inside.poll)
         self._children: list[Hierarchical] = []
         self._parent: ref[Hierarchical] | None = None
@@ -70,7 +69,7 @@ class Hierarchical(MappedMemory):
 
     @property
     def knows_tree(self) -> bool:
-        """Where the ranks of each host are one node of the tree."""
+        """Whether the ranks of each host are one node of the tree."""
         each = len(self._hosts[0])
         in_a_row = all(ranks[-1] - ranks[0] == each - 1 for ranks in self._hosts)
         return in_a_row and each in node_sizes(self.size)
@@ -90,6 +89,8 @@ class Hierarchical(MappedMemory):
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         buffer, cuts = real_buffer(buffer, even_cuts(buffer.numel(), self.size))
         begin = self._inside.opening("all-reduce", buffer)
+        # Numbered here and not in the steps: those run when messages arrive, in an order that may
+        # differ between hosts.
         calls = self._between.messages.number(), self._between.messages.number()
         return self._inside.start(begin, self._all_reduce(begin, calls, buffer, cuts, how))
 
@@ -101,7 +102,16 @@ class Hierarchical(MappedMemory):
 
     def barrier(self) -> None:
         begin = self._inside.opening("barrier", torch.empty(0))
-        self._inside.start(begin, self._barrier(begin, self._between.messages.number())).wait()
+        call = self._between.messages.number()
+
+        def steps() -> Steps:
+            # First the ranks of this host, then the peers, who have waited for theirs.
+            self._inside.post(begin)
+            yield READY
+            came = {peer: torch.empty(1) for peer in self._others}
+            yield self._send_between("barrier", call, dict.fromkeys(came, torch.zeros(1)), came)
+
+        self._inside.start(begin, steps()).wait()
 
     def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
         begin = self._inside.opening("reduce-scatter", buffer, hash(tuple(cuts)))
@@ -117,13 +127,6 @@ class Hierarchical(MappedMemory):
         return self._inside.start(begin, self._all_gather(begin, call, buffer, cuts))
 
     # -- how they go ----------------------------------------------------------------------
-
-    def _barrier(self, begin: MeshMessage, call: int) -> Steps:
-        """Wait for the ranks of this host, then for the peers, who have waited for theirs."""
-        self._inside.post(begin)
-        yield READY
-        came = {peer: torch.empty(1) for peer in self._others}
-        yield self._send_between("barrier", call, dict.fromkeys(came, torch.zeros(1)), came)
 
     def _reduce_scatter(
         self,
@@ -151,7 +154,7 @@ class Hierarchical(MappedMemory):
         public = self._inside.buffers.publish(begin, buffer, written=True)
         own = interval(buffer, cuts, self.rank)
         came = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
-        # Of this buffer nobody else reads the intervals of this rank's peers before HALFWAY.
+        # The peers' intervals may be overwritten now: nobody else reads them here before HALFWAY.
         yield self._fetch(calls[1], buffer, cuts)
         self._copy_peers(buffer, public, cuts)
         self._inside.announce(begin, HALFWAY)
@@ -176,10 +179,13 @@ class Hierarchical(MappedMemory):
         *,
         last: bool = False,
     ) -> PartialSteps:
-        """Sum this rank's interval, of which it has `own`, over all ranks; `last` when nothing
-        more is read here."""
+        """Sum this rank's interval, with values `own`, over all ranks.
+
+        `last`: this call reads nothing more of the ranks of this host.
+        """
         came = yield READY
         dtype = how.wide(buffer.dtype)
+        # In fp32 for 16-bit floats, between hosts too, so that the result is rounded once.
         sums = []
         for rank in self._peers:
             part = own if rank == self.rank else interval(buffer, cuts, rank)
@@ -187,6 +193,7 @@ class Hierarchical(MappedMemory):
             rows = self._inside.buffers.rows(came, part, cuts[rank])
             sum_in_rank_order(rows, sums[-1], how.partial)
         if last:
+            # Before the messages between hosts: this host's buffers are free while they are sent.
             self._inside.announce(begin, DONE)
         me = self._between.rank
         rows = [
@@ -201,6 +208,7 @@ class Hierarchical(MappedMemory):
         return came
 
     def _all_gather(self, begin: MeshMessage, call: int, buffer: Tensor, cuts: Cuts) -> Steps:
+        # Between hosts first: then each interval crosses the network once per host.
         yield self._fetch(call, buffer, cuts)
         columns = [sum(cuts[rank + 1] - cuts[rank] for rank in column) for column in self._columns]
         if max(columns) * buffer.itemsize <= INLINE:
@@ -219,7 +227,7 @@ class Hierarchical(MappedMemory):
         self._inside.buffers.take_back(public, buffer)
 
     def _gather_small(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
-        """Finish a small all-gather: what peers have sent goes into the message itself."""
+        """Finish a small all-gather: the message itself carries what the peers have sent."""
         parts = [interval(buffer, cuts, rank) for rank in self._peers]
         self._inside.post(begin._replace(payload=b"".join(map(as_bytes, parts))))
         came = yield READY
@@ -231,7 +239,7 @@ class Hierarchical(MappedMemory):
                 first += part.numel()
 
     def _broadcast(self, begin: MeshMessage, call: int, buffer: Tensor, source: int) -> Steps:
-        """Send from the source to its peers, and from each of these to its host."""
+        """Send from the source to its peers, and from each of them to the ranks of its host."""
         column = next(place for place, ranks in enumerate(self._columns) if source in ranks)
         small = buffer.nbytes <= INLINE
         if self._inside.rank != column:
@@ -258,7 +266,7 @@ class Hierarchical(MappedMemory):
 
     @property
     def _others(self) -> list[int]:
-        """The places of this rank's peers, itself left out."""
+        """Places of this rank's peers, without itself."""
         return [place for place in range(len(self._peers)) if place != self._between.rank]
 
     def _send_between(
@@ -274,23 +282,22 @@ class Hierarchical(MappedMemory):
         return self._send_between("all-gather", call, dict.fromkeys(receives, own), receives)
 
     def _copy_peers(self, buffer: Tensor, public: Tensor, cuts: Cuts) -> None:
-        """Copy what this rank has of its peers to where its host reads it."""
+        """Copy the peers' intervals to the memory that the ranks of this host read."""
         if public is not buffer:
             for rank in self._peers:
                 interval(public, cuts, rank).copy_(interval(buffer, cuts, rank))
 
     # -- other groups ---------------------------------------------------------------------
 
-    def second_group(self) -> Collectives:
-        return self.split([range(self.size)])
-
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         check_groups(groups, self.size)
         mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
         spread = self._spread(mine)
-        here = self._inside.split([places for group in groups if (places := self._here(group))])
-        # torch makes groups collectively: all ranks make all groups of Gloo in this order, also
-        # those that they are not in. Each rank is in one of them at most.
+        host = next(ranks for ranks in self._hosts if self.rank in ranks)
+        by_place = [[p for p, rank in enumerate(host) if rank in group] for group in groups]
+        here = self._inside.split([places for places in by_place if places])
+        # torch makes groups collectively: all ranks make all groups of Gloo in this order, even
+        # those that they are not in. Each rank is in at most one of them.
         spanning = [group for group in groups if _is_even(self._spread(group))]
         apart = [
             group for group in groups if len(self._spread(group)) > 1 and group not in spanning
@@ -311,28 +318,24 @@ class Hierarchical(MappedMemory):
         return child
 
     def _spread(self, group: Sequence[int]) -> list[list[int]]:
-        """The ranks of `group` by host, hosts without any left out."""
+        """Return the ranks of `group` by host, without hosts that have none."""
         found = ([rank for rank in host if rank in group] for host in self._hosts)
         return [ranks for ranks in found if ranks]
 
-    def _here(self, group: Sequence[int]) -> list[int]:
-        """The places of those of `group` that are on this host."""
-        host = next(ranks for ranks in self._hosts if self.rank in ranks)
-        return [place for place, rank in enumerate(host) if rank in group]
-
     def close(self) -> None:
+        # Children first: they use the arena and the sockets of this group's process.
         for child in list(self._children):
             child.close()
         self._between.close()
         parent = self._parent() if self._parent is not None else None
         if parent is not None and self in parent._children:
             parent._children.remove(self)
-            self._under.close()  # that of the first group goes with what is inside
+            self._under.close()  # `inside` of the first group closes its own
         self._inside.close()
         self._progress_thread.close()
 
 
 def _is_even(hosts: Hosts) -> bool:
-    """Whether ranks on these hosts can be `Hierarchical`."""
+    """Return whether ranks on these hosts can be a `Hierarchical` group."""
     counts = {len(ranks) for ranks in hosts}
     return len(hosts) > 1 and len(counts) == 1 and counts != {1}

@@ -3,10 +3,10 @@
 Every collective copies down, runs, and copies up:
 
     launch   device -> host; the inner collective starts
-    wait     the inner collective ends; host -> device, on the present stream
+    wait     the inner collective ends; host -> device, on the current stream
 
-Launching waits for the device, so nothing goes on beside backward: this is for ranks that share
-an accelerator, in tests and for trying things out, and not for speed.
+Launching waits for the device, so collectives do not overlap with backward. Use it for tests and
+experiments in which ranks share an accelerator, not for speed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Collectives, Cuts, Handle
+from shardwise.comm.base import Collectives, Cuts, Handle, interval
 from shardwise.comm.ordered_sums import PLAIN, Sum
-from shardwise.comm.torch_backend import interval
 
 
 class HostStaged(Collectives):
-    """Carries the tensors of `device` over the transport `inner`, through memory of the host.
+    """Sends the tensors of `device` over the transport `inner`, through host memory.
 
-    Other tensors go to `inner` as they are. Small vectors, for `gather_rows`, are on the CPU.
+    Other tensors go to `inner` unchanged. Small vectors, for `gather_rows`, are on the CPU.
     """
 
     def __init__(self, inner: Collectives, device: torch.device) -> None:
@@ -58,6 +57,7 @@ class HostStaged(Collectives):
         handle = self.inner.all_gather(host, cuts)
         first, end = cuts[self.rank], cuts[self.rank + 1]
 
+        # The own interval is the caller's: it is there already, and may be in use.
         def bring() -> None:
             _up(host[:first], buffer[:first])
             _up(host[end:], buffer[end:])
@@ -94,7 +94,7 @@ class HostStaged(Collectives):
         return buffer.device.type != self.device.type
 
     def _blank(self, buffer: Tensor) -> Tensor:
-        """Allocate host memory for `buffer`, with anything in it."""
+        """Allocate uninitialised host memory for `buffer`."""
         pinned = self.device.type != "cpu"  # the CPU stands for a GPU in tests
         return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=pinned)
 
@@ -103,7 +103,7 @@ class HostStaged(Collectives):
 
 
 def _then(handle: Handle, bring: Callable[[], None]) -> Handle:
-    """A handle whose result is there once `bring` has run after that of `handle`."""
+    """Return a handle that runs `bring` once `handle` is done."""
 
     def finish() -> None:
         handle.wait()
@@ -113,8 +113,6 @@ def _then(handle: Handle, bring: Callable[[], None]) -> Handle:
 
 
 def _up(host: Tensor, device: Tensor) -> None:
-    """Copy to the device on the present stream.
-
-    torch keeps the pinned memory from other uses until the copy has been made.
-    """
+    """Copy to the device on the current stream."""
+    # The caller may free `host` at once: torch reuses pinned memory only after the copy.
     device.copy_(host, non_blocking=True)

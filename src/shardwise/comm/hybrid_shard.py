@@ -1,9 +1,8 @@
 """The transport for states that are sharded inside a host and replicated between hosts.
 
-Such a state has an interval for each of that host's ranks, and every
-host has all of it. So only sums leave a host, each rank's interval to the ranks of equal place on
-the others (as in ZeRO++'s and FSDP's hybrid sharding). 16-bit sums are rounded twice, inside and
-between:
+Each rank of a host has one interval of the state, and every host has all of it. So only sums leave
+a host: each rank sends its interval to the ranks at its place on the other hosts (as in ZeRO++'s
+and FSDP's hybrid sharding). 16-bit sums are rounded twice, inside and between:
 
     host 0   rank 0 | rank 1        reduce-scatter and all-gather inside
                 ▲        ▲
@@ -69,7 +68,7 @@ class HybridShard(Collectives):
     def _then_between(
         self, first: Handle, free: Callable[[], None], own: Tensor, how: Sum
     ) -> Handle:
-        """Sum `own` between hosts once `first` is there and nobody here reads `own` (`free`)."""
+        """Sum `own` between hosts after `first` and `free`: then no rank here reads `own`."""
         second: list[Handle] = []
 
         def advance() -> None:
@@ -78,7 +77,8 @@ class HybridShard(Collectives):
             second.append(self._between.all_reduce(own, how))
             if self._between.in_one_order:
                 # An all-reduce may be two calls. Ranks settle their buckets at different moments,
-                # so a second call that waited for that could come before or after the next first.
+                # so a second call made only then could come before or after the next bucket's
+                # first call.
                 second[0].advance()
 
         def finish() -> None:
@@ -115,9 +115,9 @@ class HybridShard(Collectives):
 
 
 def shard_within_hosts(group: Collectives) -> Collectives:
-    """Make `group` the ranks of this host, where it has ranks on several. Collective.
+    """Return the ranks of this host as a `HybridShard`; `group` if all ranks share one. Collective.
 
-    Raises ConfigError where hosts have different numbers of ranks.
+    Raises ConfigError if hosts have different numbers of ranks.
     """
     hosts = ranks_by_host(group.gather_plain(host_key()))
     if len(hosts) == 1:

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.base import Collectives, Counts, Cuts, GroupRanks, Handle, column
+from shardwise.comm.base import Collectives, Counts, Cuts, GroupRanks, Handle, column, interval
 from shardwise.comm.ordered_sums import PLAIN, Sum, sum_in_tree
-from shardwise.comm.torch_backend import explained, interval, real_view, split_group
+from shardwise.comm.torch_backend import explained, real_view, split_group
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.watch.status_server import StatusServer
 
@@ -22,17 +22,17 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 LARGE = 1 << 16
-"""Elements from which an all-reduce of 16-bit floats is made of two calls in 16 bits, rather than
-one in fp32: half the bytes, for one more message's time."""
+"""Elements from which an all-reduce of 16-bit floats becomes two calls in 16 bits instead of one in
+fp32: half the bytes, for the latency of one more message."""
 
 NOTED = "a collective over NCCL, or the GPU's work before it"
-"""What a hang report says of a rank that reads what a collective has brought."""
+"""Name in hang reports of a wait for the result of a collective."""
 
 
 class Nccl(Collectives):
     """CUDA ranks over NCCL, by its own collectives.
 
-    `wait()` makes the present stream wait for NCCL's; the host goes on.
+    `wait()` makes the current stream wait for NCCL's; the host continues.
     """
 
     name = "nccl"
@@ -58,9 +58,11 @@ class Nccl(Collectives):
         self._group_ranks = group_ranks or GroupRanks.whole(size)
         self._timeout = timeout
         self._streams: dict[str, torch.cuda.Stream] = {}
-        """Where this rank makes sums of its own, and from where it sends them."""
+        """Streams on which this rank sums, and from which it sends its sums."""
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        # The tree and wide sums of 16-bit floats are made here: NCCL has its own order, and would
+        # round after every addition.
         wide = how.wide(buffer.dtype)
         if how.in_tree or (wide != buffer.dtype and buffer.numel() >= LARGE):
             return self._own_all_reduce(buffer, how)
@@ -69,7 +71,9 @@ class Nccl(Collectives):
 
         def round_off() -> None:
             _used_here(summed)
-            _rounded(how.scaled(summed), buffer)
+            how.scaled(summed)
+            if summed is not buffer:  # `to` returned a copy in the wider dtype: round it once
+                buffer.copy_(summed)
 
         return self._handle(work, round_off)
 
@@ -79,6 +83,7 @@ class Nccl(Collectives):
         target = interval(buffer, cuts, self.rank) if into is None else into
         if how.in_tree or how.wide(buffer.dtype) != buffer.dtype:
             return self._own_reduce_scatter(buffer, cuts, target, how)
+        # With one tensor torch copies nothing; with a list of parts it may.
         if _is_even(cuts):
             sums, sent = real_view(target), real_view(buffer)
             work = _scatter(sums, sent, group=self._group, async_op=True)
@@ -88,10 +93,10 @@ class Nccl(Collectives):
         return self._handle(work, lambda: how.scaled(target))
 
     def _own_reduce_scatter(self, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> _Summing:
-        """Send each rank all rows of its interval, which it sums itself, beside the work.
+        """Send each rank all rows of its interval; it sums them itself, in parallel with backward.
 
-        The order of NCCL's own sums depends on its algorithm. And 16-bit floats, which are summed
-        in fp32, travel in 16 bits this way.
+        The order of NCCL's own sums depends on its algorithm. And this way, 16-bit floats that are
+        summed in fp32 are sent in 16 bits.
         """
         sent, out = real_view(buffer), real_view(target)
         pairs = sent.numel() // max(buffer.numel(), 1)
@@ -101,9 +106,14 @@ class Nccl(Collectives):
         work = dist.all_to_all_single(rows, sent, received, lengths, self._group, async_op=True)
         stream = self._stream_for("sums")
         with torch.cuda.stream(stream):
-            # The work that comes after this call, backward mostly, need not wait for the messages.
+            # On this stream, so that later work of the current stream (backward, mostly) does not
+            # wait for the messages.
             self._wait(work)
-            _sum_rows(rows.view(self.size, -1), out, how)
+            terms, wide = rows.view(self.size, -1), how.wide(rows.dtype)  # (ranks, elements)
+            if how.in_tree:
+                sum_in_tree(list(terms), out, wide, how.scale)
+            else:  # in one kernel
+                out.copy_(how.scaled(terms.sum(0, dtype=wide)))
             came: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             came.record()
         return _Summing(_SumUnderWay(came, rows, stream))
@@ -120,8 +130,8 @@ class Nccl(Collectives):
         gathers: list[Handle] = []
 
         def advance() -> None:
-            # Behind this sum alone: the work is in the middle of backward, and the next sum waits
-            # for messages that came to NCCL before these.
+            # After this sum only. The current stream is in the middle of backward, and the stream
+            # of sums may already wait for the messages of the next one.
             with torch.cuda.stream(self._stream_for("gathers")):
                 scatter.await_()
                 gathers.append(self.all_gather(buffer, cuts))
@@ -156,19 +166,13 @@ class Nccl(Collectives):
         _gather(rows.view(-1), row, group=self._group)
         return rows
 
-    def barrier(self) -> None:
-        self.read(self.gather_rows(torch.zeros(1, device=self._device)))
-
     def read(self, rows: Tensor) -> Tensor:
-        # Of NCCL's calls the host knows nothing but that it waits: for all that have not come, or
-        # for what this rank's own device is still to do before. An event would not tell these
-        # apart, since the own work waits for the collectives before it.
+        # The host only knows that it waits: for the other ranks, or for earlier work of this
+        # rank's own device. An event could not tell these apart, because that work itself waits
+        # for earlier collectives.
         others = [rank for rank in self._group_ranks.ranks if rank != self.status_server.rank]
         with self.status_server.waits.noted(NOTED, lambda: others):
             return rows.cpu()
-
-    def second_group(self) -> Collectives:
-        return self.split([range(self.size)])
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:
@@ -184,8 +188,8 @@ class Nccl(Collectives):
             )
 
         part = split_group(self, self._group_ranks, groups, "nccl", make, self._timeout)
-        # NCCL connects a group at its first collective, for which the host waits: now, while all
-        # come to it in one order, and not with a message that the other rank is not ready for.
+        # NCCL connects a group at its first collective, and the host waits for that. Connect now,
+        # while all ranks make this call in one order, and not in the middle of a step.
         part.barrier()
         return part
 
@@ -207,7 +211,7 @@ class Nccl(Collectives):
         return _Working(work, finish)
 
     def _wait(self, work: dist.Work) -> None:
-        """Let the present stream wait for a collective."""
+        """Make the current stream wait for a collective."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -216,7 +220,7 @@ class Nccl(Collectives):
 
 
 class _Working(Handle):
-    """A call of NCCL, which knows without waiting whether the device has made it."""
+    """Handle of an NCCL call, which can tell without waiting whether the device is done."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
         super().__init__(finish)
@@ -227,12 +231,11 @@ class _Working(Handle):
 
 
 class _SumUnderWay:
-    """A sum of `rows` that `stream` makes: `came` is the event of its end.
+    """A sum of `rows` on `stream`; the event `came` is its end."""
 
-    The rows are held until somebody waits. Were they let go of at once, the allocator would have to
-    be told of `stream`, and use their memory anew only when the device has come so far: the further
-    the host runs ahead, the more memory the sums of a backward would take.
-    """
+    # Holds the rows until a wait. If they were freed at once, the allocator would need
+    # `record_stream`, and would reuse their memory only when the device has reached that point. The
+    # further the host runs ahead, the more memory the sums of a backward would take.
 
     def __init__(self, came: Any, rows: Tensor, stream: torch.cuda.Stream) -> None:
         self.came = came
@@ -240,31 +243,33 @@ class _SumUnderWay:
         self._stream = stream
 
     def await_(self) -> None:
-        """Let the present stream wait for the sum."""
+        """Make the current stream wait for the sum."""
         torch.cuda.current_stream().wait_event(self.came)
 
     def end(self) -> None:
-        """Wait, and let go of the rows."""
+        """Wait, and free the rows."""
         self.await_()
         rows, self._rows = self._rows, None
         if rows is not None:
             _used_here(rows)
 
     def __del__(self) -> None:
-        if self._rows is not None:  # nobody has waited
+        if self._rows is not None:  # nobody waited: the stream may still read them
             self._rows.record_stream(self._stream)
 
 
 class _Summing(Handle):
-    """The handle of a sum on a stream of its own; apart from it, so that neither holds the other
-    in a circle that only the garbage collector ends."""
+    """Handle of a sum on a separate stream."""
+
+    # Not one class with the sum: `finish` would refer to the handle itself, and such a cycle would
+    # keep the rows until the garbage collector runs.
 
     def __init__(self, under_way: _SumUnderWay) -> None:
         super().__init__(under_way.end)
         self._under_way = under_way
 
     def await_(self) -> None:
-        """Let the present stream wait for the sum, which is waited for once more."""
+        """Make the current stream wait for the sum; `wait` is still needed to free the rows."""
         self._under_way.await_()
 
     def is_there(self) -> bool:
@@ -272,24 +277,10 @@ class _Summing(Handle):
 
 
 def _used_here(made: Tensor) -> None:
-    """Tell the allocator that the present stream uses `made`, which may be of another one: freed
-    there, its memory would be used anew while this stream still reads it. Whoever waits for a sum
-    need not do so on the stream that has asked for it. On that one this does nothing."""
+    """Tell the allocator that the current stream uses `made`."""
+    # A sum may be waited for on another stream than the one it was allocated on. Freed there, its
+    # memory would be reused while this stream still reads it. On the same stream this is a no-op.
     made.record_stream(torch.cuda.current_stream())
-
-
-def _sum_rows(rows: Tensor, out: Tensor, how: Sum) -> None:
-    """out = the sum of `rows`, (ranks, numbers), in one kernel but for the tree."""
-    wide = how.wide(rows.dtype)
-    if how.in_tree:
-        sum_in_tree(list(rows), out, wide, how.scale)
-    else:
-        out.copy_(how.scaled(rows.sum(0, dtype=wide)))
-
-
-def _rounded(total: Tensor, out: Tensor) -> None:
-    if total is not out:
-        out.copy_(total)
 
 
 def _is_even(cuts: Cuts) -> bool:

@@ -48,6 +48,7 @@ PLAIN = Sum()
 
 def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
     """out = rows[0] + rows[1] + ..., as `how` says; `out` may be one of the rows."""
+    # By chunks: each element of every row is read from memory once, and sums stay in the cache.
     wide = how.wide(rows[0].dtype)
     between = len(rows) > 2 or (len(rows) > 1 and wide != rows[0].dtype)
     length = min(CHUNK, out.numel()) if between and not how.in_tree else 0
@@ -69,7 +70,8 @@ def sum_in_tree(
 
 
 def _sum(rows: Sequence[Tensor], out: Tensor, total: Tensor, how: Sum) -> None:
-    """`out` is written last, since it may be one of the rows; what comes before is in `total`."""
+    """Sum `rows` into `out`, with intermediate sums in `total`."""
+    # `out` may be one of the rows, so it is written last.
     if len(rows) == 1:
         how.scaled(out.copy_(rows[0]))
         return

@@ -1,10 +1,9 @@
-"""Runs Gloo's waits, or starts its messages, in a thread of its own, so that no rank stands still.
+"""Runs Gloo's waits, or starts its messages, in a separate thread, so that no rank blocks others.
 
-Gloo moves bytes in threads of its own but reports their arrival only to who waits. A rank that
-waited itself would keep back what others need of it meanwhile, and ranks could wait for each other
-in a circle. So this thread waits, goes on with what comes next, and signals an eventfd that wakes
-the rank. To start a message takes time as well; a second thread, the send thread, does so in the
-same way.
+Gloo moves bytes in its own threads but reports their arrival only to a thread that waits. A rank
+that waited itself would not serve the other ranks meanwhile, and ranks could deadlock. So this
+thread waits, continues the call, and signals an eventfd that wakes the rank. Starting a message
+takes time as well: a second thread, the send thread, starts them in the same way.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from shardwise.errors import CollectiveError
 from shardwise.watch.waits import Waits
 
 PATIENCE = 2.0
-"""Seconds that the last messages get to come to an end when their group has been left."""
+"""Seconds that the last messages may take after their group is closed."""
 
 
 class PendingWork:
-    """Work of the thread; once `is_over`, it is done, or `error` says why not.
+    """Work of the thread. Once `is_over`, it is done unless there is an `error`.
 
-    `missing` gives the ranks that the thread waits for now.
+    `missing` returns the ranks that the thread currently waits for.
     """
 
     def __init__(self, missing: Callable[[], Collection[int]]) -> None:
@@ -50,7 +49,7 @@ class PendingWork:
 
 
 class ProgressThread:
-    """Does one piece of work after the other, and wakes who waits on `poll`, where one is given."""
+    """Does one piece of work after the other, and wakes the thread that waits on `poll`, if any."""
 
     def __init__(
         self, waits: Waits, poll: MeshPoll | None = None, name: str = "shardwise-progress"
@@ -68,16 +67,21 @@ class ProgressThread:
         self._door = threading.Lock()
 
     def follow(self, wait: Callable[[], None]) -> PendingWork:
-        """Queue `wait`; returns work that is over when it has returned, or raised.
+        """Queue `wait`; the returned work is over when `wait` has returned or raised.
 
-        Raises CollectiveError when the thread has ended, or will: nobody would do the work.
+        Raises CollectiveError if the thread has ended or is about to: the call would wait forever.
         """
-        pending = PendingWork(self._missing)
+
+        def missing() -> Collection[int]:
+            wait = self._waits.of(self._thread.ident if self._thread else None)
+            return wait.missing() if wait else ()
+
+        pending = PendingWork(missing)
         # Without the lock, work could be queued behind the end and never be done.
         with self._door:
             self.refuse_if_dismissed()
             if self._thread is None:
-                # A daemon, since the end of a process must not wait for a rank that never comes.
+                # A daemon, because the end of a process must not wait for a rank that never sends.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._begun.put((pending, wait))
@@ -92,26 +96,22 @@ class ProgressThread:
             )
 
     def dismiss(self) -> None:
-        """Let the thread end after the work that it has been given."""
+        """End the thread after the work that is queued."""
         with self._door:
             self._dismissed = True
             self._begun.put(None)
 
     def close(self) -> None:
-        """End the thread. Work that is under way has been cut off, or ends by itself."""
+        """End the thread. The caller has cancelled pending work, or it ends by itself."""
         self.dismiss()
         if self._thread is not None:
             self._thread.join(PATIENCE)
         if self._poll is not None:
             self._poll.leave(self._bell)
             self._poll = None
-            # A thread that lives on would signal a descriptor that is another file's by then.
+            # Keep the descriptor if the thread still runs: it would signal another file later.
             if self._thread is None or not self._thread.is_alive():
                 os.close(self._bell)
-
-    def _missing(self) -> Collection[int]:
-        wait = self._waits.of(self._thread.ident if self._thread else None)
-        return wait.missing() if wait else ()
 
     def _run(self) -> None:
         with self._waits.helping():
@@ -119,7 +119,7 @@ class ProgressThread:
                 pass
 
     def _do_next(self) -> bool:
-        """Do the next work and keep nothing of it; False when there will be no more."""
+        """Do the next work and keep no reference to it; returns False after the last."""
         begun = self._begun.get()
         if begun is None:
             return False
@@ -129,7 +129,7 @@ class ProgressThread:
             wait()
         except Exception as raised:  # raised again where the rank waits
             error = raised
-        del begun, wait  # whoever goes on now may be the last to hold the tensors
+        del begun, wait  # before `end`: they hold tensors that the rank may want freed
         pending.end(error)
         if self._poll is not None:
             os.eventfd_write(self._bell, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,16 +23,15 @@ from shardwise.comm.shared_work import ProcessWork
 from shardwise.comm.socket_mesh import connect, listen
 from shardwise.errors import LaunchError
 
-T = TypeVar("T")
+Sockets = TypeVar("Sockets", socket.socket, dict[int, socket.socket])
 
 
 def share_memory(group: Collectives, timeout: float, *, required: bool) -> Collectives:
-    """The ranks of `group` over the memory that those of each host share, or `group` itself where
-    that cannot be.
+    """Return the ranks of `group` over shared memory in each host, else `group` itself.
 
-    All ranks decide alike. Where hosts have different numbers of ranks the name of `group` says
-    so; where a host's sockets or memory fail, rank 0 says so in one line. Raises LaunchError
-    instead where it is `required`.
+    All ranks decide alike. If hosts have different numbers of ranks, the name of `group` says so.
+    If a host refuses sockets or memory, rank 0 prints one line. With `required`, LaunchError
+    is raised instead. Collective.
     """
     keys = group.gather_plain(host_key())
     hosts = ranks_by_host(keys)
@@ -54,7 +53,7 @@ def share_memory(group: Collectives, timeout: float, *, required: bool) -> Colle
 
 
 def ranks_by_host(keys: Sequence[str | None]) -> list[list[int]]:
-    """The ranks of each host, by the key that each rank gave; hosts in the order of their first."""
+    """Group ranks by the host key that each gave, in the order of the hosts' first ranks."""
     return [[r for r, k in enumerate(keys) if k == host] for host in dict.fromkeys(keys)]
 
 
@@ -64,7 +63,9 @@ def _listed(hosts: Sequence[Sequence[int]]) -> str:
 
 
 def host_key() -> str | None:
-    """A key that ranks have in common which can share memory and sockets; None where none can."""
+    """Return a key that is equal on ranks that can share memory and sockets; None if none can."""
+    # The host name alone is not enough: cloned machines share it, and two containers of one host
+    # may have network namespaces, and so abstract sockets, of their own.
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -76,7 +77,7 @@ def host_key() -> str | None:
 
 
 def _apart(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
-    """Say why ranks cannot share memory, where the user asked for it."""
+    """Return why ranks cannot share memory, for users who asked for it."""
     if None in keys:
         return (
             "--transport shared needs Linux and a readable /proc on every host, which rank "
@@ -98,24 +99,27 @@ def _apart(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
 def _try(
     group: Collectives, hosts: Sequence[Sequence[int]], timeout: float
 ) -> SharedMemory | Hierarchical | str:
-    """Set up the transport; returns it, or why there is none. Alike on all ranks."""
+    """Return the transport, or why there is none: the same on all ranks."""
     drawn = group.gather_plain(secrets.token_hex(8))[0]
     mine = next(ranks for ranks in hosts if group.rank in ranks)
     name, arena = f"{drawn}-{mine[0]}", Arena()
     place = mine.index(group.rank), len(mine), timeout
 
     def prepare() -> socket.socket:
-        _try_memory(arena)
+        try:
+            arena.alone(1, torch.uint8)  # one that the system refuses is refused here
+        except LaunchError as error:
+            raise (error.__cause__ or error) from None
         return listen(name, *place)
 
-    prepared = _together(group, prepare, _single)
-    listener, fault = prepared
+    # Two phases, with an agreement after each: no rank may connect before all listen, and no rank
+    # may use shared memory if another could not set it up.
+    listener, fault = _on_all_ranks(group, prepare)
     if listener is None:
         return fault
     with listener:
         known = group.status_server.secret
-        joined = _together(group, lambda: connect(listener, name, known, *place), _each)
-    sockets, fault = joined
+        sockets, fault = _on_all_ranks(group, lambda: connect(listener, name, known, *place))
     if sockets is None:
         return fault
     of_run = group.group_ranks if isinstance(group, Gloo) else GroupRanks.whole(group.size)
@@ -135,23 +139,8 @@ def _try(
     return Hierarchical(inside, between, hosts, group.rank, group)
 
 
-def _try_memory(arena: Arena) -> None:
-    """Raise OSError where the system refuses memory that ranks share."""
-    try:
-        arena.alone(1, torch.uint8)
-    except LaunchError as error:
-        raise (error.__cause__ or error) from None
-
-
-def _together(
-    group: Collectives,
-    attempt: Callable[[], T],
-    opened: Callable[[T], Iterable[socket.socket]],
-) -> tuple[T | None, str]:
-    """Run `attempt` on all ranks: what it makes, or None and the first failure of any.
-
-    `opened` are the sockets in what it made, closed again where others failed.
-    """
+def _on_all_ranks(group: Collectives, attempt: Callable[[], Sockets]) -> tuple[Sockets | None, str]:
+    """Open sockets on all ranks; returns them, or closes them and returns the first failure."""
     made, fault = None, ""
     try:
         made = attempt()
@@ -160,14 +149,7 @@ def _together(
     faults = [said for said in group.gather_plain(fault) if said]
     if not faults:
         return made, ""
-    for unused in opened(made) if made is not None else ():
-        unused.close()
+    if made is not None:  # this rank could, and another one could not
+        for unused in made.values() if isinstance(made, dict) else [made]:
+            unused.close()
     return None, faults[0]
-
-
-def _single(made: socket.socket) -> list[socket.socket]:
-    return [made]
-
-
-def _each(made: dict[int, socket.socket]) -> list[socket.socket]:
-    return list(made.values())

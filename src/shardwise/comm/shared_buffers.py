@@ -1,7 +1,7 @@
-"""Lays buffers where the ranks of a host can read them, and reads those of other ranks.
+"""Puts buffers into memory that the ranks of a host can read, and reads those of other ranks.
 
-A tensor that was allocated in the arena is read from where it lies. Private memory is copied to a
-place in the arena, which is kept for later calls. What is small travels in the message itself.
+Other ranks read a tensor in the arena in place. Private memory is first copied to the arena, to a
+place that is kept for later calls. The message itself carries small tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.comm.socket_mesh import MeshMessage
 from shardwise.comm.torch_backend import real_view
 
 POOLED = 1 << 25
-"""Bytes up to which a place for private memory is kept for later calls."""
+"""Largest copy of private memory in bytes that is kept for later calls."""
 
 
 class SharedBuffers:
@@ -31,7 +31,7 @@ class SharedBuffers:
         self._spare: list[Tensor] = []
 
     def place_for(self, tensor: Tensor) -> Tensor:
-        """`tensor` where all can read it, or memory of its length where they can."""
+        """Return `tensor` if all ranks can read it, else readable memory of its length."""
         if not tensor.numel() or self.arena.locate(tensor) is not None:
             return tensor
         return self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
@@ -39,10 +39,10 @@ class SharedBuffers:
     def publish(
         self, begin: MeshMessage, tensor: Tensor, *, small: bool = False, written: bool = False
     ) -> Tensor:
-        """Tell all that they may read `tensor`, or the copy of it that is returned.
+        """Tell all ranks to read `tensor`, or a readable copy; returns the one that they read.
 
-        It must stay as it is until all are done with the call that `begin` opens. `written`: this
-        rank writes to it during the call, for the others to read.
+        The caller must not change it until all are done with the call that `begin` opens.
+        `written`: this rank writes to it during the call, for the others to read.
         """
         if small or not tensor.numel():
             self._work.post(begin._replace(payload=as_bytes(tensor)))
@@ -54,27 +54,28 @@ class SharedBuffers:
             place = self.arena.locate(public)
             assert place is not None  # no fork makes it private
         segment, offset = place
-        # The descriptor travels with the first message about its segment: the others map it then.
+        # The first message about a segment carries its descriptor, with which the others map it.
         fd = -1 if segment.number in self._announced else segment.fd
         self._announced.add(segment.number)
         self._work.post(begin._replace(segment=segment.number, offset=offset, fd=fd))
         return public
 
     def take_back(self, public: Tensor, tensor: Tensor) -> None:
-        """Keep the copy `public` of `tensor` for later calls: all have read it."""
+        """Keep the copy `public` of `tensor`, which all have read, for later calls."""
+        # Sorted by size, so that `_borrow` finds the smallest one that is large enough.
         whole = public._base
         if public is not tensor and whole is not None and whole.numel() <= POOLED:
             self._spare.append(whole)
             self._spare.sort(key=Tensor.numel)
 
     def announce_freed(self) -> None:
-        """Tell all which segments this rank no longer uses, so that they unmap them."""
+        """Tell all ranks which segments this rank no longer uses, so that they unmap them."""
         for number in [n for n in self._announced if not self.arena.holds(n)]:
             self._announced.remove(number)
             self._work.post(MeshMessage(0, ENDED, segment=number))
 
     def read(self, rank: int, message: MeshMessage, first: int, like: Tensor) -> Tensor:
-        """What `rank` shows by `message`, from element `first` on, as long as `like`."""
+        """Return the values that `rank` announces in `message`, from element `first`, as `like`."""
         if not like.numel():
             return torch.empty(0, dtype=like.dtype)
         if message.payload:
@@ -84,28 +85,30 @@ class SharedBuffers:
         return self._work.segments.view(rank, message.segment, offset, like.numel(), like.dtype)
 
     def rows(self, came: dict[int, MeshMessage], own: Tensor, first: int) -> list[Tensor]:
-        """The ranks' values of this rank's interval, which starts at element `first`."""
+        """Return all ranks' values of this rank's interval, which starts at element `first`."""
         return [
             own if rank == self._rank else self.read(rank, came[rank], first, own)
             for rank in range(self._size)
         ]
 
     def close(self) -> None:
-        """Let go of the places that were kept."""
+        """Free the places that were kept."""
         self._spare.clear()
 
     def _borrow(self, size: int) -> Tensor:
-        """`size` bytes or more of shared memory, kept between calls so that none pays for pages."""
+        """Return `size` bytes of shared memory or more, kept between calls to avoid page faults."""
         for index, spare in enumerate(self._spare):
             if spare.numel() >= size:
                 return self._spare.pop(index)
+        # A segment of its own, which ends with the call, or the arena would keep its size.
         if size > POOLED:
             return self.arena.alone(size, torch.uint8)
+        # Rounded up to a power of two, so that tensors of similar size use the same places.
         return self.arena.allocate(1 << (size - 1).bit_length(), torch.uint8)
 
 
 def real_buffer(buffer: Tensor, cuts: Cuts) -> tuple[Tensor, Cuts]:
-    """Complex numbers as pairs of reals, and their cuts."""
+    """View complex numbers as pairs of reals, with the matching cuts."""
     return real_view(buffer), [2 * cut for cut in cuts] if buffer.is_complex() else cuts
 
 

@@ -1,7 +1,7 @@
 """The transport of CPU ranks on one host, through memory that all of them map.
 
-Nothing is sent but small messages about what is ready (shared_work.py): each rank reads what it
-needs straight out of the others' buffers (shared_buffers.py).
+Ranks only send small messages about what is ready (shared_work.py). Each rank reads what it needs
+directly from the others' buffers (shared_buffers.py).
 
     reduce-scatter   all ready ─▶ sum the own interval ─▶ done
     all-reduce       all ready ─▶ sum the own interval ─▶ all halfway ─▶ copy the rest ─▶ done
@@ -33,6 +33,8 @@ from shardwise.comm.base import (
     Solo,
     check_groups,
     column,
+    gathered_rows,
+    interval,
     slice_of,
 )
 from shardwise.comm.ordered_sums import PLAIN, Sum, sum_in_rank_order
@@ -48,13 +50,13 @@ from shardwise.comm.shared_work import (
     first_message,
 )
 from shardwise.comm.socket_mesh import INLINE, MeshMessage, MeshPoll, SocketMesh, connect, listen
-from shardwise.comm.torch_backend import gathered_rows, interval, real_view
+from shardwise.comm.torch_backend import real_view
 from shardwise.errors import CollectiveError
 from shardwise.layout.bucket_layout import even_cuts
 
 
 class MappedMemory(Collectives):
-    """What transports have in common whose ranks map the memory of those on their host."""
+    """Base of transports whose ranks map the memory of the other ranks of their host."""
 
     sums_onto = True
     looks = True
@@ -80,19 +82,19 @@ class MappedMemory(Collectives):
 
     @abstractmethod
     def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
-        """A reduce-scatter into `target`, this rank's values of its interval being in `own`."""
+        """Start a reduce-scatter into `target`; `own` has this rank's values of its interval."""
 
     @abstractmethod
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
-        """An all-gather that says it is a call of this `kind`."""
+        """Start an all-gather that error messages call `kind`."""
 
 
 class SharedMemory(MappedMemory):
     """CPU ranks of one host, over shared memory.
 
-    `under` is the group over which they agreed on it; it is closed with this one. `group_ranks`
-    says which ranks of the run these are, where they are not all. `buffers` are what these ranks
-    show each other.
+    `under` is the group over which the ranks agreed on this transport; it is closed with it.
+    `group_ranks` says which ranks of the run these are, if there are others. `buffers` are the
+    tensors that these ranks show each other.
     """
 
     name = "shared memory"
@@ -128,7 +130,7 @@ class SharedMemory(MappedMemory):
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert device.type == "cpu", device
-        made: list[Tensor] = []
+        made: list[Tensor] = []  # the steps of a call return nothing
         like = torch.empty(numel, dtype=dtype, device="meta")
         begin = self.opening("common memory", like)
         self._work.start(begin, self._common(begin, like, made)).wait()
@@ -144,6 +146,7 @@ class SharedMemory(MappedMemory):
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         buffer = real_view(buffer)
         begin = self.opening("all-reduce", buffer)
+        # A small buffer goes into the message itself: one round instead of two.
         plan = self._exchange if buffer.nbytes <= INLINE else self._all_reduce
         return self._work.start(begin, plan(begin, buffer, how))
 
@@ -158,7 +161,12 @@ class SharedMemory(MappedMemory):
 
     def barrier(self) -> None:
         begin = self.opening("barrier", torch.empty(0))
-        self._work.start(begin, self._barrier(begin)).wait()
+
+        def steps() -> Steps:
+            self._work.post(begin)
+            yield READY
+
+        self._work.start(begin, steps()).wait()
 
     def _scatter(
         self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
@@ -174,12 +182,8 @@ class SharedMemory(MappedMemory):
 
     # -- how they go ----------------------------------------------------------------------
 
-    def _barrier(self, begin: MeshMessage) -> Steps:
-        self._work.post(begin)
-        yield READY
-
     def _exchange(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
-        """A small all-reduce in one exchange: everyone sends everything, and sums all."""
+        """Small all-reduce in one exchange: every rank sends its values to all and sums all."""
         self._work.post(begin._replace(payload=as_bytes(buffer)))
         came = yield READY
         rows = self.buffers.rows(came, buffer, 0)
@@ -193,8 +197,8 @@ class SharedMemory(MappedMemory):
         rows = self.buffers.rows(came, own, cuts[self.rank])
         sum_in_rank_order(rows, own, how)
         self._work.announce(begin, HALFWAY)
-        # A rank that is halfway has read what it sums of this buffer, and summed what is read of
-        # its own: both ends of the copies below are free.
+        # A rank that is halfway has read its interval of this buffer, and its own interval holds
+        # the sum. So the copies below read finished sums, and overwrite values that nobody needs.
         yield HALFWAY
         for rank, message in came.items():
             part = interval(buffer, cuts, rank)
@@ -210,7 +214,7 @@ class SharedMemory(MappedMemory):
     ) -> Steps:
         public = self.buffers.publish(begin, buffer)
         came = yield READY
-        # Nobody else reads this rank's interval, so the sum may go over it.
+        # No other rank reads this rank's interval of its buffer, so the sum may overwrite it.
         rows = self.buffers.rows(came, own, cuts[self.rank])
         sum_in_rank_order(rows, target, how)
         self._work.announce(begin, DONE)
@@ -219,6 +223,7 @@ class SharedMemory(MappedMemory):
 
     def _all_gather(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
         own = interval(buffer, cuts, self.rank)
+        # By the largest interval, which all ranks know: they must choose the same way.
         small = max(b - a for a, b in pairwise(cuts)) * buffer.itemsize <= INLINE
         public = self.buffers.publish(begin, own, small=small)
         came = yield READY
@@ -247,7 +252,7 @@ class SharedMemory(MappedMemory):
         self.buffers.take_back(public, sent)
 
     def _broadcast(self, begin: MeshMessage, buffer: Tensor, source: int) -> Steps:
-        """The source is done when all have read: its buffer is mostly the user's own."""
+        """Send from the source, which waits until all have read: users may write to its buffer."""
         small = buffer.nbytes <= INLINE
         if self.rank == source:
             public = self.buffers.publish(begin, buffer, small=small)
@@ -276,11 +281,11 @@ class SharedMemory(MappedMemory):
 
     @property
     def poll(self) -> MeshPoll:
-        """What this process waits on for messages."""
+        """Poll object on which this process waits for messages."""
         return self._process_work.poll
 
     def start(self, begin: MeshMessage, steps: Steps) -> Handle:
-        """Begin a call that was opened with `begin`."""
+        """Start a call with the opening message `begin`."""
         return self._work.start(begin, steps)
 
     def post(self, message: MeshMessage) -> None:
@@ -288,11 +293,11 @@ class SharedMemory(MappedMemory):
         self._work.post(message)
 
     def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
-        """Send all others, or one, that this rank has come to `stage` in a call."""
+        """Tell all others, or `only` one, that this rank has reached `stage` of a call."""
         self._work.announce(begin, stage, only)
 
     def opening(self, kind: str, buffer: Tensor, check: int = 0) -> MeshMessage:
-        """The first message of this rank's next call; `check` is any number that all must share."""
+        """Return the message that opens the next call; all ranks must have the same `check`."""
         assert buffer.is_contiguous()
         self.status_server.refuse_after_failure()
         self._calls += 1
@@ -301,21 +306,19 @@ class SharedMemory(MappedMemory):
 
     # -- other groups ---------------------------------------------------------------------
 
-    def second_group(self) -> Collectives:
-        return self.split([range(self.size)])
-
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         check_groups(groups, self.size)
+        # A fresh name for the sockets of every split: abstract names are visible to the whole host.
         name = self.gather_plain(secrets.token_hex(8))[0]
         mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
         place, size = mine.index(self.rank), len(mine)
         if size == 1:
-            self.barrier()
+            self.barrier()  # the one that the others make below
             return Solo()
         try:
             listener = listen(f"{name}-{mine[0]}", place, size, self._timeout)
             with listener:
-                self.barrier()
+                self.barrier()  # all listen now
                 known = self.status_server.secret
                 sockets = connect(listener, f"{name}-{mine[0]}", known, place, size, self._timeout)
         except OSError as error:
@@ -336,6 +339,7 @@ class SharedMemory(MappedMemory):
         parent = self._parent() if self._parent is not None else None
         if parent is not None and self in parent._children:
             parent._children.remove(self)
+        # Other ranks may read this rank's buffers after it has left; a wait for them could hang.
         if not self._work.is_over():
             self.buffers.arena.leave_to_others()
         self._work.close()

@@ -1,9 +1,9 @@
 """Moves the calls in flight between ranks that share memory, and finds who is missing.
 
-A call is a generator of steps. It sends the others what they need, yields the stage that it waits
-for all of them to reach, and goes on with their messages. Whoever waits for one call moves all
-calls that can be moved, also in other groups of this process: so ranks may wait for their calls in
-any order, and none waits in a circle.
+A call is a generator of steps. It sends the others what they need, yields the stage that all of
+them must reach, and continues with their messages. A wait for one call advances every call of this
+process, including those of other groups. So ranks may wait for their calls in any order, and no
+two ranks can deadlock in different calls.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from shardwise.timeline.recorder import Launched
 from shardwise.watch.status_server import StatusServer
 
 READY, HALFWAY, DONE, ENDED, FAILED, OVER = range(6)
-"""Stages: the buffer may be read; half of the work is done; all that was needed of the others has
-been read. ENDED says that a segment is no longer used, FAILED that a rank aborts. OVER is
-nobody's message."""
+"""Stages of a call, which ranks announce to each other.
+
+READY: the buffer may be read. HALFWAY: half of the work is done. DONE: this rank has read all that
+it needs of the others. ENDED: a segment is no longer used. FAILED: a rank aborts. OVER is local:
+all ranks are done."""
 
 SPIN = 50e-6
-"""Seconds to look again and again before going to sleep, where there is a core for every rank."""
+"""Seconds of polling before sleeping, if there is a core for every rank."""
 
 Messages = dict[int, MeshMessage]
 """By rank, its message about a stage."""
@@ -52,7 +54,7 @@ class SharedWork(Handle):
         self.pending: PendingWork | None = None
 
     def reach(self, step: int | PendingWork) -> None:
-        """Note what the call waits for now: a stage of all ranks here, or work between hosts."""
+        """Record what the call waits for: a stage of all ranks here, or work between hosts."""
         self.pending = step if isinstance(step, PendingWork) else None
         if not isinstance(step, PendingWork):
             self.stage = step
@@ -63,7 +65,7 @@ class SharedWork(Handle):
         return self
 
     def note_end(self) -> None:
-        """Note the end in the timeline, once the result is there."""
+        """Record the end in the timeline once the result is there."""
         if self._noted is not None and self.stage >= DONE:
             self._noted.done()
 
@@ -92,19 +94,19 @@ class ProcessWork:
         self.status_server = status_server
         self.poll = MeshPoll()
         self.error: CollectiveError | None = None
-        """Why a rank of this host, this one too, has aborted, in whichever group."""
+        """Error of the first rank of this host that aborted, in any group; it may be this rank."""
         self._work: dict[SocketMesh, GroupWork] = {}
 
     def join(self, mesh: SocketMesh, work: GroupWork) -> None:
-        """Move the calls of `work` from now on."""
+        """Start advancing the calls of `work`."""
         self._work[mesh] = work
 
     def leave(self, mesh: SocketMesh) -> None:
-        """Move the calls of `mesh` no longer."""
+        """Stop advancing the calls of `mesh`."""
         self._work.pop(mesh, None)
 
     def progress(self, patience: float = 0.0) -> None:
-        """Move every call as far as what has come allows; wait up to `patience` for a message."""
+        """Advance every call, after waiting up to `patience` seconds for a message."""
         for mesh, rank, message in self.poll.look(patience):
             self._work[mesh].receive(rank, message)
         for work in list(self._work.values()):
@@ -130,6 +132,7 @@ class GroupWork:
         self._size = size
         self._timeout = timeout
         self._group_ranks = group_ranks
+        # With fewer cores than ranks, polling would take the core of the rank that is waited for.
         self._spin = SPIN if len(os.sched_getaffinity(0)) >= size else 0.0
         self._alive: dict[int, SharedWork] = {}
         self._inbox: dict[tuple[int, int], Messages] = {}
@@ -137,13 +140,14 @@ class GroupWork:
         self.segments = MappedSegments()
 
     def start(self, opening: MeshMessage, steps: Steps) -> SharedWork:
-        """Begin a call: run its `steps` up to the first wait."""
+        """Begin a call: run its `steps` to the first wait."""
         self._refuse_after_failure()
         call = self._alive[opening.call] = SharedWork(self, opening, steps)
         try:
             call.reach(next(steps))
         except CollectiveError as error:
             raise self._cut_off(call, error) from error
+        # Faster ranks may have opened this call already; later messages are compared on arrival.
         for rank, message in self._inbox.get((opening.call, READY), {}).items():
             self._compare(call, rank, message)
         self.progress()
@@ -155,31 +159,37 @@ class GroupWork:
             self._mesh.send(rank, message)
 
     def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
-        """Send all others, or one, that this rank has come to `stage` in a call."""
+        """Tell all others, or `only` one, that this rank has reached `stage` of a call."""
         message = MeshMessage(begin.call, stage)
         for rank in self._mesh.peers if only is None else [only]:
             self._mesh.send(rank, message)
 
     def progress(self, patience: float = 0.0) -> None:
-        """Move every call of this process as far as what has come allows."""
+        """Advance every call of this process as far as the messages that have arrived allow."""
         self._refuse_after_failure()
         self._process_work.progress(patience)
 
     def move(self) -> None:
-        """Move every call of this group as far as what has come allows."""
+        """Advance every call of this group as far as the messages that have arrived allow."""
+        # A copy: calls that end leave the dict.
         for call in list(self._alive.values()):
             self._move(call)
 
     def until(self, call: SharedWork, stage: int) -> None:
-        """Return when `call` has come to `stage`."""
+        """Block until `call` has reached `stage`."""
         if call.stage < stage and not self._comes_soon(call, stage):
-            with self._process_work.status_server.waits.noted(
-                call.name, lambda: self._missing(call)
-            ):
+
+            def missing() -> Collection[int]:
+                """Return the ranks of the run that the call waits for, for hang reports."""
+                if call.pending is not None:
+                    return call.pending.missing()
+                return [self._group_ranks.ranks[place] for place in self._unheard(call)]
+
+            with self._process_work.status_server.waits.noted(call.name, missing):
                 self._sleep(call, stage)
 
     def _comes_soon(self, call: SharedWork, stage: int) -> bool:
-        """Look again and again for a moment, which is faster than to sleep."""
+        """Poll for a moment: an answer within microseconds costs less than a sleep."""
         until = time.monotonic() + self._spin
         while True:
             self.progress()
@@ -197,6 +207,7 @@ class GroupWork:
             if call.pending is not None:
                 self.progress(self._timeout)  # what it waits for has a limit of its own
                 continue
+            # Only peers that are still needed: one that ended after its last message is no error.
             missing = self._unheard(call)
             if lost := missing & self._mesh.gone:
                 raise self._lost(call, lost)
@@ -206,7 +217,7 @@ class GroupWork:
             self.progress(self._timeout - waited + 1e-3)
 
     def is_over(self) -> bool:
-        """Whether all ranks have read all that this one has shown them, as far as it has heard."""
+        """Return whether all ranks are known to have read all buffers of this one."""
         if self._failure is None and self._process_work.error is None:
             self._process_work.progress()
         return not self._alive
@@ -220,17 +231,21 @@ class GroupWork:
         self._mesh.close()
 
     def receive(self, rank: int, message: MeshMessage) -> None:
-        """Take a message of `rank`."""
+        """Process a message of `rank`."""
         if message.fd >= 0:
             self.segments.learn(rank, message.segment, message.fd)
         if message.stage == ENDED:
             self.segments.forget(rank, message.segment)
             return
         if message.stage == FAILED:
-            self._process_work.error = self._process_work.error or self._error_of_another(
-                rank, message
-            )
+            # The first error wins: later ones are mostly consequences of it.
+            if self._process_work.error is None:
+                self._process_work.error = (PeerLost if message.kind else CollectiveError)(
+                    f"{self._group_ranks.speaker(self._rank)} aborted because {self._name(rank)} "
+                    f"failed: {message.payload.decode(errors='replace')}"
+                )
             return
+        # The call may not have begun here: its messages wait in the inbox.
         self._inbox.setdefault((message.call, message.stage), {})[rank] = message
         call = self._alive.get(message.call)
         if message.stage == READY and call is not None:
@@ -250,7 +265,7 @@ class GroupWork:
                 raise self._cut_off(call, error) from error
 
     def _due(self, call: SharedWork) -> Messages | None:
-        """The messages that a call has waited for, once all are here; None until then."""
+        """Return the messages that a call waits for once all are here; None until then."""
         if call.pending is not None:
             if call.pending.error is not None:
                 raise self._cut_off(call, call.pending.error)
@@ -266,14 +281,8 @@ class GroupWork:
     def _unheard(self, call: SharedWork) -> set[int]:
         return set(self._mesh.peers) - self._heard(call).keys()
 
-    def _missing(self, call: SharedWork) -> Collection[int]:
-        """The ranks of the run that a call waits for."""
-        if call.pending is not None:
-            return call.pending.missing()
-        return [self._group_ranks.ranks[place] for place in self._unheard(call)]
-
     def _compare(self, call: SharedWork, rank: int, message: MeshMessage) -> None:
-        """Raise CollectiveError where a rank is in another collective in this call."""
+        """Raise CollectiveError if a rank is in another collective at this call."""
         said = mismatch(call.opening, message)
         if said is None:
             return
@@ -295,7 +304,7 @@ class GroupWork:
         )
 
     def _late(self, call: SharedWork, missing: set[int]) -> CollectiveError:
-        """The error of a rank that waited too long, or of the one that aborted before it."""
+        """Return the timeout error of this rank, or the error of a rank that aborted before."""
         ranks = [self._group_ranks.ranks[place] for place in missing]
         speaker = self._group_ranks.speaker(self._rank)
         error = timeout_error(
@@ -304,24 +313,18 @@ class GroupWork:
         return self._failed(type(error), str(error), error.at_fault)
 
     def _cut_off(self, call: SharedWork, error: Exception) -> Exception:
-        """The error of messages between hosts, or of the rank of this host that is to blame."""
+        """Return the error of messages between hosts, or of the rank of this host at fault."""
+        # A lost host is often the consequence of a rank that ended here: blame that one.
         if isinstance(error, PeerLost) and self._mesh.gone:
             return self._lost(call, self._mesh.gone)
         if isinstance(error, CollectiveError):
             return self._failed(type(error), str(error), error.at_fault)
         return error
 
-    def _error_of_another(self, rank: int, message: MeshMessage) -> CollectiveError:
-        kind = PeerLost if message.kind else CollectiveError
-        return kind(
-            f"{self._group_ranks.speaker(self._rank)} aborted because {self._name(rank)} failed: "
-            f"{message.payload.decode(errors='replace')}"
-        )
-
     def _failed(
         self, kind: type[CollectiveError], text: str, at_fault: tuple[int, ...] = ()
     ) -> CollectiveError:
-        """The error to raise; later calls raise it again, and the others are told."""
+        """Return the error to raise, and send it to the others. Later calls raise it again."""
         self._failure = kind(text).blaming(at_fault)
         self._process_work.error = self._process_work.error or self._failure
         reason = as_utf8(text)[:INLINE]
@@ -335,7 +338,7 @@ class GroupWork:
 
 
 def first_message(call: int, kind: str, buffer: Tensor, check: int) -> MeshMessage:
-    """The message that opens a call, alike on all ranks; `check` is any further number."""
+    """Return the message that opens a call; `check` is any number that all ranks must share."""
     return MeshMessage(
         call,
         READY,

@@ -1,8 +1,8 @@
 """Carries small messages between the ranks of one host, over a Unix socket for each pair.
 
-Messages of one peer arrive whole and in order. A peer that ends, however it does, is seen at once
-as the end of its socket. What a rank wrote before it sent a message can be read by who received it:
-the two system calls order the memory between them.
+Messages of one peer arrive whole and in order. The socket of a peer that ends, for whatever reason,
+reports its end at once. A rank that has received a message can read everything that the sender
+wrote to shared memory before it: the two system calls order the memory accesses.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MeshPoll:
         self._bells: set[int] = set()
 
     def look(self, patience: float = 0.0) -> Iterator[tuple[SocketMesh, int, MeshMessage]]:
-        """The messages that have come; waits up to `patience` seconds for the first."""
+        """Yield messages that have arrived, waiting up to `patience` seconds for the first."""
         for fd, events in self._poll.poll(patience * 1000 if patience > 0 else 0):
             if fd in self._bells:
                 os.eventfd_read(fd)
@@ -74,6 +74,7 @@ class MeshPoll:
             mesh, rank = self._owners[fd]
             if events & select.POLLOUT:
                 mesh.flush(rank)
+            # POLLHUP and POLLERR count as readable: `read` finds the end after the last messages.
             if events & ~select.POLLOUT:
                 for message in mesh.read(rank):
                     yield mesh, rank, message
@@ -84,12 +85,12 @@ class MeshPoll:
         self._poll.register(fd, select.POLLIN | (select.POLLOUT if room else 0))
 
     def hear(self, bell: int) -> None:
-        """Let an eventfd end the waiting of `look`; nothing is read from it."""
+        """Let an eventfd wake `look`."""
         self._bells.add(bell)
         self._poll.register(bell, select.POLLIN)
 
     def leave(self, fd: int) -> None:
-        """Watch a socket or an eventfd no longer."""
+        """Stop watching a socket or an eventfd."""
         if self._owners.pop(fd, None) is not None or fd in self._bells:
             self._bells.discard(fd)
             self._poll.unregister(fd)
@@ -112,11 +113,12 @@ class SocketMesh:
 
     @property
     def peers(self) -> list[int]:
-        """The ranks at the other ends."""
+        """Ranks at the other ends."""
         return list(self._sockets)
 
     def send(self, rank: int, message: MeshMessage) -> None:
         """Send, now or as soon as there is room; a message to a peer that is gone is dropped."""
+        # Through the queue even if it is empty: messages must not overtake earlier ones.
         queue = self._unsent[rank]
         queue.append(message)
         if len(queue) == 1:
@@ -129,7 +131,7 @@ class SocketMesh:
             peer.close()
 
     def read(self, rank: int) -> Iterator[MeshMessage]:
-        """The messages of `rank` that have come."""
+        """Yield the messages of `rank` that have arrived."""
         peer = self._sockets[rank]
         while True:
             try:
@@ -139,17 +141,21 @@ class SocketMesh:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # it left messages of ours unread; its own are still to be read
+                continue  # it ended with messages of ours unread; its own can still be read
             if not length:
                 self.poll.leave(peer.fileno())
                 self.gone.add(rank)
                 return
             fields = _HEADER.unpack_from(self._buffer)
             payload = bytes(self._buffer[_HEADER.size : length])
-            yield MeshMessage._make([*fields, payload, _descriptor(extra)])
+            fd = -1
+            for level, kind, data in extra:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    fd = array.array("i", data[: array.array("i").itemsize])[0]
+            yield MeshMessage._make([*fields, payload, fd])
 
     def flush(self, rank: int) -> None:
-        """Send to `rank` what there is room for."""
+        """Send the queued messages to `rank` until its socket is full."""
         peer, queue = self._sockets[rank], self._unsent[rank]
         while queue:
             message = queue[0]
@@ -162,23 +168,19 @@ class SocketMesh:
             except BlockingIOError:
                 break
             except (BrokenPipeError, ConnectionResetError):
-                pass  # its end is found by reading, after all that it said before
+                pass  # `read` finds its end, after all messages that it sent before
             queue.popleft()
+        # Ask poll for POLLOUT only while something is unsent: a writable socket would wake every
+        # poll at once.
         blocked = bool(queue)
         if blocked != (rank in self._blocked) and rank not in self.gone:
             self._blocked ^= {rank}
             self.poll.follow(self, rank, peer.fileno(), room=blocked)
 
 
-def _descriptor(extra: list[tuple[int, int, bytes]]) -> int:
-    for level, kind, data in extra:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            return array.array("i", data[: array.array("i").itemsize])[0]
-    return -1
-
-
 def listen(name: str, rank: int, size: int, timeout: float) -> socket.socket:
-    """Where the higher ranks will reach this one; all ranks must be here before any connects."""
+    """Return the socket that higher ranks connect to. All ranks listen before any connects."""
+    # SEQPACKET keeps the borders of messages, as a stream would not.
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.settimeout(timeout)
@@ -193,11 +195,12 @@ def listen(name: str, rank: int, size: int, timeout: float) -> socket.socket:
 def connect(
     listener: socket.socket, name: str, secret: bytes, rank: int, size: int, timeout: float
 ) -> dict[int, socket.socket]:
-    """Reach every lower rank and be reached by every higher one; by rank. Raises OSError.
+    """Connect to every lower rank and accept every higher one; sockets by rank. Raises OSError.
 
-    Names of sockets can be seen by other users of the host: whoever connects must be this user, as
-    the kernel tells, and of the run that has `secret`.
+    Other users of the host can see the names of sockets. So a peer must belong to this user, as
+    the kernel reports, and to the run that has `secret`.
     """
+    # One direction per pair: if both ends connected, a pair would have two sockets.
     found: dict[int, socket.socket] = {}
     word, until = authentication.mac(secret, b"mesh", name.encode()), time.monotonic() + timeout
     try:
@@ -224,13 +227,13 @@ def connect(
 
 
 def _greeted(peer: socket.socket, word: bytes) -> int | None:
-    """The rank that has connected; None for a stranger."""
+    """Return the rank that has connected; None if it is not of this run."""
     if not _is_ours(peer):
         return None
     peer.settimeout(GREETING)
     try:
         hello = peer.recv(_HELLO.size + 1)
-    except OSError:  # it has left, or has nothing to say
+    except OSError:  # it has closed the socket, or sends nothing
         return None
     if len(hello) != _HELLO.size:
         return None
@@ -239,14 +242,14 @@ def _greeted(peer: socket.socket, word: bytes) -> int | None:
 
 
 def _is_ours(peer: socket.socket) -> bool:
-    """Whether a process of this user is at the other end."""
+    """Return whether a process of this user is at the other end."""
     found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(found)[1]) == os.geteuid()
 
 
 def _reach(peer: socket.socket, address: str, until: float) -> None:
-    """Connect to a listener. Where its queue is full, of ranks or of strangers, the kernel says
-    EAGAIN at once whatever the time-out of the socket: then try again until `until`."""
+    """Connect to a listener, trying again until the time `until` while its queue is full."""
+    # The kernel answers EAGAIN at once to a full queue, whatever the timeout of the socket.
     pause = 0.001
     while True:
         try:
@@ -265,8 +268,8 @@ def _address(name: str, rank: int) -> str:
 
 
 def _in_forked_child() -> None:
-    """A forked DataLoader worker must not hold our sockets open: were this rank killed, the
-    others would see no end of it."""
+    # A forked DataLoader worker must not hold the sockets open: if this rank were killed, the
+    # others would not see the end of its sockets.
     for mesh in list(_living):
         with suppress(OSError):
             mesh.close()

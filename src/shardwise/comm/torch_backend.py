@@ -14,34 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.base import Collectives, Cuts, GroupRanks, Handle, Solo, check_groups
+from shardwise.comm.base import Collectives, GroupRanks, Solo, check_groups
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.net import listeners
 from shardwise.watch.status_server import StatusServer
 from shardwise.watch.wait_graph import describe_wait
 
 
-def interval(buffer: Tensor, cuts: Cuts, rank: int) -> Tensor:
-    return buffer[cuts[rank] : cuts[rank + 1]]
-
-
 def real_view(buffer: Tensor) -> Tensor:
-    """View `buffer` as the backends take it: complex numbers travel as pairs of reals."""
+    """View complex numbers as pairs of reals, because the backends know no complex sums."""
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-
-
-def gathered_rows(
-    group: Collectives, row: Tensor, gather: Callable[[Tensor, Cuts], Handle]
-) -> Tensor:
-    """Gather one vector of each rank by the group's own all-gather: (k,) becomes (size, k)."""
-    rows = row.new_empty((group.size, row.numel()))
-    rows[group.rank] = row
-    gather(rows.view(-1), [rank * row.numel() for rank in range(group.size + 1)]).wait()
-    return rows
-
-
-class _Placeholder:
-    """Counts as a group where torch counts groups, so that the next group gets a fresh number."""
 
 
 _highest = 0
@@ -50,17 +32,16 @@ _highest = 0
 
 @contextmanager
 def _fresh_name(group: Collectives) -> Iterator[None]:
-    """Inside the block torch gives a group of ranks of `group` a name that none has had before.
-
-    It names such groups by their ranks and the number of groups that a rank has now: a number that
-    ranks need not have alike, and that comes again when groups are closed, while the store still
-    tells where ranks could be reached for the one before. Collective.
-    """
+    """Let torch give the next group of ranks of `group` an unused name. Collective."""
+    # torch names such a group by its ranks and by how many groups this rank has now. That number
+    # may differ between ranks. It also repeats after groups are closed, and then the store would
+    # give the old addresses of the ranks. So all ranks agree on a higher one and count up to it
+    # with placeholders.
     global _highest
     names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
     mine = torch.tensor([float(max(len(names), _highest + 1))], device=group.small_device)
     _highest = int(group.gather_rows(mine).max())
-    extra = [_Placeholder() for _ in range(_highest - len(names))]
+    extra = [object() for _ in range(_highest - len(names))]
     names.update((each, f"placeholder {number}") for number, each in enumerate(extra))
     try:
         yield
@@ -77,10 +58,10 @@ def split_group(
     make: Callable[[Sequence[int], dist.ProcessGroup], Collectives],
     timeout: timedelta | None = None,
 ) -> Collectives:
-    """The group of `groups` that this rank is in; `make` is given its members, in order.
+    """Return the group among `groups` that contains this rank, `Solo` if none does. Collective.
 
-    All are places in `group_ranks`, the ranks of `group`, which is split. Without a `timeout`
-    torch's own of half an hour bounds a wait.
+    `make` makes it from its members, which are places in `group_ranks`, in ascending order, and
+    torch's group. Without a `timeout`, torch's default of half an hour bounds a wait.
     """
     rank = group.rank
     check_groups(groups, len(group_ranks.ranks))
@@ -88,6 +69,8 @@ def split_group(
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     made: dist.ProcessGroup | None = None
     if len(group_ranks.ranks) < dist.get_world_size():
+        # torch knows more ranks than this group has, and those do not make this call: only the
+        # members themselves make their group.
         with _fresh_name(group):
             if len(mine) > 1:
                 ranks = group_ranks.part(mine).of_torch
@@ -97,6 +80,7 @@ def split_group(
             if len(members) > 1:
                 found = dist.new_group(list(members), **options)
                 made = found if rank in members else made
+    # Every member is connected now: a listener that stays open only serves strangers.
     listeners.shut()
     if len(mine) == 1:
         return Solo()
@@ -110,10 +94,11 @@ _GONE = ("closed by peer", "connection reset", "broken pipe", "connection refuse
 def explained(
     error: RuntimeError, speaker: str, what: str, other: str | None = None
 ) -> CollectiveError:
-    """Turn an error of the backend into the one that a user reads.
+    """Turn an error of the backend into the error that the user reads.
 
-    `speaker` is this rank ("Rank 0 of 2"), `other` the one that it waited for, where known.
+    `speaker` is this rank ("Rank 0 of 2"), `other` the rank that it waited for, if known.
     """
+    # Backends raise RuntimeError for everything, so only the text tells the kinds apart.
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     first = re.sub(r"^\[.*?\] ", "", first).split(". ")[0].rstrip(".")
     if any(sign in str(error).lower() for sign in _GONE):
@@ -131,7 +116,7 @@ ADVICE = "Every rank must make the same calls; --timeout sets how long to wait."
 
 
 def is_timeout(error: RuntimeError) -> bool:
-    """Whether the backend failed because the time was over."""
+    """Return whether the backend failed because of a timeout."""
     return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
@@ -142,10 +127,11 @@ def timeout_error(
     missing: Collection[int],
     timeout: float = 0.0,
 ) -> CollectiveError:
-    """The error of a rank that waited too long for the ranks `missing`.
+    """Return the error of a rank that waited too long for the ranks `missing`.
 
-    It names those that block them (watch/wait_graph.py).
+    It names the ranks that block those (watch/wait_graph.py).
     """
+    # If a rank aborted meanwhile, its error is the cause, and this timeout only a consequence.
     blocking = status_server.blocking_ranks(missing)
     if (passed := status_server.error_of_another(speaker, blocking.abort)) is not None:
         return passed
@@ -157,8 +143,8 @@ def timeout_error(
 
 
 def _in_forked_child() -> None:
-    """Keep torch's groups until a forked child ends. Their destructors wait for threads that only
-    the parent has, and crash."""
+    # The destructors of torch's groups wait for threads that only the parent has, and crash. So a
+    # child holds a reference to each until it ends.
     if dist.is_initialized():
         for group in dist.distributed_c10d._world.pg_map:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

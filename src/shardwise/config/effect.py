@@ -87,8 +87,16 @@ def idle(found: Sequence[SettingsSource], settings: Settings, needs: Collection[
         if given is None or (taken is not None and taken < given):
             continue
         source = found[given].name
-        if source == FLAG and not _is_the_scripts_choice(found, need):
-            raise ConfigError(_refusal(need, value))
+        # The script itself may take the effect away, perhaps for one engine of several: then the
+        # flag is not a mistake.
+        script = found[-1].values
+        by_script = taken is None and any(script.get(name) is not None for name in need.by)
+        if source == FLAG and not by_script:
+            said = ",".join(value) if isinstance(value, tuple) else value
+            words = flag(need.name) if value is True else f"{flag(need.name)} {said}"
+            raise ConfigError(
+                f"{words} has no effect {need.where}: leave it out, or give {need.give}."
+            )
         lines.append(f"{as_given(need.name, value, source)} has no effect here, {need.where}.")
     return lines
 
@@ -99,15 +107,3 @@ def _first(found: Sequence[SettingsSource], names: Sequence[str]) -> int | None:
         if source.name != SCRIPT and any(source.values.get(n) is not None for n in names):
             return number
     return None
-
-
-def _is_the_scripts_choice(found: Sequence[SettingsSource], need: Need) -> bool:
-    """Whether the script says itself, maybe for one engine of several, what takes the effect."""
-    script = found[-1].values
-    return _first(found, need.by) is None and any(script.get(n) is not None for n in need.by)
-
-
-def _refusal(need: Need, value: object) -> str:
-    said = ",".join(value) if isinstance(value, tuple) else value
-    given = flag(need.name) if value is True else f"{flag(need.name)} {said}"
-    return f"{given} has no effect {need.where}: leave it out, or give {need.give}."

@@ -121,6 +121,8 @@ def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
 
 def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[SettingsSource]:
     """The sources of this process, strongest first. Raises ConfigError for an unknown key."""
+    # Flags name the files, so they are read first. Variables count as weaker than flags, because
+    # a job script exports them for all of its runs.
     flags = _handed_on(environ)
     config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
     flags.pop("deepspeed", None)
@@ -161,7 +163,8 @@ def resolve(found: list[SettingsSource]) -> tuple[Settings, list[str]]:
         for name, raw in source.values.items()
         if (value := parse(name, raw, source.name)) != chosen[name]
     ]
-    # A row said in one way by a stronger source must not clash with the other way in a weaker.
+    # `zero` and `shard` say the same thing. Given by one source they are a contradiction, which
+    # Settings refuses; given by two, the stronger one wins, as for any other setting.
     if {"zero", "shard"} <= chosen.keys():
         order = [source.name for source in found]
         ranks = {name: order.index(winners[name][1]) for name in ("zero", "shard")}
@@ -229,6 +232,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
             continue
         if name.lower() not in FIELDS:
             raise unknown_key(name.lower(), FIELDS, f"environment variable {variable}")
+        # Variables are case-sensitive, settings are not: two spellings would hide each other.
         if name.lower() in found:
             raise _twice("The environment", spelt[name.lower()], variable)
         found[name.lower()], spelt[name.lower()] = value, variable
@@ -252,6 +256,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
 def _table(path: Path) -> dict[str, Any]:
     """What a TOML file says. Raises ConfigError for what is none."""
     try:
+        # Reading a FIFO or a terminal would wait for ever.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ConfigError(f"The config file {path} is no file: name a TOML file.")
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -265,7 +270,7 @@ def _table(path: Path) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise ConfigError(f"The config file {path} is not TOML: it is nested too deeply.") from None
-    except ValueError as error:  # tomllib's own, and of numbers or paths that cannot be
+    except ValueError as error:  # of tomllib, and of Python for numbers that are too long
         raise ConfigError(f"The config file {path} is not TOML: {error}.") from None
 
 

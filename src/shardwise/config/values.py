@@ -46,6 +46,8 @@ def whole(low: int, high: int = MOST) -> Parse[int]:
         text = text.strip()
         if not _WHOLE.fullmatch(text):
             raise ValueError("a whole number")
+        # Python refuses to convert thousands of digits, with words about a limit of its own. With
+        # 40 digits a number is too large for every setting, whatever its value.
         digits = text.lstrip("+-0_")
         value = int(text) if len(digits) < 40 else (-1 if text[0] == "-" else 1) * 10**40
         if value < low:
@@ -220,6 +222,7 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
 def _float(text: str) -> float:
     """The number that `text` is, NaN where it is none."""
     try:
+        # float() also takes the digits of other scripts, which no reader of a file expects.
         return float(text) if text.isascii() else float("nan")
     except ValueError:
         return float("nan")

@@ -97,6 +97,8 @@ class MicroShardCut(BatchCut):
         return self.shards.turns
 
     def parts(self, rows: int) -> list[Rows]:
+        # By the number of micro-shards, never of workers: the leaves of the tree of sums must be
+        # the same at every size.
         cuts = even_cuts(rows, self.shards.count)
         numbers = [self.shards.number(turn) for turn in range(self.shards.turns)]
         return [(cuts[number], cuts[number + 1]) for number in numbers]

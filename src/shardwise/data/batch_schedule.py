@@ -77,6 +77,7 @@ class FromSampler(BatchSchedule):
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
         blocks = _drawn(self._sampler, self._world, epoch, plain=_plain, each=lambda index: 1)
         agreed = _agreed(blocks, self._world, "sampler", epoch)
+        # From the start, and not from `offset`: a sampler can only be drawn from in order.
         indices = islice(chain.from_iterable(agreed), offset, None)
         while batch := list(islice(indices, self._batch_size)):
             if self._drop_last and len(batch) < self._batch_size:
@@ -123,6 +124,8 @@ def _drawn(
     `each` tells how many an item has. What is drawn is seeded alike on all ranks, and goes on from
     one block to the next, whoever draws in between.
     """
+    # A generator function may draw between its items, so its draws are kept apart for as long as
+    # it lives, and not only while it is made.
     draws = SavedGenerators(seed_from(world.seed, "sampler", epoch))
     with draws.going_on():
         for told in (sampler, getattr(sampler, "sampler", None)):
@@ -192,11 +195,12 @@ def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) 
     digests = _comparing(world).gather_objects(digest)
     others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if others:
+        listed = ", ".join(map(str, others))
         raise DataError(
-            f"The {what} gave rank 0 another order than rank(s) {_listed(others)} in epoch "
-            f"{epoch}. It must give the same total order on every rank, since the Loader takes "
-            "each rank's share of it: draw with torch's global generator, which is seeded alike, "
-            "or with a generator of the same seed."
+            f"The {what} gave rank 0 another order than rank(s) {listed} in epoch {epoch}. It must "
+            "give the same total order on every rank, since the Loader takes each rank's share of "
+            "it: draw with torch's global generator, which is seeded alike, or with a generator of "
+            "the same seed."
         )
 
 
@@ -205,10 +209,6 @@ def _comparing(world: World) -> Collectives:
     since one that is back begins an epoch in the midst of which the others are."""
     world.current_batch.check_even("world.gather")
     return world.step_group if world.collectives.comes_and_goes else world.collectives
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
 
 
 def _plain(index: Any) -> Any:

@@ -141,16 +141,13 @@ class LoaderArguments:
             self.batch_sampler,
             getattr(self.batch_sampler, "sampler", 0),
         ):
-            _refuse_distributed(sampler)
+            if isinstance(sampler, DistributedSampler):
+                raise DataError(
+                    "DistributedSampler gives each rank a part, but the Loader shards by itself. "
+                    "Write Loader(dataset, batch_size=TOTAL, shuffle=True) without it; set_epoch "
+                    "is not needed."
+                )
         if self.drop_last and self.sampler is None and length < (self.batch_size or 0):
             raise DataError(
                 f"drop_last with batch_size={self.batch_size} drops all {length} samples of {kind}."
             )
-
-
-def _refuse_distributed(sampler: Any) -> None:
-    if isinstance(sampler, DistributedSampler):
-        raise DataError(
-            "DistributedSampler gives each rank a part, but the Loader shards by itself. Write "
-            "Loader(dataset, batch_size=TOTAL, shuffle=True) without it; set_epoch is not needed."
-        )

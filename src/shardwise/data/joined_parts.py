@@ -44,6 +44,7 @@ class JoinedParts(WrappedStream):
 
     def __iter__(self) -> Iterator[Any]:
         readers = [self._reader(rank) for rank in range(self._found.parts)]
+        # Until all parts have ended: parts differ in length, and the others go on alone.
         while any(chunks := [read() for read in readers]):
             for chunk in chunks:
                 yield from chunk
@@ -52,6 +53,8 @@ class JoinedParts(WrappedStream):
         """A function that returns the next samples of `rank`'s part, as many as a step takes."""
         count = self._found.parts
         first, end = order.share(self._found.batch, count, rank)
+        # The parts are read in turns here, and each must draw as on its own rank: so each has its
+        # own state of the generators.
         draws = SavedGenerators(seed_from(self._seed, "stream", rank, self._epoch))
         with draws.going_on():
             part = part_of(self.dataset, count, rank)

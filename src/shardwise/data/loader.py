@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from shardwise.config import Settings
 from shardwise.data import source
 from shardwise.data.checks import LoaderArguments, UnknownLength
 from shardwise.data.position import Position, restored
@@ -104,7 +103,9 @@ class Loader(HintsAtAttributes):
         seed_samples: bool | None = None,
     ) -> None:
         self._world = current_world()
-        settings = _settings(self._world, micro_batch_size)
+        settings = self._world.settings
+        if micro_batch_size is not None:  # the script's word about it is the run's from now on
+            settings = self._world.settle(micro_batch_size=micro_batch_size)
         asked_size = batch_size
         batch_size = _total(batch_size, batch_sampler, self._world)
         given = LoaderArguments(
@@ -131,7 +132,7 @@ class Loader(HintsAtAttributes):
         self._taken = 0  # steps that the newest pass has given
         self._run = 0  # the number of the newest pass
         self._stream: LoaderStream | None = None  # the pass, as the current batch knows it
-        # weak, since it calls back: dropping a Loader ends its workers at once
+        # Weak, because it calls back: dropping a Loader must end its workers at once.
         self._newest: weakref.ref[LoaderPass] | None = None
         # MPS shares the host's memory: there is nothing to pin.
         self._pinned = pin_memory and self._world.device.type not in ("cpu", "mps")
@@ -154,7 +155,7 @@ class Loader(HintsAtAttributes):
         self._plan = _plan(self._given, self._reader)
         self._torch_loader: DataLoader[Any] = DataLoader(
             self._reader.source,
-            batch_sampler=_Asks(self),
+            batch_sampler=_PassSampler(self),
             collate_fn=source.as_is,
             generator=torch.Generator().manual_seed(seed_from(self._seed, "workers")),
             **self._options,
@@ -194,7 +195,11 @@ class Loader(HintsAtAttributes):
         run = self._run
         for step in self._open().steps(self._position.steps):
             yield step
-            self._check_newest(run)
+            if run != self._run:
+                raise UsageError(
+                    f"A newer loop over {self.name} has begun, so this one cannot go on; "
+                    "make a second Loader for two loops at once."
+                )
         self._position = self._position.next_epoch(self._reader.epoch_length)
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -251,7 +256,11 @@ class Loader(HintsAtAttributes):
             self._build()  # a checkpoint was loaded, of a run with another seed
         self._follow_mesh()
         self._settle()
-        self._follow_order()
+        # A stream is read in the order of the epoch that this pass is of.
+        found = part_order(self._given, self._world, self._position)
+        if found != self._reader.order:
+            self._build()
+        self._position = replace(self._position, order=found)
         self._began, self._reenter = self._position, False
         self._taken = 0
         self._run += 1
@@ -272,13 +281,6 @@ class Loader(HintsAtAttributes):
         )
         self._given.check()
         self._build()
-
-    def _follow_order(self) -> None:
-        """Read a stream in the order of the epoch that the next pass is of."""
-        found = part_order(self._given, self._world, self._position)
-        if found != self._reader.order:
-            self._build()
-        self._position = replace(self._position, order=found)
 
     def _settle(self) -> None:
         """Decide where the next pass begins."""
@@ -311,43 +313,32 @@ class Loader(HintsAtAttributes):
         self._position = self._position.stepped(total)
         self._taken += 1
 
-    def _check_newest(self, run: int) -> None:
-        if run != self._run:
-            raise UsageError(
-                f"A newer loop over {self.name} has begun, so this one cannot go on; "
-                "make a second Loader for two loops at once."
-            )
-
     def _items(self) -> Iterator[Item]:
         """The micro-batches of this pass as torch's DataLoader delivers them."""
         run = self._run
         try:
             yield from self._reader.delivered(iter(self._torch_loader))
         finally:
-            if run == self._run:
+            if run == self._run:  # else a newer pass reads from the same workers
                 self._reader.close()
 
-    def _asks(self) -> Iterator[Any]:
+    def requests(self) -> Iterator[Any]:
+        """Yield what the workers of torch's DataLoader are asked for in the newest pass."""
         return self._reader.asks(self._run, self._position)
 
 
-class _Asks:
-    """The `batch_sampler` of torch's DataLoader: asks anew for each pass."""
+class _PassSampler:
+    """The `batch_sampler` of torch's DataLoader, which iterates it at the start of each pass."""
 
     def __init__(self, loader: Loader) -> None:
+        # Weak: the DataLoader holds it, and the Loader holds that one. A cycle would keep workers
+        # alive until the garbage collector runs.
         self._loader = weakref.ref(loader)
 
     def __iter__(self) -> Iterator[Any]:
         loader = self._loader()
         assert loader is not None
-        return loader._asks()
-
-
-def _settings(world: World, micro_batch_size: int | None) -> Settings:
-    """The settings of this run, with what a script says of the micro-batch."""
-    if micro_batch_size is None:
-        return world.settings
-    return world.settle(micro_batch_size=micro_batch_size)
+        return loader.requests()
 
 
 def _total(batch_size: int | None, batch_sampler: Any, world: World) -> int | None:

@@ -34,6 +34,7 @@ def epoch_order(seed: int, epoch: int, length: int, *, shuffle: bool) -> Tensor 
     """
     if not shuffle:
         return range(length)
+    # A generator of its own: the order must not depend on what the script has drawn before.
     generator = torch.Generator().manual_seed(seed_from(seed, "order", epoch))
     return torch.randperm(length, generator=generator)
 
@@ -101,6 +102,7 @@ def parts(rows: int, size: int, rank: int, micro_batch_size: int | None) -> list
 
 def wholes(rows: int, size: int, micro_batch_size: int | None) -> list[int]:
     """The rows that all ranks together have in each micro-batch of a total batch of `rows`."""
+    # By the two lengths that a share can have, and not rank by rank: runs have thousands of ranks.
     count = micro_batches(rows, size, micro_batch_size)
     each, more = divmod(rows, size)  # so many shares have a row more
     small = micro_cuts((0, each), micro_batch_size, count)

@@ -70,7 +70,12 @@ def restored(
     try:
         samples = int(state["samples"])
         if epoch_length is not None:
-            epoch, offset = _located(samples, state.get("epoch"), epoch_length)
+            told = state.get("epoch")
+            # At the very end of an epoch the state still names that epoch, whose body is to run.
+            if told is not None and 0 <= samples - told * epoch_length <= epoch_length:
+                epoch, offset = told, samples - told * epoch_length
+            else:
+                epoch, offset = locate(samples, epoch_length)
             steps = -(-offset // batch_size) if batch_size else 0
         else:
             epoch, offset, steps = (int(state[key]) for key in ("epoch", "offset", "steps"))
@@ -87,10 +92,3 @@ def restored(
         raise DataError(f"{dict(state)!r} is no position in the data.")
     before = samples - offset
     return Position(epoch=epoch, offset=offset, steps=steps, before=before, order=order)
-
-
-def _located(samples: int, epoch: int | None, length: int) -> tuple[int, int]:
-    """The epoch, and the samples of it that are consumed: all of them at its very end."""
-    if epoch is not None and 0 <= samples - epoch * length <= length:
-        return epoch, samples - epoch * length
-    return locate(samples, length)

@@ -75,7 +75,7 @@ def part_order(given: LoaderArguments, world: World, at: Position) -> PartOrder 
     elif _sharded_by_dataset(given):
         assert given.batch_size is not None
         own = PartOrder(parts=world.data_size, batch=given.batch_size)
-    if at.offset == 0:
+    if at.offset == 0:  # at the start of an epoch no sample has a place yet
         return own
     if at.order is None:
         if own.parts > 1:
@@ -204,7 +204,10 @@ def until_all_finish(
             epoch = micro.epoch
             if micro.rows <= 0:
                 finished, stand_in = True, data
-        rows = _gathered(world, (-1 if stand_in is None else 0) if finished else micro.rows)
+        mine = micro.rows if not finished else -1 if stand_in is None else 0
+        device = world.data.small_device
+        row = torch.tensor([float(mine)], dtype=torch.float64, device=device)
+        rows = [int(value) for value in world.data.gather_rows(row).flatten().tolist()]
         _check_parts(rows)
         total = sum(rows)
         if total < needed:
@@ -212,23 +215,16 @@ def until_all_finish(
         all_have = [order.all_have(min(rows), part) for part in range(parts)]
         if finished:
             for part in range(parts):
-                yield _stand_in(epoch, part, parts, total), _copied(stand_in)
+                micro = MicroBatch(
+                    epoch=epoch, part=part, parts=parts, total=total, samples=0, all_have=False
+                )
+                # A copy each time: a loop that changes its batch in place must not change others.
+                yield micro, pytree.tree_map_only(Tensor, Tensor.clone, stand_in)
             continue
         yield replace(micro, total=total, all_have=all_have[0]), data
         for part in range(1, parts):
             micro, data = next(items)
             yield replace(micro, total=total, all_have=all_have[part]), data
-
-
-def _stand_in(epoch: int, part: int, parts: int, total: int) -> MicroBatch:
-    return MicroBatch(epoch=epoch, part=part, parts=parts, total=total, samples=0, all_have=False)
-
-
-def _gathered(world: World, rows: int) -> list[int]:
-    """Every replica's `rows`, on every rank."""
-    device = world.data.small_device
-    row = torch.tensor([float(rows)], dtype=torch.float64, device=device)
-    return [int(value) for value in world.data.gather_rows(row).flatten().tolist()]
 
 
 def _check_parts(rows: list[int]) -> None:
@@ -272,8 +268,3 @@ def _sharded_by_dataset(given: LoaderArguments) -> bool:
         return given.sharding == "dataset"
     shards = getattr(given.dataset, "num_shards", getattr(given.dataset, "n_shards", given.size))
     return hasattr(given.dataset, "shard") and shards >= given.size
-
-
-def _copied(batch: Any) -> Any:
-    """`batch` with tensors of its own, so that changing one in place harms no other use."""
-    return pytree.tree_map_only(Tensor, Tensor.clone, batch)

@@ -92,6 +92,8 @@ class MapSource:
         self._may_draw = may_draw
 
     def __getitems__(self, micro: MicroBatch) -> Item:
+        # In the main process (num_workers=0) a dataset draws from the same generators as the
+        # training: its draws must not move them.
         with _kept_apart() if self._may_draw else nullcontext():
             rows = self._rows(micro)
             self._seed_for("collate", micro.epoch, micro.indices[0])
@@ -102,19 +104,20 @@ class MapSource:
 
     def _rows(self, micro: MicroBatch) -> list[Any]:
         if self._seed_samples:
-            return [self._row(micro.epoch, index) for index in micro.indices]
+            rows = []
+            for index in micro.indices:
+                self._seed_for("sample", micro.epoch, index)
+                rows.append(self.dataset[index])
+            return rows
         self._seed_for("batch", micro.epoch, micro.indices[0])
         batched = getattr(self.dataset, "__getitems__", None)
         if batched is not None:
             return list(batched(list(micro.indices)))
         return [self.dataset[index] for index in micro.indices]
 
-    def _row(self, epoch: int, index: Any) -> Any:
-        self._seed_for("sample", epoch, index)
-        return self.dataset[index]
-
     def _seed_for(self, what: str, epoch: int, index: Any) -> None:
         if self._may_draw:
+            # By the sample and not by the worker or rank, so that any number of them draws alike.
             seed_cpu(seed_from(self._seed, what, epoch, str(index)))
 
 
@@ -154,6 +157,7 @@ class StreamSource:
 
         Numbers asked of one source only rise.
         """
+        # Workers outlive passes (persistent_workers): a request of a newer pass starts over.
         if request.run != self._run:
             self.close()
             self._micros = self._read(request)
@@ -316,11 +320,9 @@ class SavedGenerators:
 
 @contextmanager
 def _as_if_no_worker() -> Iterator[None]:
-    """Hide the worker from the dataset while it is read.
-
-    A dataset that shards itself by `get_worker_info` would give each worker a part, but every
-    worker reads the whole here; told of no workers, it gives the whole.
-    """
+    """Hide the worker from the dataset while it is read."""
+    # A dataset that shards itself by `get_worker_info` would give each worker a part, but here
+    # every worker reads the whole and collates only some of it.
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:

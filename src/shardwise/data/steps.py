@@ -50,6 +50,7 @@ class LoaderPass:
             for number, item in enumerate(iter(self._fetched, None), first):
                 step = LoaderStep(self, item, number)
                 yield step
+                # A `break` does not come here, so leaving in mid-step is allowed; going on is not.
                 step._finish()
                 self._tell_asked(self._world.step_log.asked)
         finally:
@@ -69,13 +70,17 @@ class LoaderPass:
         micro, data = item
         with timeline.span("to the device", timeline.Row.DATA):
             data = to_device(data, self._world.device, non_blocking=self._pinned)
+        # An object per step, by whose identity its micro-batches are known to belong together.
         if micro.part == 0:
             self._step = object()
         batch = Batch(
             samples=micro.samples,
             whole=micro.whole,
             last=micro.last,
-            indices=_numbers(micro) if micro.samples else (),
+            # A stand-in has no sample; keys of a sampler that are no numbers are not recorded.
+            indices=tuple(index for index in micro.indices if isinstance(index, int))
+            if micro.samples
+            else (),
             rows=micro.place,
             total=micro.total,
             step=self._step,
@@ -157,8 +162,8 @@ class LoaderStep:
                 yield from self._uneven(item)
 
     def _uneven(self, item: Item) -> Iterator[Any]:
-        """A batch of an evaluation that not all ranks have: who has no sample gets none, so that
-        what a loop adds up is right by itself."""
+        """Yield a batch of an evaluation that not all ranks have, on those that have one."""
+        # No stand-in, as in training: the loop's own sums (hits, losses) would count it.
         with self._pass.some_sit_out():
             if item[0].samples:
                 yield self._pass.hand_out(item)
@@ -166,6 +171,8 @@ class LoaderStep:
                 self._pass.sit_out(item)
 
     def _finish(self) -> None:
+        # A step of which nothing was taken is skipped, as `continue` does. One taken in part would
+        # leave other ranks waiting for gradients.
         if self._taken == 0:
             self._pass.pass_over(self._first[0], len(self) - 1)
         elif self._taken < len(self):
@@ -174,10 +181,6 @@ class LoaderStep:
                 "Take all of them, so that every rank joins in every gradient and no sample is "
                 "lost; to leave the epoch, break out of the loop over the steps."
             )
-
-
-def _numbers(micro: MicroBatch) -> tuple[int, ...]:
-    return tuple(index for index in micro.indices if isinstance(index, int))
 
 
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:

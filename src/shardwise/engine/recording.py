@@ -21,7 +21,7 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import EngineState
 from shardwise.model.module_records import ForwardInputs, Named, tensors_beside
 from shardwise.states.step_totals import StepStats
-from shardwise.world.tensor_log import Fed, Part, TensorLog
+from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 
 class Recording:
@@ -62,7 +62,7 @@ class Recording:
             "numbers": _numbers(tensors, reported),
             "parameters": _parameters(spec),
             "order": self._inputs.order,
-            "fed": vars(fed) if counts else vars(Fed()),
+            "fed": vars(fed) if counts else vars(FeedTotals()),
             "samples": samples if counts else [],
         }
         with torch.no_grad():

@@ -90,6 +90,8 @@ class Bucket:
 
 def even_cuts(numel: int, size: int) -> list[int]:
     """Offsets that cut `numel` elements into `size` intervals as equal as can be."""
+    # By rounding down each offset, not each length: lengths differ by 1 at most, and the remainder
+    # is spread over all ranks.
     return [numel * rank // size for rank in range(size + 1)]
 
 
@@ -113,12 +115,14 @@ def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1)
         open_groups[spec.key].append(index)
         room[spec.key] -= size
     filled.extend(open_groups.values())
-    # A bucket is complete when its last parameter is, and that is its lowest index.
+    # A bucket is complete when its last parameter is, which is its lowest index: buckets in this
+    # order start their collectives in about the order in which backward completes them.
     filled.sort(key=lambda group: -group[-1])
     return [_bucket(specs, group, ranks, grain) for group in filled]
 
 
 def _aligned(numel: int, grain: int) -> int:
+    # Both: no update may cut a grain, and vector kernels need aligned starts.
     unit = math.lcm(ALIGNMENT, grain)
     return -(-numel // unit) * unit
 
@@ -135,6 +139,7 @@ def _bucket(specs: Sequence[Spec], group: list[int], ranks: int, grain: int) -> 
         cuts = tuple(starts[border] for border in borders)
         return Bucket(specs[group[0]].key, slots, numel, cuts, grain)
     slots = _slots(specs, group, grain)
+    # Equal intervals, so that one collective call serves all; the last rank's may be all padding.
     share = _aligned(-(-slots[-1].end // ranks), grain)
     cuts = tuple(share * rank for rank in range(ranks + 1))
     return Bucket(specs[group[0]].key, slots, cuts[-1], cuts, grain)
@@ -157,6 +162,8 @@ def _dealt(
     """
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
+    # Longest processing time first: within 4/3 of the best balance. Ties go by index, because all
+    # ranks have to compute the same deal.
     for index in sorted(group, key=lambda index: (-specs[index].numel, -index)):
         owner = loads.index(min(loads))
         hands[owner].append(index)

@@ -47,7 +47,10 @@ class Fingerprint:
             (self.bits + other.bits) % WORD,
             (self.placed + other.placed) % WORD,
             self.sketch + other.sketch,
-            _larger(self.largest, other.largest),
+            # A NaN wins, whichever side it is on: `max` would return the first of the two.
+            self.largest
+            if self.largest != self.largest or self.largest > other.largest
+            else other.largest,
         )
 
     def same_bits(self, other: Fingerprint) -> bool:
@@ -85,6 +88,7 @@ def nothing() -> Fingerprint:
 
 def of(values: Tensor, offset: int = 0) -> Fingerprint:
     """Of `values`, which are the elements from `offset` on of a flattened tensor."""
+    # By chunks: hashes and positions are 64-bit, several times the memory of the elements.
     flat = _plain(values)
     found = nothing()
     for first in range(0, flat.numel(), _CHUNK):
@@ -129,7 +133,8 @@ def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         if words.numel() < _SMALL:
             small.setdefault((words.device, words.dtype), []).append(words)
         else:
-            # torch adds up 64-bit integers 20 times as fast as narrow ones, which it widens first.
+            # As 64-bit integers if possible: torch adds those up 20 times as fast as narrow ones,
+            # which it widens first.
             fits = words.numel() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0
             yield words.view(torch.int64) if fits else words
     for joined in small.values():
@@ -198,7 +203,3 @@ def _shifted(words: Tensor, by: int) -> Tensor:
 
 def _signed(word: int) -> int:
     return word - WORD if word >= WORD // 2 else word
-
-
-def _larger(one: float, other: float) -> float:
-    return one if one != one or one > other else other

@@ -63,8 +63,9 @@ class Shard:
         return rest * max(sum(end - first for first, end in each) for each in self.ranges)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of `whole`, in memory of its own."""
+        """Return a copy of this rank's part of `whole`."""
         pieces = [whole.narrow(self.dim, first, end - first) for first, end in self.own]
+        # `cat` copies also a single piece: a view would keep the whole tensor alive.
         return torch.cat(pieces, self.dim).contiguous()
 
     def part_shape(self, rank: int) -> tuple[int, ...]:

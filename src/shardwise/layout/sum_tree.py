@@ -50,7 +50,7 @@ def fold(leaves: Sequence[T], add: Callable[[T, T], T]) -> T:
     """Join the leaves, at least one, in the tree by `add`."""
     nodes = list(leaves)
     for fan_in in fan_ins(len(nodes)):
-        # From the left, as the ranks do it that sum one node.
+        # From the left, as `sum_in_rank_order` does between ranks: additions do not associate.
         nodes = [reduce(add, nodes[i : i + fan_in]) for i in range(0, len(nodes), fan_in)]
     return nodes[0]
 

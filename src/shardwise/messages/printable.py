@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 
 def printable(value: object) -> str:
-    """`value` with each character that a terminal would obey, rather than show, as Python writes
-    it in a string: names of files, hosts and tensors can be anything. Lines stay lines."""
+    """Escape the control characters of `value` as Python does, except line breaks."""
+    # Names of files, hosts and tensors can be anything, and a terminal would obey their escapes.
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(value))
 
 
@@ -26,17 +26,14 @@ def as_utf8(text: str) -> bytes:
 def in_shell(words: Iterable[str]) -> str:
     """`words` as they are typed in bash, on one line and safe to print: one with characters that a
     terminal would obey is written by bytes, as $'a\\x0ab'."""
-    return " ".join(map(_quoted, words))
-
-
-def _quoted(word: str) -> str:
-    if word.isprintable():
-        return shlex.quote(word)
-    return f"$'{''.join(map(_ansi_c, word))}'"
+    return " ".join(
+        shlex.quote(word) if word.isprintable() else f"$'{''.join(map(_ansi_c, word))}'"
+        for word in words
+    )
 
 
 def _ansi_c(char: str) -> str:
-    """A character inside of bash's $'...'."""
+    """Return a character as bash's $'...' writes it."""
     if char in "'\\":
         return f"\\{char}"
     return char if char.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))

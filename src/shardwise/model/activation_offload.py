@@ -64,7 +64,8 @@ class _Piece:
 
     def __init__(self, number: int, key: _Key, source: Tensor, offload: Offload) -> None:
         self.number = number
-        self.storage = _StorageWeakRef(source.untyped_storage())  # its address is not used anew
+        # Holds the address, so that no new storage has it: keys of pieces are addresses.
+        self.storage = _StorageWeakRef(source.untyped_storage())
         self.version, self.first, self.nbytes = key[1:]
         self.source: Tensor | None = source
         """Keeps the memory until the offload has settled."""
@@ -131,6 +132,7 @@ class SavedTensors:
         if (key := self._key(tensor)) is None:
             return Kept(tensor)
         self._let_go(LEAVING)
+        # An expired storage may have given its address to a new one.
         piece = self._by_key.get(key)
         if piece is None or piece.storage.expired():
             piece = self._send(key, tensor.detach())
@@ -142,11 +144,14 @@ class SavedTensors:
             return None
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
+        # Parameters and buffers stay anyway: offloading them would save nothing.
         width, storage = tensor.element_size(), tensor.untyped_storage()
         nbytes = tensor.numel() * width
         if nbytes < LEAST or storage.data_ptr() in self._staying:
             return None
         span, first = int(storage.nbytes()), 0
+        # The whole storage, so that other views of it share the piece, unless this view is a small
+        # part: then only the range that it covers.
         if span > _WASTE * nbytes:
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             span = (1 + sum((size - 1) * stride for size, stride in steps)) * width
@@ -196,23 +201,23 @@ class SavedTensors:
         """The tensor that `held` stands for. Raises UsageError when it was changed in place."""
         if isinstance(held, Kept):
             return held.value()
+        # Backward may begin while the last pieces are still leaving: bound their memory here too.
         self._let_go(LEAVING)
         piece = held.piece
         if piece.source is not None:
-            data = _bytes_of(piece, piece.source)
+            # It has not been freed yet: the range of the memory that the user's tensor still holds.
+            data = torch.empty(0, dtype=torch.uint8, device=piece.source.device)
+            data.set_(piece.source.untyped_storage(), piece.first, (piece.nbytes,), (1,))
             changed = piece.source._version != piece.version
         else:
-            data, changed = self._bring(piece), piece.was_changed
+            if not piece.is_back:
+                self._fetch(piece)
+            piece.was_used = True
+            data, changed = piece.offload.arrived(), piece.was_changed
         if changed:
             raise _changed(held.dtype, held.shape)
         self._read_ahead(piece)
         return held.view(data)
-
-    def _bring(self, piece: _Piece) -> Tensor:
-        if not piece.is_back:
-            self._fetch(piece)
-        piece.was_used = True
-        return piece.offload.arrived()
 
     def _fetch(self, piece: _Piece) -> None:
         self._give_back(piece.nbytes)  # what backward has done with
@@ -222,6 +227,8 @@ class SavedTensors:
 
     def _read_ahead(self, current: _Piece) -> None:
         """Fetch what was saved before `current`, as far as it fits; drop what had its use."""
+        # By number, because backward unpacks in roughly the reverse order of saving. At least one
+        # piece is fetched, however large it is, so that the device never waits for a whole fetch.
         total = self._make_room(current)
         waiting = any(not p.was_used for p in self._pieces_back())
         for number in range(current.number - 1, max(current.number - _SEARCH, 0) - 1, -1):
@@ -258,12 +265,6 @@ class SavedTensors:
 
 _PLAIN = (Tensor, nn.Parameter)
 """Subclasses may hold no memory of their own, or several."""
-
-
-def _bytes_of(piece: _Piece, source: Tensor) -> Tensor:
-    """The piece's range of the memory that `source` still holds: 1-D, uint8."""
-    data = torch.empty(0, dtype=torch.uint8, device=source.device)
-    return data.set_(source.untyped_storage(), piece.first, (piece.nbytes,), (1,))
 
 
 def _changed(dtype: torch.dtype, shape: torch.Size) -> UsageError:

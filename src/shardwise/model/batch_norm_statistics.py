@@ -115,53 +115,43 @@ class StatisticsExchange:
         rows = order.group.gather_rows(self._sent(row, call))
         here, use = rows[:, -3:], None if row is None else self._used(call)
         if here.device.type == "cpu":
-            met = self._check(here.tolist(), use)
+            # The host has the rows anyway: all ranks raise at once.
+            flags = here.tolist()
+            met = next((int(call) for present, call, _ in flags if present), None)
+            if met is not None and not (use or self._used(met)).is_of(flags):
+                self.turns.order.abandon()
+                raise _apart(self.name)
         elif use is not None:
             self.turns.look_later(_Unseen(self.name, use, *start_to_host(here.contiguous())))
             met = call
         else:
-            met = self._skipped(here.tolist())
+            # A rank that skips: it knows the call only from the others' rows, so the host waits.
+            # An error here would be this rank's alone, so the step raises it on all ranks.
+            flags = here.tolist()
+            met = next((int(call) for present, call, _ in flags if present), None)
+            if met is not None and not self._used(met).is_of(flags):
+                self.turns.refuse_later(self.name)
+                met = None
         self._mine += row is not None and call == FORWARD
         if row is None and met == FORWARD:
             self._module.follow_others(rows[:, : self._width])
         return rows[:, : self._width if row is None else row.numel()]
 
     def _sent(self, row: Tensor | None, call: int) -> Tensor:
-        """A rank's row, in whole."""
+        """Return this rank's row padded to the full width, with flags: present, call, uses."""
         if row is None:
             device = self.turns.order.group.small_device
             sent = torch.zeros(self._width + 3, dtype=torch.float64, device=device)
             sent[-1] = self._mine
             return sent
-        self._check_length(row)
-        rest = row.new_zeros(self._width - row.numel())
-        here = torch.tensor([1.0, call, self._mine], dtype=row.dtype)
-        return torch.cat([row, rest, to_device(here, row.device)])
-
-    def _check_length(self, row: Tensor) -> None:
         if row.numel() > self._width:
             raise ModelError(
                 f"{self.name} was built for {(self._width - 1) // 2} channels and got others, "
                 "which synchronised BatchNorm cannot have: build it for those that it gets."
             )
-
-    def _check(self, rows: list[list[float]], use: _Use | None) -> int | None:
-        """Which call rows have met in, if any rank is here; raises OrderError, on all ranks alike,
-        where they are of different uses."""
-        call = next((int(call) for here, call, _ in rows if here), None)
-        if call is not None and not (use or self._used(call)).is_of(rows):
-            self.turns.order.abandon()
-            raise _apart(self.name)
-        return call
-
-    def _skipped(self, rows: list[list[float]]) -> int | None:
-        """Which call the others have met in; where they are of different uses None, and the step
-        says so on all ranks."""
-        call = next((int(call) for here, call, _ in rows if here), None)
-        if call is None or self._used(call).is_of(rows):
-            return call
-        self.turns.refuse_later(self.name)
-        return None
+        rest = row.new_zeros(self._width - row.numel())
+        here = torch.tensor([1.0, call, self._mine], dtype=row.dtype)
+        return torch.cat([row, rest, to_device(here, row.device)])
 
     def _used(self, call: int) -> _Use:
         """Count an exchange of `call`; returns what it has to be."""
@@ -245,7 +235,7 @@ class StatisticsExchanges:
         self._refused = self._refused or name
 
     def leave(self) -> None:
-        """There will be no more exchanges."""
+        """Leave the gather order."""
         self.order.leave(self._first)
 
     # -- as a member of the order ---------------------------------------------------------
@@ -260,13 +250,13 @@ class StatisticsExchanges:
         self._rows = self.each[number].meet(row, call)
 
     def start_ahead(self, number: int) -> None:
-        """There is nothing to send yet."""
+        """No-op: the row does not exist before the forward reaches this module."""
 
     def is_past(self, number: int) -> None:
-        """Nothing waits for that."""
+        """No-op: an exchange holds no memory between entries."""
 
     def end_dead_pass(self) -> None:
-        """It opens none."""
+        """No-op: exchanges open no pass."""
 
     def check(self) -> None:
         """Look at all exchanges since the last call; raises OrderError, on all ranks alike, where
@@ -284,12 +274,8 @@ class StatisticsExchanges:
         return tuple(module.training for module in self._modules)
 
     def set_aside(self) -> Callable[[], None]:
-        """It records nothing."""
-        return _nothing
-
-
-def _nothing() -> None:
-    return None
+        """Return a no-op: exchanges record nothing."""
+        return lambda: None
 
 
 def is_backward(call: int) -> bool:

@@ -254,6 +254,8 @@ class Buffers:
         Of buffers that were None, only those are followed whose values are not the same: most are
         caches that each rank computes alike.
         """
+        # One exchange of who has news, then one of the tensors' forms. Only the steps with news
+        # pay for them, and after the first steps there are none.
         news = self.news()
         appeared = [index for index in news if self._seen.get(index) == _ABSENT]
         compared = appeared + [index for index, _ in self._unfollowed() if differ]
@@ -262,7 +264,13 @@ class Buffers:
         # All that any rank compares: a forward may have set a buffer to None on one rank alone.
         wanted = changed.union(*(indices for _, _, indices in found))
         # In one order: each rank lists the same tensors in what follows.
-        mine = {index: self._told(index, summed=index not in changed) for index in sorted(wanted)}
+        mine: dict[int, tuple[_Form, tuple[int, int] | None]] = {}
+        for index in sorted(wanted):
+            if (tensor := self._tensor(index)) is None:
+                mine[index] = None, None
+            else:
+                form = tuple(tensor.shape), str(tensor.dtype)
+                mine[index] = form, None if index in changed else fingerprints.sums_of(tensor)
         told = self._group.gather_objects(mine)
         self._followed = [each for each in self._followed if each.index not in wanted]
         for index in mine:
@@ -274,15 +282,8 @@ class Buffers:
                 index in changed or len({each[index][1] for each in told}) > 1
             ):
                 self._follow(index, noticed=index in changed)
+        # The vector of means has one order on all ranks.
         self._followed.sort(key=lambda followed: followed.index)
-
-    def _told(self, index: int, *, summed: bool) -> tuple[_Form, tuple[int, int] | None]:
-        """Form and sums of a tensor, for the other ranks."""
-        tensor = self._tensor(index)
-        if tensor is None:
-            return None, None
-        form = tuple(tensor.shape), str(tensor.dtype)
-        return form, fingerprints.sums_of(tensor) if summed else None
 
     def _follow(self, index: int, *, noticed: bool) -> None:
         """Average a tensor from now on; `noticed` if torch has counted the write."""
@@ -325,6 +326,7 @@ class Buffers:
 
     def values(self) -> Tensor:
         """The followed tensors as one fp64 vector."""
+        # fp64 holds counters of int64 up to 2**53, and a mean of fp32 rounds once.
         return self._flat({})
 
     def _flat(self, before: Mapping[int, Tensor]) -> Tensor:
@@ -335,7 +337,13 @@ class Buffers:
         for each in self._followed:
             held = (before.get(each.index), self._tensor(each.index))
             fitting = [tensor for tensor in held if tensor is not None and each.fits(tensor)]
-            parts.append(_real(fitting[0]) if fitting else torch.zeros(each.numel, **where))
+            if not fitting:
+                parts.append(torch.zeros(each.numel, **where))
+                continue
+            tensor = fitting[0].detach()
+            if tensor.is_complex():
+                tensor = torch.view_as_real(tensor.resolve_conj())
+            parts.append(tensor.reshape(-1))
         return _joined(parts, **where) if parts else torch.zeros(0, **where)
 
     def form(self) -> list[list[Any]]:
@@ -394,6 +402,7 @@ class Buffers:
             targets = [tensors[place] for place in places]
             values = moved.split_with_sizes([target.numel() for target in targets])
             shaped = [value.view(t.shape) for value, t in zip(values, targets, strict=True)]
+            # One kernel for all: a model has hundreds of running statistics.
             with writable(targets[0]):
                 torch._foreach_copy_(targets, shaped)
 
@@ -414,12 +423,14 @@ class Buffers:
 
     def stepped(self) -> None:
         """Begin the next step."""
+        # After the mean: the marks of `remember` must be those of the averaged values.
         self._window = _Window()
         self._steps += 1
         self.remember()
 
     def abandon(self) -> None:
-        """The step was abandoned."""
+        """Forget the rows of an abandoned step."""
+        # The values stay: all ranks abandon a step together, and the next mean makes them equal.
         self._window = _Window()
 
     # -- batches ----------------------------------------------------------------------------
@@ -432,7 +443,12 @@ class Buffers:
             return
         mine, whole = window.open[-1]
         if whole and mine * batch.whole != batch.samples * whole:
-            window.ended.append((window.open, self._copies()))
+            # Copies of the followed tensors, and of buffers that have changed since the last step:
+            # the ranks may agree to follow those.
+            wanted = {each.index for each in self._followed} | set(self.news())
+            held = ((index, self._tensor(index)) for index in sorted(wanted))
+            copies = {i: tensor.detach().clone() for i, tensor in held if tensor is not None}
+            window.ended.append((window.open, copies))
             window.open = []
 
     def after_backward(self, batch: Batch | None, own_rows: int | None = None) -> None:
@@ -440,12 +456,6 @@ class Buffers:
         both are unknown, all backwards count the same."""
         known = (1 if own_rows is None else own_rows, 0)
         self._window.open.append(known if batch is None else (batch.samples, batch.whole))
-
-    def _copies(self) -> dict[int, Tensor]:
-        """Copy the followed tensors, and the buffers that have changed since the last step."""
-        wanted = {each.index for each in self._followed} | set(self.news())
-        held = {index: self._tensor(index) for index in sorted(wanted)}
-        return {i: tensor.detach().clone() for i, tensor in held.items() if tensor is not None}
 
     # -- as they were at a boundary -----------------------------------------------------------
 
@@ -460,6 +470,7 @@ class Buffers:
         """Bring back the values that `keep` took."""
         for index, value in self._saved:
             buffer = self._tensor(index)
+            # In place: the user's code, or a compiled graph, may hold the tensor.
             if buffer is not None and buffer.shape == value.shape:
                 write(buffer, value)
         self._saved = []
@@ -477,14 +488,6 @@ def _held(module: nn.Module, key: str) -> Tensor | None:
     return module._buffers.get(key) if key in module._buffers else module._parameters.get(key)
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """Flat, without complex numbers."""
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.reshape(-1)
-
-
 def _in_words(form: _Form) -> str:
     return "missing" if form is None else f"of shape {form[0]} and {form[1]}"
 
@@ -500,8 +503,8 @@ def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype, b
 
 
 def _joined(parts: Sequence[Tensor], **where: Any) -> Tensor:
-    """Flat `parts` end to end, `where` they are wanted: cast and moved together, since each by
-    itself would be a kernel on an accelerator."""
+    """Concatenate flat `parts`, cast and moved to `where`."""
+    # By dtype and device together: one kernel each, where every part alone would be two.
     placed = list(parts)
     for places in _alike(parts).values():
         whole = torch.cat([parts[place] for place in places]).to(**where)

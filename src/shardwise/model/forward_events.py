@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -33,19 +33,17 @@ class ForwardEvents:
         """Record forwards from now on."""
         self.detach()
         for model in self._models:
-            for name, module in self._noted(model):
-                noted = _Noted(name)
+            # Hooks would break the graph of a compiled module.
+            if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()):
+                continue
+            units = find_units(model, self._patterns)
+            named = [(FORWARD, model), *((f"{FORWARD} {name}", unit) for name, unit in units)]
+            for name, module in named:
+                hooks = _ForwardHooks(name)
                 self._handles += [
-                    attach(module.register_forward_pre_hook, noted.enter, prepend=True),
-                    attach(module.register_forward_hook, noted.leave, always_call=True),
+                    attach(module.register_forward_pre_hook, hooks.enter, prepend=True),
+                    attach(module.register_forward_hook, hooks.leave, always_call=True),
                 ]
-
-    def _noted(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if any(map(_is_compiled, model.modules())):
-            return
-        yield FORWARD, model
-        for name, unit in find_units(model, self._patterns):
-            yield f"{FORWARD} {name}", unit
 
     def close(self) -> None:
         """Stop recording for good."""
@@ -62,7 +60,7 @@ def _remove(handles: list[Hooked]) -> None:
         handles.pop().remove()
 
 
-class _Noted:
+class _ForwardHooks:
     """The hooks on one module. Those of a copy record as well, until recording ends."""
 
     def __init__(self, name: str) -> None:
@@ -78,17 +76,13 @@ class _Noted:
         """After forward, also after one that failed."""
         del module, args, output
         recording = recorder.active
-        began = self._open.pop() if self._open else None  # hooked on inside a forward
+        began = self._open.pop() if self._open else None  # None: attached inside this forward
         if recording is not None and began is not None:
             note = TimelineEvent(Row.COMPUTE, self._name, began, time.monotonic_ns())
             recording.notes.append(note)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Noted:
-        return _Noted(self._name)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardHooks:
+        return _ForwardHooks(self._name)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": []}
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None

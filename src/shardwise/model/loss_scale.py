@@ -33,6 +33,8 @@ class LossScale:
     def update(self, *, overflow: bool, scale: float | None = None) -> None:
         """Move the scale after a step; `overflow` is alike on all ranks. `scale` is that of the
         step's gradients where they are older: one that was too high is halved once."""
+        # Gradients that are used some steps late may overflow several times at a scale that has
+        # been halved since: one cause, one halving.
         if not self.active or (overflow and scale is not None and scale > self.value):
             return
         if overflow:

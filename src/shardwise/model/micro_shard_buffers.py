@@ -93,6 +93,7 @@ class MicroShardBuffers(Buffers):
                 continue
             made[index] = buffer.detach().clone()
             if start is not None and start.shape == buffer.shape:
+                # In place: the module, and maybe user code, holds this tensor.
                 with torch.no_grad():
                     write(buffer, start)
         self._turns.append(made)
@@ -124,6 +125,7 @@ class MicroShardBuffers(Buffers):
     def weighted(self, *, counts: bool = True) -> Tensor:
         """What is followed, as each turn left it, one after the other, each times its rows."""
         shares = self.shares(counts=counts)
+        # A stand-in's are zeros, and not 0 times its values, which may be infinite.
         present = [
             self._flat(self._start | made) * share if share else torch.zeros_like(self.values())
             for made, share in zip(self._turns, shares, strict=True)
@@ -137,5 +139,6 @@ class MicroShardBuffers(Buffers):
     def _by_micro_shard(self, rows: Tensor) -> Tensor:
         """`rows` (ranks, turns x k) as (micro-shards, k)."""
         shards = self._shards
+        # In turn t rank r ran micro-shard t * workers + r: so turns are the outer dimension.
         by_turn = rows.view(shards.workers, shards.turns, rows.shape[1] // shards.turns)
         return by_turn.transpose(0, 1).reshape(shards.count, -1)

@@ -36,7 +36,12 @@ class _PlainState:
         return self._plain(state) if isinstance(state, dict) else state
 
     def _plain(self, state: dict[str, Any]) -> dict[str, Any]:
-        plain = {name: self._without_ours(name, value) for name, value in state.items()}
+        ours = self.hooks - self.kept if self._copies else self.hooks
+        plain = dict(state)
+        for name, value in state.items():
+            if isinstance(value, dict) and name.endswith(_HOOK_DICTS):
+                plain[name] = type(value)((k, hook) for k, hook in value.items() if k not in ours)
+        # Without this object too: a file of torch.save must load without Shardwise.
         if isinstance(plain.get(_NAME), _PlainState):
             del plain[_NAME]
             plain.pop(_DEEPCOPY, None)
@@ -45,12 +50,6 @@ class _PlainState:
                 del plain[name]
                 plain.update(zip([name] * len(before), before, strict=True))
         return plain
-
-    def _without_ours(self, name: str, value: Any) -> Any:
-        if not (isinstance(value, dict) and name.endswith(_HOOK_DICTS)):
-            return value
-        ours = self.hooks - self.kept if self._copies else self.hooks
-        return type(value)((key, hook) for key, hook in value.items() if key not in ours)
 
     def deepcopy(self, memo: dict[int, Any]) -> Any:
         """A copy of the module that has the hooks which are `kept`."""
@@ -62,7 +61,7 @@ class _PlainState:
         return copy._reconstruct(self._module, memo, *reduced)  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Should a class copy its __dict__ by itself: what any object has is as good.
+        # For a class that copies its `__dict__` itself: any method that every object has will do.
         return getattr, (self._module, "__dir__")
 
 
@@ -79,6 +78,7 @@ class Hooked:
         self._handle = handle
         state = _state_of(module)
         state.hooks.add(handle.id)
+        # A class with a deepcopy of its own is left alone.
         if kept and not hasattr(type(module), _DEEPCOPY):
             state.kept.add(handle.id)
             vars(module)[_DEEPCOPY] = state.deepcopy
@@ -118,6 +118,7 @@ def give_back(module: nn.Module, name: str, value: Any) -> None:
     ours = state.ours.get(name, (None, []))
     if ours[0] is value:
         del state.ours[name]
+        # The user may have put something else there since; that stays.
         if vars(module).get(name) is value:
             delattr(module, name)
             for each in ours[1]:

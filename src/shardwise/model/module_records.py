@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.layout.fingerprints import can_be_taken
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.world.current_batch import Batch
-from shardwise.world.tensor_log import Fed, Part
+from shardwise.world.tensor_log import FeedTotals, Part
 
 BUFFER, ATTRIBUTE = "buffer", "attribute"
 
@@ -32,7 +32,7 @@ class ForwardInputs:
     def __init__(self, models: Named, current: Callable[[], Batch | None]) -> None:
         self._current = current
         self._depth = 0
-        self._fed, self._samples = Fed(), list[int]()
+        self._fed, self._samples = FeedTotals(), list[int]()
         self._batch: Batch | None = None
         self._names: dict[nn.Module, str] = {}
         self._hooks: list[Hooked] = []
@@ -42,14 +42,13 @@ class ForwardInputs:
             for path, module in model.named_modules():
                 self._names[module] = joined(prefix, path)
                 if module._compiled_call_impl is None:
-                    self._follow(module)
+                    before, after = module.register_forward_pre_hook, module.register_forward_hook
+                    self._hooks += [
+                        attach(before, self._before_forward, with_kwargs=True, prepend=True),
+                        attach(after, self._after_forward, always_call=True),
+                    ]
 
-    def _follow(self, module: nn.Module) -> None:
-        before, after = module.register_forward_pre_hook, module.register_forward_hook
-        self._hooks.append(attach(before, self._begins, with_kwargs=True, prepend=True))
-        self._hooks.append(attach(after, self._ends, always_call=True))
-
-    def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if (name := self._names.get(module)) is not None and name not in self.order:
             self.order.append(name)
         self._depth += 1
@@ -65,17 +64,17 @@ class ForwardInputs:
             self._batch = batch
             self._samples += batch.indices
 
-    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
 
-    def taken(self) -> tuple[Fed, list[int]]:
+    def taken(self) -> tuple[FeedTotals, list[int]]:
         """What was fed since the last call."""
         fed, samples = self._fed, self._samples
-        self._fed, self._samples = Fed(), []
+        self._fed, self._samples = FeedTotals(), []
         return fed, samples
 
     def close(self) -> None:
-        """Follow no longer."""
+        """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -89,13 +89,14 @@ class WatchedGroup(dict[str, Any]):
         return self.group
 
 
-def _use_of_group(group: WatchedGroup, args: tuple[Any, ...]) -> None:
+def _reach_params(group: WatchedGroup, args: tuple[Any, ...]) -> None:
+    # `values` and `items` have no arguments and show "params" too.
     if not args or args[0] == "params":
         group.reach()
 
 
 for _name in ("__getitem__", "get", "values", "items", "pop"):
-    setattr(WatchedGroup, _name, _watched(dict, _name, _use_of_group))
+    setattr(WatchedGroup, _name, _watched(dict, _name, _reach_params))
 
 
 def own_methods(optimizer: optim.Optimizer) -> Iterator[str]:

@@ -95,26 +95,26 @@ class ForwardPrecision:
 
     def cast(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         """Floating inputs in the dtype that the preset casts to."""
-        return pytree.tree_map_only(Tensor, self._cast, (args, kwargs))
+
+        def cast(value: Tensor) -> Tensor:
+            # Indices and masks are integers and booleans: they stay.
+            return value.to(self._preset.cast) if value.is_floating_point() else value
+
+        return pytree.tree_map_only(Tensor, cast, (args, kwargs))
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> Any:
         """After forward, also one that raised: autocast off, outputs in fp32."""
         del model, args
         self._open.pop().close()
-        return pytree.tree_map_only(Tensor, _raised, output)
-
-    def _cast(self, value: Tensor) -> Tensor:
-        return value.to(self._preset.cast) if value.is_floating_point() else value
+        return pytree.tree_map_only(
+            Tensor, lambda value: value.float() if value.dtype in NARROW else value, output
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardPrecision:
         return ForwardPrecision(self._preset, self._device_type)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": []}
-
-
-def _raised(value: Tensor) -> Tensor:
-    return value.float() if value.dtype in NARROW else value
 
 
 _STAYS = nn.modules.batchnorm._NormBase

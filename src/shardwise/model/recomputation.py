@@ -46,7 +46,8 @@ class RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._on or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the user compiles the whole: torch traces checkpoints
+        # The user compiles the whole model: torch traces its own checkpoint, but not our state.
+        if torch.compiler.is_compiling():
             return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
         call = _RecomputedCall(self, args, kwargs)
         tensors = call.tensors()
@@ -110,7 +111,12 @@ class _RecomputedCall:
         found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
         places = {each: place for place, each in enumerate(found)}
         self._leaves = [
-            _form_of(leaf, places[id(leaf)]) if isinstance(leaf, Tensor) else leaf
+            _SavedForm(
+                places[id(leaf)],
+                leaf.constructor() if isinstance(leaf, StandsForPart) else lambda saved: saved,
+            )
+            if isinstance(leaf, Tensor)
+            else leaf
             for leaf in self._leaves
         ]
         return [leaf.local if isinstance(leaf, StandsForPart) else leaf for leaf in found.values()]
@@ -125,6 +131,7 @@ class _RecomputedCall:
         attributes = unit_attributes.look(self._forward.unit)
         with self._tape.recording():
             output = self._forward.plain(*args, **kwargs)
+        # Keep copies of what forward has changed only: most buffers never change.
         self._before = buffers.changed(self._before)
         self._attributes = unit_attributes.changed(attributes)
         return output
@@ -138,6 +145,8 @@ class _RecomputedCall:
             made[leaf.place] if isinstance(leaf, _SavedForm) else leaf for leaf in self._leaves
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        # The recomputation reads what the forward read, and its writes go into stand-ins: batch
+        # norm's running statistics would count the batch twice.
         as_before = unit_attributes.stand_ins(self._attributes)
         with self._tape.replaying(), stand_ins(self._before), as_before:
             return self._forward.plain(*args, **kwargs)
@@ -149,12 +158,6 @@ class _SavedForm:
 
     place: int
     make: Callable[[Tensor], Tensor]
-
-
-def _form_of(leaf: Tensor, place: int) -> _SavedForm:
-    return _SavedForm(
-        place, leaf.constructor() if isinstance(leaf, StandsForPart) else lambda saved: saved
-    )
 
 
 class UnitBuffers:
@@ -191,6 +194,7 @@ class UnitBuffers:
 
         Of a module that has changed for the first time there is none: its buffers as they are now.
         """
+        # By module: the version of one buffer tells for all (see the class).
         moved = {m for m, key, mark in self._marks if _mark(m._buffers.get(key)) != mark}
         copied = {module for module, _, _ in copies}
         self._still |= {(module, module.training) for module in copied - moved}
@@ -213,6 +217,7 @@ def stand_ins(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
     """Inside the block the buffers are copies of `values`; after it, what they were."""
     held = [(module, key, module._buffers.get(key)) for module, key, _ in values]
     try:
+        # A clone: a graph may be recomputed several times (retain_graph).
         for module, key, value in values:
             module._buffers[key] = value.clone()
         yield

@@ -77,6 +77,7 @@ class _Normalise(torch.autograd.Function):
         shape = [1, -1] + [1] * (x.ndim - 2)
         dy = grad.to(mean.dtype)
         centred = x.to(mean.dtype) - mean.view(shape)
+        # fp64 between ranks: the sum over ranks then rounds like one sum over all rows.
         sum_dy = dy.sum(dims).double()
         sum_dy_centred = (dy * centred).sum(dims).double()
         row = torch.cat([sum_dy, sum_dy_centred])
@@ -87,6 +88,7 @@ class _Normalise(torch.autograd.Function):
         dx = (dy - all_dy.to(mean.dtype).view(shape) - centred * slope) * invstd
         if weight is not None:
             dx = dx * weight.to(mean.dtype).view(shape)
+        # Of this rank's rows only: the engine sums gradients of parameters over the ranks.
         dweight = None if weight is None else (sum_dy_centred * invstd64).to(weight.dtype)
         dbias = None if weight is None else sum_dy.to(weight.dtype)
         return dx.to(x.dtype), dweight, dbias, None, None, None
@@ -136,6 +138,8 @@ def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
 def _joined(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
     """The statistics over all ranks; collective."""
     x, dims = _wide(x), _dims(x)
+    # Mean and squared deviations, not sums of x and x*x: their difference cancels where the mean is
+    # large against the deviation.
     variance, mean = torch.var_mean(x, dims, correction=0)
     count = float(x.numel() // x.shape[1]) if counts else 0.0
     row = torch.cat([mean.double(), variance.double() * count, mean.new_full((1,), count).double()])
@@ -204,7 +208,8 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         with torch.no_grad():
-            counted = total > 0  # not where all ranks have stand-ins; looked at on the device
+            # Zero if all ranks have stand-ins. A tensor, because `if` would wait for the device.
+            counted = total > 0
             self.num_batches_tracked.add_(counted)
             unbiased = variance * total / (total - 1).clamp(min=1.0)
             for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -223,37 +228,29 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 @cache
 def _synchronised(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
-    """What the class `plain` becomes; None where its own forward would not come to ours.
+    """Return the synchronised class of `plain`; None if its own forward would bypass ours.
 
-    A subclass keeps its methods, and what they call by `super()` is ours. torch's SyncBatchNorm,
-    which has a forward for CUDA alone, is replaced.
+    A subclass keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm, whose
+    forward is for CUDA only, is replaced.
     """
     if plain is nn.SyncBatchNorm:
         bases: tuple[type, ...] = (_SyncBatchNorm, plain)
     elif issubclass(plain, nn.modules.batchnorm._LazyNormBase):
         return None
-    elif all(map(_calls_super, _own_forwards(plain))):
-        bases = (plain, _SyncBatchNorm)
     else:
-        return None
+        # Every forward before torch's own must leave the normalisation to `super().forward`.
+        own = plain.__mro__[: plain.__mro__.index(nn.modules.batchnorm._BatchNorm)]
+        for forward in (vars(each)["forward"] for each in own if "forward" in vars(each)):
+            names = getattr(getattr(forward, "__code__", None), "co_names", ())
+            if "super" not in names or "batch_norm" in names:
+                return None
+        bases = (plain, _SyncBatchNorm)
     return type(f"Sync{plain.__name__}", bases, {"_plain": plain, "__module__": __name__})
 
 
 def _class_of(module: nn.Module) -> Any:
     """Its class, which mypy does not believe to have a hash."""
     return type(module)
-
-
-def _own_forwards(plain: type[nn.Module]) -> list[Any]:
-    """The forwards of a class and its bases that come before torch's own."""
-    classes = plain.__mro__[: plain.__mro__.index(nn.modules.batchnorm._BatchNorm)]
-    return [vars(each)["forward"] for each in classes if "forward" in vars(each)]
-
-
-def _calls_super(forward: Any) -> bool:
-    """Whether a forward leaves the normalisation to the class that it is of."""
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return "super" in names and "batch_norm" not in names
 
 
 _eager: Any = None

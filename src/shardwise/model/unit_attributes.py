@@ -81,16 +81,15 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
         for name in (then.keys() | now.keys()) - _OWN:
             if then.get(name, _NOTHING) is not now.get(name, _NOTHING):
                 yield module, name, copies.pop(name, then.get(name, _NOTHING))
-    for name, value, _ in before.contents:
-        if name in copies and not _has_same(value, copies[name]):
-            yield module, name, copies[name]
-
-
-def _has_same(value: Any, copy: Any) -> bool:
-    """Whether a container holds the objects that it held."""
-    pairs = (value, copy) if not isinstance(value, dict) else (value.values(), copy.values())
-    keys_are_same = not isinstance(value, dict) or value.keys() == copy.keys()
-    return len(value) == len(copy) and keys_are_same and all(map(is_, *pairs))
+    for name, value, copy in before.contents:
+        if name not in copies:
+            continue
+        # Identity, not equality: comparing tensors in a container would compute, or raise.
+        is_dict = isinstance(value, dict)
+        pairs = (value.values(), copy.values()) if is_dict else (value, copy)
+        keys_are_same = not is_dict or value.keys() == copy.keys()
+        if len(value) != len(copy) or not keys_are_same or not all(map(is_, *pairs)):
+            yield module, name, copy
 
 
 @contextmanager

@@ -23,10 +23,8 @@ from shardwise.model.module_hooks import Hooked, attach
 
 
 def _untraced(function: Any) -> Any:
-    """Let torch.compile leave `function` and what it calls as they are.
-
-    As torch.compiler.disable does, which would take seconds to import.
-    """
+    """Exclude `function` and the functions it calls from torch.compile."""
+    # What torch.compiler.disable does, without importing the compiler, which takes seconds.
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
@@ -81,7 +79,8 @@ class UnitHooks:
 
     def attach(self, wanted: Sequence[tuple[nn.Module, int]]) -> None:
         """Hook the `wanted`, modules with the number of the unit that they need."""
-        _make_way_for_functorch()
+        # torch.func looks this function up at each call: allow it inside of forwards.
+        torch.autograd.graph.disable_saved_tensors_hooks = _without_references
         for place in [place for place in self._handles if place not in wanted]:
             for handle in self._handles.pop(place):
                 handle.remove()
@@ -156,14 +155,20 @@ class ModuleHook:
         if self._manager is None or not self._open:
             return
         opened = self._open.pop()
+        # A forward inside an `except` block sees the error that is being handled: only another one
+        # is its own.
         error = sys.exc_info()[1]
         failed = error is not None and error is not opened.before
         if opened.saving is not None:
             opened.saving.__exit__()
         if opened.recording:
+            functorch = torch._C._functorch
             for tensor in [output] if isinstance(output, Tensor) else pytree.tree_leaves(output):
-                # torch.func differentiates inside of its levels while the unit is kept.
-                plain = _below_all_levels(tensor) if isinstance(tensor, Tensor) else tensor
+                # Below the wrappers of torch.func, which differentiates inside of its levels while
+                # the unit is kept.
+                plain = tensor
+                while isinstance(plain, Tensor) and functorch.is_functorch_wrapped_tensor(plain):
+                    plain = functorch.get_unwrapped(plain)
                 if isinstance(plain, Tensor) and plain.grad_fn is not None:
                     plain.register_hook(self._reached)  # type: ignore[no-untyped-call]
         ignored = suppress(CollectiveError) if failed else nullcontext()  # the first error is shown
@@ -221,13 +226,6 @@ def unpack_of_others(unpack: Any) -> Any:
     return unpack
 
 
-def _below_all_levels(tensor: Tensor) -> Tensor:
-    """Return the plain tensor inside the wrappers of torch.func."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
 @contextmanager
 def _without_references(error_message: str) -> Iterator[None]:
     """Stands in for torch.autograd.graph.disable_saved_tensors_hooks.
@@ -254,11 +252,6 @@ def _without_references(error_message: str) -> Iterator[None]:
 
 _hooks_are_enabled: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
-
-
-def _make_way_for_functorch() -> None:
-    """Allow torch.func inside of forwards: it looks the function up at each call."""
-    torch.autograd.graph.disable_saved_tensors_hooks = _without_references
 
 
 def _saving(manager: UnitManager) -> saved_tensors_hooks | None:

@@ -43,16 +43,15 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Modu
         for name, module in model.named_modules()
         if name and _has_weights(module)
     ]
-    return [
-        block
-        for name, module in named
-        if any(_matches(name.split("."), pattern.split(".")) for pattern in patterns)
-        for block in _called(name, module)
-    ]
-
-
-def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in named:
+        parts = name.split(".")
+        for pattern in (each.split(".") for each in patterns):
+            # Part by part: a star must not match across a dot.
+            if len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern)):
+                found += _called(name, module)
+                break
+    return found
 
 
 def _within(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -141,8 +141,9 @@ class CopyStream:
             return self._recorded(stream)
 
     def _recorded(self, stream: Any) -> Any:
-        """An event behind what `stream` was given until now, for which a thread of the host may
-        wait: asleep, where CUDA would else spin."""
+        """Return an event after the work that `stream` has been given so far."""
+        # A blocking event lets a host thread sleep in `synchronize`; by default CUDA spins, which
+        # takes a core from the training.
         is_cuda = self.device.type == "cuda"
         event = self._streams.Event(blocking=True) if is_cuda else self._streams.Event()
         event.record(stream)
@@ -154,6 +155,7 @@ class CopyStream:
         nbytes = into.numel() * into.element_size()
         if self._narrowing is None or self._narrowing.nbytes < nbytes:
             self._narrowing = self.ring(nbytes)
+        # Through a ring: the host must not write to a block whose copy is still running.
         block = self._narrowing.next()
         near = block.tensor[:nbytes].view(into.dtype)
         near.copy_(value)

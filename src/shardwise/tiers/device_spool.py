@@ -10,7 +10,6 @@ waits for the disk alone, where it needs what is not read yet; the present strea
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -23,11 +22,10 @@ from shardwise.tiers.staging import StagingRing
 
 
 class Coming:
-    """A record on its way back to the device, into `data`, which may be written after `ready`."""
+    """A record that is being read back to the device, into `data`."""
 
-    def __init__(self, copy_stream: CopyStream, data: Tensor, ready: Any) -> None:
+    def __init__(self, copy_stream: CopyStream, data: Tensor) -> None:
         self.data = data
-        self.ready = ready
         self.events: list[Any] = []
         """Of the copies, once the thread that reads has started them all."""
         self._copy_stream = copy_stream
@@ -58,7 +56,12 @@ class DeviceSpool:
         Raises TierError in a forked process.
         """
         ready = self._copy_stream.here()
-        return self._spool.put(data.numel(), partial(self._write, data, ready))
+
+        def write(start: int) -> None:  # in a thread
+            for piece in pieces.down(self._copy_stream, self._ring(), data, [ready]):
+                self._spool.file.write(piece.pages, start + piece.first)
+
+        return self._spool.put(data.numel(), write)
 
     def read(self, record: SpoolRecord) -> Coming:
         """Start to bring back a record whose last request has ended. What comes is there when the
@@ -67,21 +70,16 @@ class DeviceSpool:
         Raises TierError in a forked process.
         """
         data, ready = self._copy_stream.room(record.nbytes)
-        coming = Coming(self._copy_stream, data, ready)
-        self._spool.get(record, partial(self._read, coming))
+        coming = Coming(self._copy_stream, data)
+
+        def read(start: int) -> None:  # in a thread
+            ring = self._ring()
+            for piece in pieces.up(self._copy_stream, ring, data, [ready]):
+                self._spool.file.read(piece.pages, start + piece.first)
+            coming.events = ring.copies
+
+        self._spool.get(record, read)
         return coming
-
-    def _write(self, data: Tensor, ready: Any, start: int) -> None:
-        """In a thread."""
-        for piece in pieces.down(self._copy_stream, self._ring(), data, [ready]):
-            self._spool.file.write(piece.pages, start + piece.first)
-
-    def _read(self, coming: Coming, start: int) -> None:
-        """In a thread."""
-        ring = self._ring()
-        for piece in pieces.up(self._copy_stream, ring, coming.data, [coming.ready]):
-            self._spool.file.read(piece.pages, start + piece.first)
-        coming.events = ring.copies
 
     def _ring(self) -> StagingRing:
         """This thread's own blocks."""

@@ -108,8 +108,9 @@ class DirectFile:
             ) from error
 
     def _reserve(self, nbytes: int) -> None:
-        """Allocate all blocks, after a look at the free ones: filling up a disk to learn that it
-        is too small would disturb others."""
+        """Allocate all blocks of the file."""
+        # Look at the free space first: filling a disk to find that it is too small would hurt
+        # every other program on it.
         if nbytes > self._free():
             raise self._too_small(nbytes)
         if nbytes == 0:
@@ -118,7 +119,8 @@ class DirectFile:
             os.posix_fallocate(self._fd, 0, nbytes)
         except OSError as error:
             if error.errno in FULL:
-                os.ftruncate(self._fd, 0)  # what it did get is free for others, and in the message
+                # Give back what it got, so that the message tells the true free space.
+                os.ftruncate(self._fd, 0)
                 raise self._too_small(nbytes) from error
             if error.errno not in REFUSED:
                 raise self._failed("reserve", nbytes, 0, error) from error
@@ -162,6 +164,7 @@ class DirectFile:
         return recorder.span(f"{verb} {self._of}", Row.TIERS, {"bytes": memory.nbytes})
 
     def _read(self, into: memoryview, offset: int) -> None:
+        # A transfer may be short (signals, the limit of 2 GB a call).
         done = 0
         while done < len(into):
             try:
@@ -182,7 +185,7 @@ class DirectFile:
             self._write(data, offset)
 
     def _write(self, data: memoryview, offset: int) -> None:
-        # Pages are dropped only once they are clean, so they are written through.
+        # The kernel drops only clean pages: without O_DIRECT each write goes through to the disk.
         how = 0 if self.direct else os.RWF_DSYNC
         done = 0
         while done < len(data):
@@ -193,6 +196,7 @@ class DirectFile:
         self._forget(offset, len(data))
 
     def _forget(self, offset: int, length: int) -> None:
+        # What rests on the disk must not rest in memory too: offloading is there to save that.
         if not self.direct:
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
@@ -232,20 +236,15 @@ def find(folder: Path, mountinfo: str) -> Mount:
 
     Of several on one mount point the last one counts: it lies on top.
     """
-    mounts = [_parse(line) for line in mountinfo.splitlines()]
+    mounts = []
+    for line in mountinfo.splitlines():
+        # See proc_pid_mountinfo(5). Optional fields end with a lone hyphen. The kernel writes
+        # blanks and backslashes of the path as three octal digits.
+        left, _, right = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), left.split(" ")[4])
+        mounts.append(Mount(Path(point), right.split(" ")[0]))
     holding = [mount for mount in mounts if folder.is_relative_to(mount.point)]
     return max(reversed(holding), key=lambda mount: len(mount.point.parts))
-
-
-def _parse(line: str) -> Mount:
-    """One line; see proc_pid_mountinfo(5). Optional fields end with a lone hyphen."""
-    left, _, right = line.partition(" - ")
-    return Mount(Path(_plain(left.split(" ")[4])), right.split(" ")[0])
-
-
-def _plain(escaped: str) -> str:
-    """The kernel writes blanks and backslashes as three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), escaped)
 
 
 CHUNK = 4 * 2**20

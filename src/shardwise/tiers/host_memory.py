@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -71,14 +70,9 @@ def keep(environ: Mapping[str, str]) -> bool:
 
 
 def trim() -> None:
-    """Return the heap's free pages to the system, where the C library is glibc."""
-    if (trim := _malloc_trim()) is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+    """Return the heap's free pages to the system, if the C library is glibc."""
+    if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        malloc_trim(0)
 
 
 PAGE = 4096

@@ -39,6 +39,7 @@ class HostWindow:
             yield 0, flat.cpu()
             return
         copy_stream, ring = self._way(flat.device)
+        # By bytes: the blocks of a ring serve tensors of every dtype.
         data, behind = flat.view(torch.uint8), [copy_stream.here()]
         with _ended(copy_stream, ring):
             for piece in pieces.down(copy_stream, ring, data, behind, unused):
@@ -75,8 +76,9 @@ class HostWindow:
 
 @cache
 def _copy_stream(device: torch.device) -> CopyStream:
-    """The one of all windows: each checkpoint with streams of its own would come around to those
-    that others have, of which torch has 32."""
+    """Return the copy stream of all windows."""
+    # torch has a pool of 32 streams: with one per checkpoint, later ones would share those of
+    # unrelated work.
     return CopyStream(device)
 
 

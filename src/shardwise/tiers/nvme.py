@@ -78,12 +78,12 @@ class BufferLease:
         Raises:
             TierError: The disk failed, now or in an earlier transfer.
         """
-        self._store._write(self)
+        self._store.write_behind(self)
 
     def give_back(self) -> None:
-        """End the lease; what was changed is forgotten. Never raises for the disk's sake: a
-        failure is reported by the store's next call."""
-        self._store._give_back(self)
+        """End the lease without writing. Never raises if the disk failed: the store's next call
+        reports that."""
+        self._store.give_back(self)
 
 
 class Store:
@@ -119,7 +119,7 @@ class Store:
         *self._offsets, self.nbytes = accumulate(sizes, initial=0)
         self._file = DirectFile(folder, label, rank, self.nbytes)
         self.direct = self._file.direct
-        # A record is leased once at a time, so no more buffers than records are ever needed.
+        # A record has one lease at a time, so more buffers than records are never needed.
         count, largest = min(in_flight, len(sizes)), max(sizes, default=0)
         # A rank may own nothing of a bucket: then there is nothing to pin.
         memories = pages(largest, count) if pages is not None and count else [None] * count
@@ -162,7 +162,7 @@ class Store:
             return
         self._closed = True
         if self._transfers.forked:
-            self._file.close()  # this process's descriptor: threads and transfers are the other's
+            self._file.close()  # the descriptor only: threads and transfers are the parent's
             return
         self._transfers.end()
         try:
@@ -170,7 +170,7 @@ class Store:
                 self._land(transfer)
             for lease in self._leased.values():
                 self._land(lease.coming)
-        finally:  # all has ended, however it did
+        finally:  # every transfer has ended, also if one failed
             self._behind.clear()
             self._leased.clear()
             self._free.clear()
@@ -182,8 +182,8 @@ class Store:
         self._check()
         assert index not in self._leased, f"record {index} of {self.label} is leased already"
         if index in self._behind:
-            # Its bytes are still here: wait for the write, and no read is needed. A read from the
-            # disk could overtake the write and give the bytes of before.
+            # Its bytes are still in the buffer. The lease waits for the write and needs no read.
+            # A read could overtake the write and return the old bytes.
             buffer, coming = self._behind.pop(index)
         else:
             buffer = self._buffer()
@@ -198,20 +198,23 @@ class Store:
         self._raise_failure()
         return lease.buffer.tensor[: self.records[lease.index]]
 
-    def _write(self, lease: BufferLease) -> None:
+    def write_behind(self, lease: BufferLease) -> None:
+        """See `BufferLease.write`."""
+        # A read that is still in flight would overwrite the buffer while it is written.
         self._arrived(lease)
         del self._leased[lease.index]
         transfer = self._start(self._file.write, lease.index, lease.buffer)
         self._behind[lease.index] = lease.buffer, transfer
 
-    def _give_back(self, lease: BufferLease) -> None:
+    def give_back(self, lease: BufferLease) -> None:
+        """See `BufferLease.give_back`."""
         if self._leased.get(lease.index) is lease and not self._transfers.forked:
             self._land(lease.coming)
             del self._leased[lease.index]
             self._free.append(lease.buffer)
 
     def _buffer(self) -> Staging:
-        """A free one; else the first whose write is done."""
+        """Return a free buffer, after waiting for the oldest write if there is none."""
         if not self._free:
             assert self._behind, f"all {self._buffers} buffers of {self.label} are leased"
             self._retire(next(iter(self._behind)))
@@ -239,7 +242,8 @@ class Store:
         ]
 
     def _land(self, transfer: Transfer) -> None:
-        """Wait for all chunks, since the buffer is theirs until then; keep the first failure."""
+        """Wait for all chunks of a transfer; keep the first failure."""
+        # For all, even after a failure: the others still read or write the buffer.
         wait(transfer)
         for chunk in transfer:
             error = chunk.exception()

@@ -132,8 +132,10 @@ class Spool:
         self._transfers.check()
 
     def _write(self, data: Tensor, start: int) -> None:
-        """In a thread: write by way of its staging, since `data` lies anywhere."""
-        view = self._staging().view
+        """In a thread: write through its staging buffer, which is aligned as `data` need not be."""
+        if not hasattr(self._own, "staging"):
+            self._own.staging = Staging(CHUNK)
+        view = self._own.staging.view
         target = np.frombuffer(view, dtype=np.uint8)
         source = data.numpy()
         for first in range(0, source.size, CHUNK):
@@ -141,10 +143,3 @@ class Spool:
             # Not torch's copy, which would start threads of its own for each of these.
             np.copyto(target[: piece.size], piece)
             self.file.write(view[: padded(piece.size)], start + first)
-
-    def _staging(self) -> Staging:
-        """This thread's own."""
-        if not hasattr(self._own, "staging"):
-            self._own.staging = Staging(CHUNK)
-        staging: Staging = self._own.staging
-        return staging

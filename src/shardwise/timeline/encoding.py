@@ -60,10 +60,15 @@ class Encoder:
         return _line(event | {"pid": self._rank, "tid": 0, "args": rounded})
 
     def _complete(self, note: TimelineEvent, category: str, thread: int) -> str:
-        """Format an event by hand: a JSON library takes ten times as long, and there are thousands
-        a second."""
+        # By hand: a JSON library takes ten times as long, and there are thousands a second.
         begin, lasted = (note.began - self.ahead) / 1000, (note.ended - note.began) / 1000
-        about = f',"args":{_object(note.about)}' if note.about else ""
+        about = ""
+        if note.about:
+            pairs = (
+                f"{_quoted(name)}:{_quoted(value) if isinstance(value, str) else value}"
+                for name, value in note.about.items()
+            )
+            about = f',"args":{{{",".join(pairs)}}}'
         return (
             f'{{"name":{_quoted(note.name)},"cat":{category},"ph":"X","ts":{begin:.3f},'
             f'"dur":{lasted:.3f},"pid":{self._rank},"tid":{thread}{about}}}'
@@ -72,11 +77,9 @@ class Encoder:
     def _thread(self, note: TimelineEvent) -> int:
         if note.row in self._ends:
             return self._lane(note)
-        return self._of_engine(note) if note.row is Row.STEPS else int(note.row)
-
-    def _of_engine(self, note: TimelineEvent) -> int:
-        """The row of an engine's steps. Engines that take turns are in each other's steps, so each
-        has a row."""
+        if note.row is not Row.STEPS:
+            return int(note.row)
+        # Steps of engines that take turns overlap, so each engine has a row.
         engine = (note.about or {}).get("engine", 0)
         if engine not in self._engines:
             self._engines.append(engine)
@@ -84,8 +87,8 @@ class Encoder:
         return int(Row.STEPS) if number == 0 else FURTHER_STEPS + number - 1
 
     def _lane(self, note: TimelineEvent) -> int:
-        """The first thread of the row on which nothing overlaps the event; events come as they
-        end."""
+        """Return the first thread of the row on which no event overlaps this one."""
+        # Events arrive in the order of their ends, so the last end of each lane is enough to know.
         ends = self._ends[note.row]
         free = (lane for lane, end in enumerate(ends) if end <= note.began)
         lane = next(free, min(len(ends), WIDEST - 1))
@@ -120,14 +123,6 @@ def _line(event: Mapping[str, Any]) -> str:
     return json.dumps(event, separators=(",", ":"))
 
 
-def _object(values: Mapping[str, int | str]) -> str:
-    pairs = (
-        f"{_quoted(name)}:{_quoted(value) if isinstance(value, str) else value}"
-        for name, value in values.items()
-    )
-    return f"{{{','.join(pairs)}}}"
-
-
 def _quoted(text: str) -> str:
     return encode_basestring_ascii(text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
 
@@ -141,7 +136,12 @@ MB = 1e6
 def memory_in_use() -> dict[str, float]:
     """Megabytes in use by name: the resident set, and the tensors on a device where there is
     one."""
-    found = {"resident set": _resident() / MB}
+    try:
+        with open("/proc/self/statm", "rb") as table:
+            resident = int(table.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # macOS has no such table, only the highest value so far, in bytes
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = {"resident set": resident / MB}
     torch: Any = sys.modules.get("torch")
     if torch is not None and (nbytes := _on_device(torch)) is not None:
         found["device"] = nbytes / MB
@@ -157,11 +157,3 @@ def _on_device(torch: Any) -> int | None:
         return None
     allocated = getattr(module, "memory_allocated", None) or module.current_allocated_memory
     return int(allocated())
-
-
-def _resident() -> int:
-    try:
-        with open("/proc/self/statm", "rb") as table:
-            return int(table.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # macOS has no such table: the most that it was so far, in bytes there
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

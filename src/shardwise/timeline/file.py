@@ -70,6 +70,8 @@ class TimelineFile:
                 raise OSError(f"{self.path} has {LARGEST >> 20} MB, more than viewers open")
             if first + more > held.count:
                 held.replace(held.pages(first), max(ROOM, more, first // 2), self._aside)
+            # The page that this rank filled last is written again, with more lines in it: pages of
+            # 4 KB with a line each would make the file many times as large.
             numbers = [*([] if last is None else [last[0]]), *range(first, first + more)]
             for number, page in zip(numbers, filled, strict=True):
                 held.put(number, page.ljust(PAGE))
@@ -101,6 +103,8 @@ class TimelineFile:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise NoTimeline(f"{self.path} is no plain file")
                 fcntl.flock(fd, fcntl.LOCK_EX)
+                # Another rank may have renamed a larger file to this path while this one waited
+                # for the lock: then this is the lock of a file that is gone.
                 if os.path.samestat(os.fstat(fd), os.stat(self.path)):
                     yield held
                     return
@@ -135,6 +139,8 @@ class _Held:
 
     def used(self) -> int:
         """The number of pages in use: free ones follow, the first of which begins with a space."""
+        # By bisection, because other ranks fill pages too: the number is in no header, which would
+        # have to be written in the same instant as the page.
         low, high = 1, self.count
         while low < high:
             middle = (low + high) // 2
@@ -162,6 +168,7 @@ class _Held:
         lock."""
         fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
+            # Locked before it has the name: the next rank to open it must wait for this one.
             fcntl.flock(fd, fcntl.LOCK_EX)
             with os.fdopen(os.dup(fd), "wb") as file:
                 file.writelines(pages)
@@ -177,8 +184,9 @@ class _Held:
         self._fd = fd
 
     def close(self) -> None:
-        """Release the lock. Explicitly, since it belongs to the open file: a process that was
-        forked meanwhile shares that, and the lock would stay until that process ends too."""
+        """Release the lock."""
+        # Explicitly: the lock belongs to the open file, which a process that was forked meanwhile
+        # shares. Closing alone would keep the lock until that process ends too.
         try:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:

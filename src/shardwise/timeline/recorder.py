@@ -122,7 +122,7 @@ class TimelineRecorder:
         self._stepped: dict[int, int] = {}
         self._began = time.monotonic_ns()
         self._ends = threading.Event()
-        # A daemon, since the end of a process must not wait for a disk.
+        # A daemon, because the end of a process must not wait for a disk.
         self._thread = threading.Thread(target=self._run, name="shardwise-timeline", daemon=True)
         self._thread.start()
 
@@ -142,7 +142,11 @@ class TimelineRecorder:
         `since` in seconds of the monotonic clock; the ranks `missing` had not come when it
         began."""
         began, now = int(since * 1e9), time.monotonic_ns()
-        about = {"for": _listed(missing)} if missing else None
+        about = None
+        if missing:
+            shown = ", ".join(map(str, missing[:MANY]))
+            more = f" and {len(missing) - MANY} more" if len(missing) > MANY else ""
+            about = {"for": f"rank{'s' * (len(missing) > 1)} {shown}{more}"}
         row, category = (Row.BESIDE, WAIT_BESIDE) if beside else (Row.COMPUTE, WAIT)
         self.notes.append(TimelineEvent(row, f"wait: {call}", began, now, about, category))
 
@@ -157,19 +161,14 @@ class TimelineRecorder:
                 self._sink.write(self._taken())
             self._sink.write(self._taken())
             self._sink.close()
-        except Exception as error:  # mostly a disk's; nobody else would hear of it
-            _leave(self)  # hooks stay, and do nothing: a forward may be going through them
+        except Exception as error:  # mostly of the disk; only `on_failure` reports it
+            # Without removing hooks: a forward of the main thread may be inside one.
+            _leave(self)
             self._on_failure(error)
 
     def _taken(self) -> list[TimelineEvent]:
+        # Not until it is empty: other threads append all the time. A deque needs no lock for this.
         return [self.notes.popleft() for _ in range(len(self.notes))]
-
-
-def _listed(ranks: tuple[int, ...]) -> str:
-    """Ranks as text; of many the first ones."""
-    shown = ", ".join(map(str, ranks[:MANY]))
-    more = f" and {len(ranks) - MANY} more" if len(ranks) > MANY else ""
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
 
 
 class Span:
@@ -227,7 +226,7 @@ def span(
     name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
 ) -> AbstractContextManager[None]:
     """A context that is recorded as `name` on a row; `about` is shown beside it."""
-    recorder = active  # read once: the thread that writes may end it at any moment
+    recorder = active  # read once: the thread that writes may set it to None at any moment
     return _OFF if recorder is None else Span(recorder, name, row, about)
 
 

@@ -102,6 +102,7 @@ class BatchRows(ABC):
         self._check_draws_once("world.draw")
         batch = self.current_batch.batch
         total, (first, end) = self._place(batch, rows)
+        # Before drawing: all ranks must start from the same state of the generators.
         self._meet()
         self.calls.note("world.draw")
         whole = self.draws.draw(
@@ -161,7 +162,8 @@ class BatchRows(ABC):
                 "world.rows before the first batch: it is of what the Loader or world.share gave "
                 "last."
             )
-        self.current_batch.stand_in = None  # who looks knows
+        # A script that reads this knows of stand-ins: it need not be warned of them.
+        self.current_batch.stand_in = None
         return self.current_batch.batch.samples
 
     def gather_rows(self, mine: Tensor, dim: int = 0) -> Tensor:

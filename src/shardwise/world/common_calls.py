@@ -44,6 +44,8 @@ class CommonCalls:
         self.note(call)
         if self._left > 0:
             self._left -= 1
+            # Doubled, so that the order of the batches counts. On an accelerator a tensor: the host
+            # does not wait for it here.
             self._rows = self._rows * 2 + digest()
 
     def number(self) -> float:
@@ -52,6 +54,8 @@ class CommonCalls:
         for (call, _), times in self._made.items():
             if call != SHARE or self._counts_shares:
                 counts[call] += times
+        # Sorted, because ranks may make calls in different orders. 32 bits are exact in the fp64
+        # vector of the exchange.
         return float(zlib.crc32(repr(sorted(counts.items())).encode()))
 
     @property
@@ -81,15 +85,21 @@ class CommonCalls:
 
 
 def nearly_alike(numbers: Sequence[float]) -> bool:
-    """Whether numbers differ by rounding alone: the same model may compute a batch on hosts of two
-    kinds."""
+    """Return whether numbers differ by rounding alone."""
+    # Batches may be computed by a model, on hosts with different processors.
     return max(numbers) - min(numbers) <= 1e-5 * max(map(abs, numbers))
 
 
 def apart_in_calls(told: Sequence[Made]) -> tuple[int, str] | None:
     """The first rank whose calls differ from rank 0's by more than batches that were shared out,
     and both in words; None where there is none."""
-    counts = [_strict(made) for made in told]
+    counts = []
+    for made in told:
+        times_of = Counter[str]()
+        for call, _, times in made:
+            if call != SHARE:
+                times_of[call] += times
+        counts.append(times_of)
     for rank, count in enumerate(counts):
         if count != counts[0]:
             return rank, f"rank 0 {_words(told[0])}, and rank {rank} {_words(told[rank])}"
@@ -105,14 +115,6 @@ def apart_in_shares(told: Sequence[Made]) -> str:
 
 SHARE = "world.share"
 """The call that a rank may make alone, as long as it trains on the rows as the others do."""
-
-
-def _strict(made: Made) -> Counter[str]:
-    counts = Counter[str]()
-    for call, _, times in made:
-        if call != SHARE:
-            counts[call] += times
-    return counts
 
 
 def _words(made: Made) -> str:

@@ -66,6 +66,7 @@ class CommonRandomStream:
         """
         if self._inside:
             return
+        # Cleared first: what is called may begin a forward, which comes here again.
         waiting, self._waiting = self._waiting, []
         for reference in waiting:
             if (begin := reference()) is not None:
@@ -87,6 +88,7 @@ class CommonRandomStream:
         if self.is_one:
             return False
         apart, mine = self._end is not None, self._now()
+        # Digests first, 4 bytes per rank: the states are 5 kB, and mostly equal.
         told = gather((apart, mine.digest()))
         if len({digest for _, digest in told}) == 1:
             self.is_one = all(each for each, _ in told)
@@ -106,6 +108,8 @@ class CommonRandomStream:
         if batch is not self._batch:
             self._batch, self._calls = batch, 0
         number, self._calls = self._calls, self._calls + 1
+        # The micro-batches of a step draw the same numbers, as one process draws them once for the
+        # whole batch. So the first one's states are kept, and later ones start from them.
         again = number < len(self._starts)
         start = self._starts[number] if again else self._now()
         if not again and (goes_on or self._starts):

@@ -104,11 +104,11 @@ class CurrentBatch:
                 if (block := reference()) is not None:
                     blocks.enter_context(block())
             self._apart += 1
-            blocks.callback(self._together)
-            yield
-
-    def _together(self) -> None:
-        self._apart -= 1
+            try:
+                yield
+            finally:
+                # Before the blocks end: what they do on leaving takes all ranks again.
+                self._apart -= 1
 
     def check_even(self, call: str) -> None:
         """Raise UsageError for a `call` that takes all ranks, in a batch that some sit out."""
@@ -140,6 +140,7 @@ class CurrentBatch:
             self._close_passing(training=True)  # what was shared out before is not of this batch
             self._shared = []
         self._watchers = [reference for reference in self._watchers if reference() is not None]
+        # Before the batch is noted: a watcher may save, at the position before this batch.
         for reference in self._watchers:
             if (watcher := reference()) is not None:
                 watcher(batch)
@@ -167,10 +168,8 @@ class CurrentBatch:
             self.close(older)
 
     def train(self) -> None:
-        """Note that a backward has used what was given last.
-
-        With no stream open that is `x, y = next(iter(loader))`, whose stream has gone already.
-        """
+        """Note that a backward has used what was given last."""
+        # Without an open stream it was `x, y = next(iter(loader))`, whose stream is closed already.
         self._shared, self.own_rows = [], None
         self._close_passing(training=False)
         latest = [self._latest] if self._latest is not None else []

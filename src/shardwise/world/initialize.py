@@ -187,10 +187,8 @@ def _begin_alike(made: World, keywords: dict[str, Any]) -> None:
 
 
 def _share_cores(made: World) -> None:
-    """Let ranks that may run on the same cores divide them; mpirun and srun do not say how.
-
-    Each would else start a thread per core, and all would wait for each other.
-    """
+    """Divide cores between the ranks that may run on them, under mpirun and srun."""
+    # By default torch starts a thread per core in every rank, and they wait for each other.
     if made.launcher in launcher_detection.SETS_THREADS:
         return
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):

@@ -68,7 +68,8 @@ class StepsWithoutEngine:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._said:
-            return  # torch is going through its hooks: none may leave them here
+            return  # not removed here: torch is iterating over its hooks
+
         self._steps[id(optimizer)] += 1
         if self._steps[id(optimizer)] == 2:
             self._said = True

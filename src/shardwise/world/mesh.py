@@ -45,6 +45,7 @@ class Mesh:
         counts = [str(n) for n in (below, below + self.replica) if n]
         advice = [f"Start {' or '.join(counts)} workers"]
         for name, n in axes.items():
+            # With the other axes as they are: the user changes one flag at a time.
             others = prod(axes.values()) // n
             if n > 1 and self.size % others == 0:
                 fits = [k for k in range(1, self.size + 1) if self.size % (k * others) == 0]

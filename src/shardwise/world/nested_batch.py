@@ -67,7 +67,9 @@ class Rows:
         """How many rows there are: tensors and arrays say it, where there are none the columns."""
         sizes = {n: _size(x, self._dim) for n, x in enumerate(self._leaves) if _has_dims(x)}
         sizes = sizes or {n: len(x) for n, x in enumerate(self._leaves) if _is_column(x)}
-        if not sizes and _is_tuple_of_columns(self._batch):
+        # A tuple of columns, such as texts and labels, is one leaf without tensors.
+        is_tuple = isinstance(self._batch, tuple)
+        if not sizes and is_tuple and all(map(_is_column, self._batch)):
             sizes = {0: len(self._batch[0])}
         found = sorted(set(sizes.values()))
         if len(found) == 1 and found != [0]:
@@ -230,7 +232,9 @@ _DIGESTED = 4096
 
 
 def _digest(row: Tensor) -> Tensor:
-    """A sum in which elements have different weights, so that their order matters."""
+    """Return a sum of a row's elements that depends on their order."""
+    # Weighted, so that rows with the same elements in another order differ. Of the first elements
+    # only, because this runs at every step.
     flat = torch.view_as_real(row).flatten() if row.is_complex() else row.flatten()
     values = flat[:_DIGESTED].to(torch.float32 if row.device.type == "mps" else torch.float64)
     weights = torch.arange(len(values), device=values.device) % 61 + 61
@@ -253,8 +257,3 @@ def _is_plain(value: Any) -> bool:
 
 def _is_column(value: Any) -> bool:
     return _is_plain(value) and not any(isinstance(each, (list, tuple, dict)) for each in value)
-
-
-def _is_tuple_of_columns(value: Any) -> bool:
-    """Whether a whole batch is a tuple of columns, such as texts and labels."""
-    return isinstance(value, tuple) and all(_is_column(each) for each in value)

@@ -52,6 +52,7 @@ class Preemption:
         handles stay its own.
         """
         self._savers.append((WeakMethod(ready), WeakMethod(save)))
+        # Python sets signal handlers in the main thread only.
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
@@ -81,6 +82,7 @@ class Preemption:
         """Save and end the process with SAVED, if all know that they should. Collective then."""
         if not self.agreed:
             return
+        # All or none: a checkpoint of one engine without the others is of no use on resume.
         savers = [(r, s) for ready, save in self._savers if (r := ready()) and (s := save())]
         if savers and all(ready() for ready, _ in savers):
             self._leave([str(save()) for _, save in savers])
@@ -99,10 +101,13 @@ class Preemption:
             again = number == signal.SIGTERM
         else:
             again = self.asked == number and time.monotonic() - self._since > AGAIN
-            # Who starts the run anew does not wait for what an end of its launcher has left.
+            # An orphan, whose launcher has ended, must not delay the next start of the run. Without
+            # a saver there is nothing to wait for.
             again = again or self._progress.is_orphan or not self._savers
         if again:
+            # The default action, so that the exit code tells the signal.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif self.asked != number:
+            # Only noted: a save is collective, so it waits for the exchange of the next step.
             self.asked, self._since = number, time.monotonic()

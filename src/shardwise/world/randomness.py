@@ -23,6 +23,8 @@ from torch import Tensor
 
 def seed_from(*coordinates: int | str) -> int:
     """A 32-bit seed (BLAKE2b) from `coordinates`; equal coordinates give equal seeds."""
+    # A separator that no coordinate has: ("a", "bc") and ("ab", "c") must differ. Not `hash`, which
+    # Python salts in every process.
     text = "\x1f".join(str(coordinate) for coordinate in coordinates)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
@@ -31,12 +33,12 @@ def seed_everything(seed: int) -> None:
     """Seed torch (every device), numpy where it is loaded, and random."""
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # torch.manual_seed would note a stack for each kind of device that might yet come
+    else:  # torch.manual_seed would record a stack trace for each device type that might appear
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed % 2**32)  # it takes no more
+        numpy.random.seed(seed % 2**32)  # numpy refuses larger ones
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -146,6 +148,7 @@ def _unpacked(text: str) -> list[int]:
 @contextmanager
 def preserved() -> Iterator[None]:
     """Restore the CPU generators of torch, numpy and random on leaving."""
+    # Without importing numpy: a script that does not use it should not pay for it.
     numpy: Any = sys.modules.get("numpy")
     states = (torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
     try:
@@ -167,5 +170,7 @@ def fix_arithmetic(device: torch.device) -> None:
     if device.type != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is loaded
         torch.use_deterministic_algorithms(True)
+        # torch would fill new memory with NaN, to show reads of what was never written: a pass over
+        # every buffer.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False

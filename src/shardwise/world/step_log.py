@@ -107,6 +107,7 @@ class StepLog:
             return
         if self._file is not None:
             self._add(steps, outcome)
+        # All ranks make the same steps, so all of them leave here, in no collective.
         self._made += 1
         if self._stop_after is not None and self._made >= self._stop_after:
             self.ended = True
@@ -144,6 +145,7 @@ class StepLog:
         try:
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:
+            # A full disk must not end a training run: say so once and go on without the log.
             name, self._file = self._file.name, None
             line = f"shardwise: steps are recorded in {name} no more: {error.strerror or error}."
             print(line, file=sys.stderr, flush=True)
@@ -153,6 +155,7 @@ def _opened(folder: Path, rank: int) -> TextIO:
     """The file of a rank, empty. Raises ConfigError where it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # By lines: a rank that is killed leaves whole ones.
         return (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
     except OSError as error:
         raise ConfigError(

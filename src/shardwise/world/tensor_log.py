@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass
-class Fed:
+class FeedTotals:
     """What the models of an engine were fed since the last step, alike however rows are cut: how
     many elements, the sum of hashes of all of them, their sum and the sum of their squares."""
 
@@ -109,7 +109,11 @@ class TensorLog:
             | _spelled(entry["print"])
             for (kind, name, copy), entry in tensors.items()
         ]
-        _save(self._folder / f"engine-{engine}-step-{step}.pt", {**figures, "tensors": rows})
+        path = self._folder / f"engine-{engine}-step-{step}.pt"
+        # Written aside, then renamed: `verify` counts the steps of a run by these files, and must
+        # see whole ones only.
+        torch.save({**figures, "tensors": rows}, path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
         """Write facts that are not of a step, as JSON, under a `name` of their own."""
@@ -117,13 +121,6 @@ class TensorLog:
         path = self._folder / f"{name}.json"
         path.with_suffix(".part").write_text(text)
         os.replace(path.with_suffix(".part"), path)
-
-
-def _save(path: Path, row: Mapping[str, Any]) -> None:
-    """Write aside, then rename: who counts the steps of a run sees whole files only."""
-    aside = path.with_suffix(".part")
-    torch.save(row, aside)
-    os.replace(aside, path)
 
 
 def _spelled(found: Fingerprint) -> dict[str, Any]:

@@ -35,16 +35,23 @@ def start(path: Path, status_server: StatusServer) -> None:
     path = path if at_home else sibling(path, host)
     encoder = Encoder(status_server.rank, host)
     try:
-        # Where it is, whatever becomes of the working directory.
-        file = TimelineFile(
-            path.resolve(), status_server.run, status_server.rank, _about(status_server)
-        )
+        # Absolute: the script may change its working directory later.
+        began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        about: dict[str, object] = {"ranks": status_server.size, "began": began}
+        file = TimelineFile(path.resolve(), status_server.run, status_server.rank, about)
         file.write(encoder.opening())
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"The timeline {path} cannot be written: {why}.") from error
     sink = _ToFile(file, encoder, None if at_home else status_server)
-    recorder.start(TimelineRecorder(sink, lambda error: _give_up(status_server.rank, path, error)))
+
+    def say_why(error: Exception) -> None:
+        why = getattr(error, "strerror", None) or error
+        rank = status_server.rank
+        line = f"shardwise: rank {rank} records no timeline in {path} any more: {why}."
+        print(line, file=sys.stderr, flush=True)
+
+    recorder.start(TimelineRecorder(sink, say_why))
 
 
 def stop() -> None:
@@ -64,16 +71,6 @@ def where(path: Path, status_server: StatusServer) -> str:
             "files of all, and --merge WHOLE.json, makes one of them"
         )
     return line
-
-
-def _about(status_server: StatusServer) -> dict[str, object]:
-    return {"ranks": status_server.size, "began": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-
-
-def _give_up(rank: int, path: Path, error: Exception) -> None:
-    why = getattr(error, "strerror", None) or error
-    line = f"shardwise: rank {rank} records no timeline in {path} any more: {why}."
-    print(line, file=sys.stderr, flush=True)
 
 
 class _ToFile:

@@ -7,7 +7,7 @@ from shardwise.tools.plan.catalogue import read_catalogue
 from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.cluster import parse_cluster
 from shardwise.tools.plan.memory import Hardware
-from shardwise.tools.plan.meshes import Mesh, meshes
+from shardwise.tools.plan.meshes import AxisSizes, meshes
 from shardwise.tools.plan.record import (
     GroupRecord,
     LayerRecord,
@@ -90,9 +90,9 @@ def test_the_first_stage_of_1f1b_holds_a_micro_batch_for_each_rank():
 def test_meshes_of_a_cluster():
     cluster = parse_cluster("4xH100", read_catalogue(user=False))
     found = list(meshes(cluster, [1, 2], 3, 16))
-    assert Mesh(data=2, tensor=2) in found
-    assert Mesh(data=2, pipeline=2, schedule="1f1b") in found
-    assert Mesh(data=1, tensor=2, pipeline=2, schedule="gpipe") in found
+    assert AxisSizes(data=2, tensor=2) in found
+    assert AxisSizes(data=2, pipeline=2, schedule="1f1b") in found
+    assert AxisSizes(data=1, tensor=2, pipeline=2, schedule="gpipe") in found
     # Three layers are too few for two stages on each of two ranks, and for four stages.
     assert not any(each.schedule == "interleaved" or each.pipeline == 4 for each in found)
     assert {each.pipeline for each in meshes(cluster, [1], 0, 16)} == {1}

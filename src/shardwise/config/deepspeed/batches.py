@@ -28,10 +28,11 @@ def solve(
     """
     if total is None and micro is None:
         raise ConfigError(f"{name}: give {TOTAL} or {MICRO}: nothing says how large a batch is.")
-    for key, value in ((TOTAL, total), (MICRO, micro), (STEPS, steps)):
+    sizes = ((TOTAL, total), (MICRO, micro), (STEPS, steps))
+    for key, value in sizes:
         if value is not None and value < 1:
             raise ConfigError(f"{name}: {key} takes a whole number of 1 or more, not {value}.")
-    given = _words(total, micro, steps)
+    given = " and ".join(f"{key} {value}" for key, value in sizes if value is not None)
     if total is None:
         assert micro is not None
         steps = steps or 1
@@ -49,8 +50,3 @@ def solve(
             f"{micro * steps * workers}. Change one, or the number of workers."
         )
     return Batches(total=total, micro=micro, steps=steps)
-
-
-def _words(total: int | None, micro: int | None, steps: int | None) -> str:
-    named = ((TOTAL, total), (MICRO, micro), (STEPS, steps))
-    return " and ".join(f"{key} {value}" for key, value in named if value is not None)

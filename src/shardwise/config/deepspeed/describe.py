@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from shardwise.config.deepspeed.batches import MICRO, STEPS, TOTAL
 from shardwise.config.deepspeed.job import DeepSpeedJob
@@ -26,8 +25,12 @@ OF_THE_LOOP = (
 def lines(job: DeepSpeedJob, workers: int | None) -> list[str]:
     """What `shardwise run --dry-run --deepspeed` shows: each setting with the key that it comes of,
     the batch sizes, what is left to the script, and what is ignored."""
+    shown = {
+        name: ("on" if value else "off") if isinstance(value, bool) else f"{value}"
+        for name, value in job.settings.items()
+    }
     return [
-        *(f"{flag(n)} {_shown(v)}  ({job.by[n]})" for n, v in job.settings.items()),
+        *(f"{flag(n)} {shown[n]}  ({job.by[n]})" for n in job.settings),
         *_batch_lines(job, workers),
         *short_lines(job),
     ]
@@ -64,10 +67,6 @@ def _batch_lines(job: DeepSpeedJob, workers: int | None) -> Iterator[str]:
         f"a step: {sizes.total} samples = {sizes.micro} x {sizes.steps} backward(s) x "
         f"{replicas} worker(s)"
     )
-
-
-def _shown(value: Any) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else f"{value}"
 
 
 _TITLES = {

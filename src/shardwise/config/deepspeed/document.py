@@ -40,7 +40,9 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, 
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"The DeepSpeed file {path} is not JSON: {error}.") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"The DeepSpeed file {path} is a JSON {_kind(found)}, not an object.")
+        kinds = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+        kind = kinds.get(type(found), "number")
+        raise ConfigError(f"The DeepSpeed file {path} is a JSON {kind}, not an object.")
     return found, str(path)
 
 
@@ -56,6 +58,7 @@ def _parsed(text: str) -> Any:
 
 
 def _whole(digits: str) -> int:
+    # Python takes quadratic time to convert the digits of a long integer.
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"it has an integer of {len(digits)} digits")
     return int(digits)
@@ -193,9 +196,3 @@ def _of_kind(value: Any, key: str, takes: str, document: Document) -> Any:
     if takes in kinds and isinstance(value, kinds[takes]):
         return value
     raise document.error(key, f"takes {_EXAMPLES[takes]}, not {value!r}.")
-
-
-def _kind(value: Any) -> str:
-    return {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(
-        type(value), "number"
-    )

@@ -22,9 +22,9 @@ from shardwise.model.meta.tape import (
     AllocatedStorage,
     Content,
     Layout,
-    Operation,
     RecordedDraws,
     RecordedMemory,
+    TapedOperation,
     TensorArgument,
     default_generator,
     exchanged,
@@ -117,6 +117,7 @@ class RecordedCall:
         for leaf in self.leaves:
             if isinstance(leaf, torch.device) and leaf.type != "meta":
                 return leaf
+        # Of the tensor with most dimensions: torch lets 0-dim tensors of the CPU mix with others.
         for tensor in sorted(self.tensors, key=Tensor.dim, reverse=True):
             record = deferred_record(tensor)
             return record.device if record else tensor.device
@@ -159,6 +160,7 @@ class TapeEntry:
         self._records: list[StorageRecord | None] = []
         self._memories: list[RecordedMemory] = []
         self._places: dict[int, int] = {}
+        # The state before the call, so that the operation can be repeated without those before it.
         seed = None
         if call.kind.random:
             generator = call.generator()
@@ -170,7 +172,7 @@ class TapeEntry:
             )
         args, kwargs = exchanged(self._argument, call.args), exchanged(self._argument, call.kwargs)
         self._forget_overwritten(leaves((args, kwargs)))
-        self.operation = Operation(call.function, args, kwargs, self._memories, seed)
+        self.operation = TapedOperation(call.function, args, kwargs, self._memories, seed)
 
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Generator):
@@ -182,6 +184,7 @@ class TapeEntry:
         written = id(leaf) in self._call.written
         record = record_of(leaf)
         if record is None:
+            # No operation tells how to make it: keep a copy of its values.
             content, layout = kept(leaf)
             self._memories.append(RecordedMemory(content, layout.bytes(), leaf.device, written))
             self._records.append(None)
@@ -222,6 +225,7 @@ class TapeEntry:
             record = record_of(tensor) if id(tensor) in self._call.written else None
             if record is not None and not tensor.is_meta:
                 record.present = record.content
+        # A result in the memory of an argument is a view: that memory has a record already.
         known = {_address(t) for t in self._call.tensors if t.layout is torch.strided}
         for index, result in enumerate(leaves(results)):
             if not isinstance(result, Tensor) or result.layout is not torch.strided:

@@ -62,7 +62,12 @@ def on_meta() -> Iterator[None]:
     try:
         with _parameters_deferred() as made, _PlainAnswers(recorder, made), recorder:
             yield
-        _seal(made)
+        # Remember how often each parameter was written: a write from here on is not recorded, and
+        # would be lost when the parameter gets its memory.
+        for parameter in (alive for reference in made if (alive := reference()) is not None):
+            if (record := deferred_record(parameter)) is not None:
+                record.versions.add(parameter._version)
+        made.clear()  # a weak reference would prevent torch.utils.swap_tensors
     finally:
         hook.remove()
         _active.recorder = None
@@ -127,7 +132,8 @@ _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
 def _index(index: Any) -> Any:
-    """An index with lists and arrays as tensors: torch would make them on the meta device."""
+    """Return an index with lists and arrays as tensors."""
+    # torch would make them itself, inside the recorder, and so on the meta device.
     if isinstance(index, tuple):
         return tuple(_index(each) for each in index)
     return torch.as_tensor(index) if isinstance(index, (list, np.ndarray)) else index
@@ -153,14 +159,6 @@ def _parameters_deferred() -> Iterator[list[weakref.ref[Any]]]:
         yield made
     finally:
         nn.Parameter.__new__ = plain  # type: ignore[method-assign]
-
-
-def _seal(made: list[weakref.ref[Any]]) -> None:
-    """Remember how often each parameter was written: a write from here on is not recorded."""
-    for parameter in (alive for reference in made if (alive := reference()) is not None):
-        if (record := deferred_record(parameter)) is not None:
-            record.versions.add(parameter._version)
-    made.clear()  # a weak reference would hinder torch.utils.swap_tensors
 
 
 def _keep_buffer_real(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:

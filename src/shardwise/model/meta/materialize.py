@@ -60,7 +60,10 @@ def materialise_by_reset(module: nn.Module) -> list[str]:
             "to fill them: build the model inside `with shardwise.on_meta():`."
         )
     for tensor in empty.values():
-        make_real(tensor, _unset(tensor))
+        # NaN shows what reset_parameters leaves unset.
+        value = torch.empty_like(tensor, device="cpu")
+        is_inexact = value.is_floating_point() or value.is_complex()
+        make_real(tensor, value.fill_(torch.nan) if is_inexact else value.zero_())
     if empty:
         reset()
     missed = [name for name, tensor in empty.items() if bool(tensor.isnan().any())]
@@ -112,9 +115,3 @@ def _refuse_backward(gradients: object) -> None:
         "backward of a graph that was made before its parameters had memory: call the model "
         "again after the engine has taken it over."
     )
-
-
-def _unset(tensor: Tensor) -> Tensor:
-    """Memory like that of `tensor`, in which one can see what was not written: NaN."""
-    real = torch.empty_like(tensor, device="cpu")
-    return real.fill_(torch.nan) if real.is_floating_point() or real.is_complex() else real.zero_()

@@ -73,7 +73,11 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _perform(self, call: RecordedCall) -> Any:
         for tensor in call.tensors:
-            _bring_up(tensor)
+            # Give a real tensor what was written through its deferred twin.
+            record = None if tensor.is_meta else record_of(tensor)
+            if record is not None and record.present != record.content:
+                tensor.untyped_storage().copy_(replay(record.content))
+                record.present = record.content
         if call.kind.moves:
             return self._move(call)
         if call.values_for_meta():
@@ -106,11 +110,13 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _deferred(self, call: RecordedCall) -> Any:
         """Onto the tape only; done for real for the sake of the generator where it draws."""
-        entry = TapeEntry(call)
+        entry = TapeEntry(call)  # before the call: it notes what the arguments hold now
         try:
             results = call.exchanged(_as_meta).run()
         except NotImplementedError:  # its shapes cannot be known without doing it
             return self._for_real(call)
+        # Later draws must be those of a model built without the recorder, so the generator has to
+        # advance as if the values had been computed.
         if call.kind.random:
             perform(entry.operation, call.generator())
         entry.finish(results, device=call.device())
@@ -159,14 +165,6 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _real_value(leaf: Any) -> Any:
     record = deferred_record(leaf)
     return leaf if record is None else value_of(leaf, record)
-
-
-def _bring_up(tensor: Tensor) -> None:
-    """Give a real tensor what was written through its deferred twin."""
-    record = None if tensor.is_meta else record_of(tensor)
-    if record is not None and record.present != record.content:
-        tensor.untyped_storage().copy_(replay(record.content))
-        record.present = record.content
 
 
 def _as_meta(leaf: Any) -> Any:

@@ -28,7 +28,7 @@ from shardwise.world.randomness import generator_of
 class Content:
     """What a storage holds after an operation: the one numbered `slot` of those it makes."""
 
-    operation: Operation
+    operation: TapedOperation
     slot: int
 
 
@@ -102,7 +102,7 @@ class AllocatedStorage:
 
 
 @dataclass(eq=False)
-class Operation:
+class TapedOperation:
     """A call that can be repeated: what is called, on which memories, with which randomness."""
 
     function: Callable[..., Any]
@@ -168,7 +168,7 @@ def kept(tensor: Tensor) -> tuple[Content, Layout]:
     """A content that is a copy of `tensor`: for values that no operation tells how to make."""
     copy = tensor.detach().clone()
     layout = Layout.of(copy)
-    operation = Operation(copy.clone, (), {}, [], None)
+    operation = TapedOperation(copy.clone, (), {}, [], None)
     operation.made.append(AllocatedStorage(0, layout, copy.untyped_storage().nbytes()))
     return Content(operation, 0), layout
 
@@ -185,6 +185,7 @@ def replay(content: Content) -> UntypedStorage:
     held: dict[Content, UntypedStorage] = {}
     for operation in order:
         storages = [_taken(memory, held, uses) for memory in operation.memories]
+        # Drop each content after its last use, so that a large model is never there twice.
         for needed in operation.contents():
             uses[needed] -= 1
             if not uses[needed]:
@@ -196,7 +197,7 @@ def replay(content: Content) -> UntypedStorage:
     return held[content]
 
 
-def perform(operation: Operation, generator: torch.Generator) -> None:
+def perform(operation: TapedOperation, generator: torch.Generator) -> None:
     """Do `operation` for real, for what it does to `generator` alone."""
     storages = [
         replay(memory.content) if memory.content else new_storage(memory.size, memory.device)
@@ -216,7 +217,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def _repeat(
-    operation: Operation,
+    operation: TapedOperation,
     storages: Sequence[UntypedStorage],
     advance: torch.Generator | None = None,
 ) -> list[UntypedStorage]:
@@ -229,9 +230,10 @@ def _repeat(
         ) from error
 
 
-def _order(targets: Sequence[Content]) -> list[Operation]:
+def _order(targets: Sequence[Content]) -> list[TapedOperation]:
     """The operations that make `targets`, each after those it needs."""
-    done: dict[Operation, None] = {}
+    # With a stack: a chain of operations may be longer than Python's limit of recursion.
+    done: dict[TapedOperation, None] = {}
     stack = [(target.operation, False) for target in targets]
     while stack:
         operation, ready = stack.pop()

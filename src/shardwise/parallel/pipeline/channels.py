@@ -40,8 +40,8 @@ class Channels:
         if a == b:
             self._local[kind, source, target] = deque()
         else:
-            # A pair for each kind, since two stages may reach messages of different kinds in
-            # different orders.
+            # A pair for each kind, because two stages may reach messages of different kinds in
+            # different orders, and a group matches calls by their order.
             self._pairs[kind, source, target] = self._group.split([sorted((a, b))])
 
     def are_open(self, source: int, target: int) -> bool:
@@ -58,6 +58,7 @@ class Channels:
             return Handle()
         if not copy.numel():
             return Handle()
+        # A broadcast in a group of two is a send: every transport has one, and it does not wait.
         pair = self._pairs[kind, source, target]
         handle = pair.broadcast(copy.view(-1), pair.rank)
         self._in_flight[handle] = copy
@@ -88,6 +89,8 @@ class Channels:
 
     def release_old(self) -> None:
         """Release the buffers of messages that were sent long ago, and so have been received."""
+        # In order of sending. Handles of a transport may be waited for in any order, but the oldest
+        # have most likely been received.
         for handle in list(self._in_flight)[:-MOST_IN_FLIGHT]:
             self.release(handle)
 

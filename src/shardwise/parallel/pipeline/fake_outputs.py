@@ -55,7 +55,9 @@ class FakeOutputs:
             found = self._compute(module, original, leaves, spec)
             if len(self._cache) >= MOST_CACHED:
                 self._cache.clear()
-            if all(map(_is_known, leaves)):
+            # Not for arguments of other types: the signature of an object does not tell what a
+            # layer returns for it.
+            if all(isinstance(leaf, (Tensor, *_PLAIN_TYPES)) for leaf in leaves):
                 self._cache[key] = found
         out, forms = found
         made = [fake_activation(form) if isinstance(form, Tensor) else form for form in forms]
@@ -68,6 +70,8 @@ class FakeOutputs:
         leaves: Sequence[Any],
         spec: Any,
     ) -> Any:
+        # The module of another stage has no values here, but its forward, on fake tensors, gives
+        # the shapes that this rank needs to run the program around it.
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         # Detached before the mode is on: that of torch 2.9 takes no subclass of Parameter.
         bare = {key: (value.detach(), value.requires_grad) for key, value in tensors.items()}
@@ -112,15 +116,10 @@ def _signature(leaf: Any) -> Any:
     return leaf if isinstance(leaf, _PLAIN_TYPES) else type(leaf)
 
 
-def _is_known(leaf: Any) -> bool:
-    """Whether the outputs of a layer follow from the signature of `leaf`: not of an object."""
-    return isinstance(leaf, (Tensor, *_PLAIN_TYPES))
-
-
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes of `module` after the block: caches that its forward fills would
-    otherwise hold fake tensors."""
+    """Restore the attributes of `module` after the block."""
+    # Its forward may fill caches (positions, masks), which would then hold fake tensors.
     held = [
         (inner, dict(vars(inner)), dict(inner._buffers), set(inner._non_persistent_buffers_set))
         for inner in module.modules()

@@ -30,7 +30,7 @@ def fake_like(value: Tensor) -> FakeTensor:
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             )
     assert isinstance(made, FakeTensor)
-    if _takes_gradients(value):
+    if value.dtype.is_floating_point or value.dtype.is_complex:  # integers cannot require gradients
         made.requires_grad_(value.requires_grad)
     return made
 
@@ -45,10 +45,6 @@ def fake_activation(value: Tensor) -> FakeTensor:
         copied = made.clone()
     assert isinstance(copied, FakeTensor)
     return copied
-
-
-def _takes_gradients(value: Tensor) -> bool:
-    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def without_saving() -> saved_tensors_hooks:

@@ -64,11 +64,10 @@ class LayerTimes:
         times.nbytes += sum(leaf.nbytes for leaf in tensors if leaf.requires_grad)
         for leaf in tensors[:1]:
             if leaf.requires_grad:
-                leaf.register_hook(partial(self._record_gradient, number))  # type: ignore[no-untyped-call]
-
-    def _record_gradient(self, number: int, grad: Tensor) -> None:
-        del grad
-        self._arrivals.append((_clock(), number))
+                # `append` returns None, so the gradient stays as it is.
+                leaf.register_hook(  # type: ignore[no-untyped-call]
+                    lambda grad: self._arrivals.append((_clock(), number))
+                )
 
     def _switch_layer(self, number: int | None) -> None:
         now = _clock()

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from shardwise.errors import UsageError
 from shardwise.model import meta
 from shardwise.model.buffers import write
-from shardwise.model.module_hooks import Hooked, attach
+from shardwise.model.module_hooks import attach
 from shardwise.parallel.pipeline.stages import Stages
 from shardwise.parallel.pipeline.tied_weights import TiedWeights
 
@@ -33,16 +33,13 @@ class ParameterOwnership:
         shape."""
         for parameter in self._pipeline.partition.owners:
             if not self._pipeline.owns(parameter):
-                self._free(parameter)
+                parameter.data = self._placeholder(parameter)
 
     def replace_meta(self) -> None:
         """Free those parameters of other ranks that were built on the meta device."""
         for parameter in self._pipeline.partition.owners:
             if parameter.is_meta and not self._pipeline.owns(parameter):
                 meta.make_real(parameter, self._placeholder(parameter))
-
-    def _free(self, parameter: nn.Parameter) -> None:
-        parameter.data = self._placeholder(parameter)
 
     def _placeholder(self, parameter: nn.Parameter) -> Tensor:
         fill = torch.nan if parameter.dtype.is_floating_point or parameter.dtype.is_complex else 0
@@ -118,8 +115,12 @@ class ParameterOwnership:
     ) -> dict[nn.Parameter, Any]:
         """The optimizers' state of parameters that other ranks train. Collective."""
         places = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        # On the CPU: a pickle of a GPU's tensor would be opened on the sender's device number.
         mine = {
-            number: _on_cpu(held[p])
+            number: {
+                key: value.detach().cpu() if isinstance(value, Tensor) else value
+                for key, value in held[p].items()
+            }
             for number, p in enumerate(places)
             if p in held and self._pipeline.owns(p)
         }
@@ -159,24 +160,21 @@ class CopyGuard:
     """Hooks that refuse state_dict() and load_state_dict() of modules with parameters elsewhere."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._handles = _register_guards(model)
+        # Each hook checks again: the parameters are whole inside engine.full_parameters().
+        self._handles = [
+            handle
+            for module in model.modules()
+            if _is_elsewhere(module)
+            for handle in (
+                attach(module.register_state_dict_pre_hook, _refuse_state_dict),
+                attach(module.register_load_state_dict_pre_hook, _refuse_load),
+            )
+        ]
 
     def undo(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-
-
-def _register_guards(model: nn.Module) -> list[Hooked]:
-    return [
-        handle
-        for module in model.modules()
-        if _is_elsewhere(module)
-        for handle in (
-            attach(module.register_state_dict_pre_hook, _refuse_state_dict),
-            attach(module.register_load_state_dict_pre_hook, _refuse_load),
-        )
-    ]
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
@@ -203,7 +201,3 @@ def copy_error(what: str, how: str) -> UsageError:
         f"{what} of a model of which this worker has some layers only (--pipeline). Inside with "
         f"engine.full_parameters(), {how}; engine.save and engine.export write whole models."
     )
-
-
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}

@@ -71,6 +71,7 @@ class Partition:
         for parameter, number in self.outside_parameters.items():
             users.setdefault(parameter, set()).add(self.stage_of(number))
         for parameter, stages in users.items():
+            # The first stage owns it: its forward comes first, and the value has to be sent before.
             first, *others = sorted(stages)
             self.owners[parameter] = first
             if others:
@@ -175,7 +176,7 @@ def _own_partition(model: StagedModel, stages: int, names: Sequence[str] | None)
         )
     layers = [Layer(name, module) for name, module in model.modules_of_stages(stages)]
     inside = {parameter for layer in layers for parameter in layer.module.parameters()}
-    # What lies in no stage is the loss's, which is computed where the last outputs are.
+    # A parameter in no stage belongs to the loss, which is computed by the last stage.
     last = {p: stages - 1 for p in cast("nn.Module", model).parameters() if p not in inside}
     return Partition(layers, [], range(stages), last)
 
@@ -227,6 +228,8 @@ def balanced_starts(sizes: Sequence[float], parts: int) -> list[int]:
     """The first index of each of `parts` rows of `sizes`, none empty, with the least largest sum;
     among those, with the least sum of squares."""
     edges = [0.0, *accumulate(sizes)]
+    # Dynamic programming over (rows, end). Ties of the largest sum are common (equal blocks), and
+    # the sum of squares then prefers even rows. The start makes all ranks choose alike.
     best: dict[tuple[int, int], tuple[float, float, int]] = {(0, 0): (0.0, 0.0, 0)}
     for part in range(1, parts + 1):
         for end in range(part, len(sizes) - (parts - part) + 1):

@@ -81,7 +81,8 @@ class PipelineGroup(Stages):
         for forward in reversed(self.replaced_forwards):
             forward.undo()
         self.replaced_forwards.clear()
-        self.group.barrier()  # no rank waits for a message of a channel that closes now
+        # No rank may still wait for a message of a channel that closes.
+        self.group.barrier()
         self.channels.close()
 
     # -- runs -------------------------------------------------------------------------------
@@ -150,6 +151,7 @@ class PipelineGroup(Stages):
 
     def send_gradient(self, source: int, target: int, leaf: Tensor) -> None:
         """Send the gradient of a value that `target`, here, has received from `source`."""
+        # Zeros if the loss does not depend on the value: its sender waits for a gradient.
         grad, leaf.grad = leaf.grad, None
         self.channels.send(
             "backward", target, source, torch.zeros_like(leaf) if grad is None else grad
@@ -166,7 +168,7 @@ class PipelineGroup(Stages):
         """Receive a value. If it carries gradients, it hangs on a leaf of this rank's graph."""
         value = self.channels.receive("forward", source, target, like, self.device)
         if like.requires_grad and torch.is_grad_enabled():
-            # The value itself is no leaf: a stage may begin with an operation in place.
+            # The value itself must not be a leaf: see `_OfLeaf`.
             leaf = value.detach().requires_grad_()
             run.received.append((source, target, leaf))
             return cast(Tensor, _OfLeaf.apply(leaf, value))  # type: ignore[no-untyped-call]
@@ -204,8 +206,10 @@ class PipelineGroup(Stages):
 
 
 class _OfLeaf(torch.autograd.Function):
-    """Gives `value` the gradients of `leaf`, which has the same memory: without a copy, and not as
-    a view, which could not be written in place either."""
+    """Gives `value` the gradients of `leaf`, which has the same memory."""
+
+    # Not a view of the leaf: autograd forbids writing to a view of a leaf in place, and a stage may
+    # begin with such an operation. `mark_dirty` makes `value` an output without a copy.
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:

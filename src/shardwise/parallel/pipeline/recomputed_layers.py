@@ -39,10 +39,13 @@ def saved_outside_checkpoint() -> AbstractContextManager[Any]:
 
 def checkpoint_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     """The forward `original` of a layer; inside a checkpoint, as a checkpoint of its own."""
+    # Outside of a checkpoint nothing is recomputed, so the layer stays as it is.
     if not in_checkpoint():
         return original
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Around the layer, what the outer checkpoint's hooks would see is kept instead: they find
+        # nothing to recompute.
         with saved_tensors_hooks(Kept, Kept.value):
             if isinstance(original, RecomputedForward):
                 return original(*args, **kwargs)
@@ -52,8 +55,8 @@ def checkpoint_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_autograd_function() -> bool:
-    """Whether this is the forward of a torch.autograd.Function, whose operations autograd does not
-    record."""
+    """Return whether this is the forward of a torch.autograd.Function."""
+    # There torch turns off forward-mode gradients too, which torch.no_grad() leaves on.
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 

@@ -106,7 +106,7 @@ class CollectGradients(Protocol):
     ) -> AbstractContextManager[None]: ...
 
 
-class GradientWeighting(Protocol):
+class BackwardSeeds(Protocol):
     """Gives the gradient that a backward starts from; the engine's exact mean is one."""
 
     def begin(self, weight: float | Tensor, share: float) -> None:
@@ -153,7 +153,7 @@ class PipelineRunner:
     """Runs batches through `pipeline`."""
 
     def __init__(
-        self, pipeline: PipelineGroup, settings: Settings, weighting: GradientWeighting
+        self, pipeline: PipelineGroup, settings: Settings, weighting: BackwardSeeds
     ) -> None:
         self._pipeline = pipeline
         self._settings = settings
@@ -180,7 +180,8 @@ class PipelineRunner:
         rank, ranks = pipeline.group.rank, pipeline.group.size
         order = actions_of(self._settings.schedule, ranks, partition.stages, len(parts), rank)
         batch = _PipelineBatch(loss_of, parts, seed, last, collect, look_at, inputs=inputs)
-        pipeline.tied_weights.invalidate()  # user code may have written to weights since
+        # User code may have written to weights since the last batch: send them again.
+        pipeline.tied_weights.invalidate()
         self._weighting.begin(
             sum(weight for weight, _, _ in parts), sum(share for _, _, share in parts)
         )
@@ -202,7 +203,9 @@ class PipelineRunner:
         for stage in sorted(pipeline.stages):
             self._receive_tied_gradients(batch, stage, buckets)
         mean = self._mean_loss(batch)
-        pipeline.settle()  # the next batch may not overtake messages of this one
+        # Channels are ordered, but not against each other: the next batch must not overtake
+        # messages of this one.
+        pipeline.settle()
         return mean
 
     def reset(self) -> None:
@@ -246,6 +249,8 @@ class PipelineRunner:
     def _forward(self, batch: _PipelineBatch, action: Action) -> None:
         pipeline, stage = self._pipeline, action.stage
         run = StageRun(frozenset([stage]), scheduled=True)
+        # The same seed on every stage: each runs the whole program, and must draw alike outside
+        # of the layers.
         seed = seed_from(batch.seed, "micro", action.micro)
         seed_everything(seed)
         pipeline.seed_forward(seed)
@@ -272,7 +277,10 @@ class PipelineRunner:
             action.kind == "I" and bool(micro.run.received) and micro.backward.is_in_one_piece
         )
         if action.kind == "I" and not in_one_piece:
-            self._input_backward(micro)
+            # The first half, which the stage before waits for. The weights' half is an action "W".
+            if micro.run.received:
+                micro.backward.input_backward()
+                self._send_input_gradients(micro.run)
             return
         if not in_one_piece:
             del batch.passes[stage, action.micro]
@@ -321,20 +329,13 @@ class PipelineRunner:
         for source, target, value in micro.run.sent:
             roots.append(value)
             grads.append(self._pipeline.receive_gradient(source, target, value))
-        # Their gradients have come, so the values were received: the send buffers are free.
+        # The gradients of sent values are here, so the values were received: free their buffers.
         self._pipeline.release_sent(micro.run)
         leaves = [leaf for _, _, leaf in micro.run.received]
         inputs = None if batch.inputs is None else [*batch.inputs, *leaves]
         micro.backward = SplitBackward(
             roots, grads, leaves, self._pipeline.trained_parameters, inputs
         )
-
-    def _input_backward(self, micro: _MicroBatchPass) -> None:
-        """Run the first half of a backward, for which the stage before waits."""
-        assert micro.backward is not None
-        if micro.run.received:
-            micro.backward.input_backward()
-            self._send_input_gradients(micro.run)
 
     def _send_input_gradients(self, run: StageRun) -> None:
         for source, target, leaf in run.received:

@@ -51,8 +51,18 @@ def table(name: str, ranks: int, stages: int, micros: int) -> ScheduleTable:
     """The table of a schedule; stage s is on rank s % ranks. Raises ConfigError where the schedule
     cannot have so many micro-batches."""
     if name == "1f1b" and stages == ranks:
-        return tuple(_one_forward_one_backward(rank, ranks, micros) for rank in range(ranks))
-    # Imported when asked for: it takes seconds that every rank would wait at its start.
+        rows = []
+        for rank in range(ranks):
+            # As many forwards as there are stages after this one, then in turn a forward and a
+            # backward, then the remaining backwards.
+            ahead = min(ranks - 1 - rank, micros)
+            row = [Action(rank, "F", micro) for micro in range(ahead)]
+            for micro in range(micros - ahead):
+                row += [Action(rank, "F", ahead + micro), Action(rank, "B", micro)]
+            row += [Action(rank, "B", micro) for micro in range(micros - ahead, micros)]
+            rows.append(tuple(row))
+        return tuple(rows)
+    # Imported here, because it takes seconds that every rank would wait for at its start.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     mine = [_Stage(stage, stages, ranks) for stage in range(0, stages, ranks)]
@@ -64,19 +74,9 @@ def table(name: str, ranks: int, stages: int, micros: int) -> ScheduleTable:
             f"write --microbatches with a multiple of {ranks}."
         ) from error
     return tuple(
-        tuple(None if action is None else _read(str(action)) for action in made.pipeline_order[r])
+        tuple(None if action is None else _parse(str(action)) for action in made.pipeline_order[r])
         for r in range(ranks)
     )
-
-
-def _one_forward_one_backward(rank: int, ranks: int, micros: int) -> tuple[Action, ...]:
-    """As many forwards as there are stages after this one, then in turn a forward and a backward,
-    then the remaining backwards."""
-    ahead = min(ranks - 1 - rank, micros)
-    row = [Action(rank, "F", micro) for micro in range(ahead)]
-    for micro in range(micros - ahead):
-        row += [Action(rank, "F", ahead + micro), Action(rank, "B", micro)]
-    return (*row, *(Action(rank, "B", micro) for micro in range(micros - ahead, micros)))
 
 
 class _Stage(SimpleNamespace):
@@ -98,7 +98,7 @@ class _Stage(SimpleNamespace):
         )
 
 
-def _read(text: str) -> Action:
+def _parse(text: str) -> Action:
     found = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
     assert found is not None, f"torch's schedule has an action that is not known: {text}"
     stage, kind, micro = found.groups()

@@ -83,6 +83,8 @@ class SplitBackward:
         """Run the first half: the gradients of the leaves, into their `grad`."""
         self.inputs_done = True
         groups = self._find_boundary()
+        # The second half starts from the gradients at the boundary: hooks keep them while the first
+        # half computes them anyway.
         handles = []
         for group in groups or []:
             group["intermediates"] = list(group["intermediates"])
@@ -98,7 +100,7 @@ class SplitBackward:
                 handle.remove()
         for leaf, grad in zip(self._leaves, found, strict=True):
             leaf.grad = grad
-        del self._graph
+        del self._graph  # it holds every node, and with them what they have saved
         self._groups = groups
         if groups is not None:
             self._roots, self._grads = [], []
@@ -166,7 +168,7 @@ def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> No
         return
     parameters = [owners[node] for node in group["params"]]
     # A node that another one leads to gets its own gradient only: the kept one is all of it.
-    handles = [node.register_prehook(_give(grads)) for node, grads in kept]
+    handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in kept]
     try:
         found = torch.autograd.grad(
             [edge for edge, _ in edges],
@@ -179,7 +181,3 @@ def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> No
             handle.remove()
     for parameter, grad in zip(parameters, found, strict=True):
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-
-
-def _give(grads: Any) -> Callable[[Any], Any]:
-    return lambda _: grads

@@ -233,18 +233,20 @@ def run_operation(
     """Run `func` on the last stage that has one of its arguments; returns stage tensors."""
     runs = runs_of(exchange, leaves)
     stages = [stage for leaf in leaves if (stage := _stage_of(exchange, leaf)) is not None]
+    # On the last one, because values only flow forwards: a schedule runs earlier stages first.
     stage = max(stages)
     _check_in_place(exchange, func, leaves, spec)
     if stage in exchange.run.stages:
         if func in _SHAPED_BY_VALUES:
-            _shapes(exchange, func, leaves, spec)  # the error that the others have
+            # The other ranks need the shape and would raise; so that all raise, this one does too.
+            _shapes(exchange, func, leaves, spec)
         given = [value_at(exchange, leaf, stage) for leaf in leaves]
         with recomputed_layers.saved_outside_checkpoint():
             found = _call(func, given, spec)
         return pytree.tree_map_only(
             Tensor, lambda v: StageTensor(exchange, stage, v, v, runs), found
         )
-    for leaf in leaves:
+    for leaf in leaves:  # sends what this rank has; the results are not used
         value_at(exchange, leaf, stage)
     found = _shapes(exchange, func, leaves, spec)
     return pytree.tree_map_only(
@@ -292,7 +294,15 @@ def _shapes(
     """The output of `func` as fake tensors. Raises UsageError where its shape depends on values."""
     try:
         with fake_mode(), without_saving():
-            return _call(func, [_shape_of(exchange, leaf) for leaf in leaves], spec)
+            fakes = []
+            for leaf in leaves:
+                if isinstance(leaf, StageTensor):
+                    fakes.append(leaf.like)
+                elif _stage_of(exchange, leaf) is not None:
+                    fakes.append(exchange.fake_parameter(leaf))
+                else:
+                    fakes.append(fake_like(leaf) if isinstance(leaf, Tensor) else leaf)
+            return _call(func, fakes, spec)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UsageError(
             f"{getattr(func, '__name__', func)} of a tensor of the model gives a shape, or a "
@@ -311,14 +321,6 @@ def _stage_of(exchange: StageExchange, leaf: Any) -> int | None:
     if isinstance(leaf, StageTensor):
         return leaf.stage
     return exchange.owner(leaf) if isinstance(leaf, torch.nn.Parameter) else None
-
-
-def _shape_of(exchange: StageExchange, leaf: Any) -> Any:
-    if isinstance(leaf, StageTensor):
-        return leaf.like
-    if _stage_of(exchange, leaf) is not None:
-        return exchange.fake_parameter(leaf)
-    return fake_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def value_at(exchange: StageExchange, leaf: Any, stage: int) -> Any:

@@ -44,6 +44,7 @@ class Stages:
             for number, layer in enumerate(partition.layers)
             for inner in layer.module.modules()
         }
+        # Round robin (interleaved schedules): a rank with several stages works while others wait.
         self.stages = frozenset(range(self.group.rank, partition.stages, self.group.size))
         self.run = StageRun(self.stages)
 

@@ -80,7 +80,8 @@ class TiedWeights:
             self._pipeline.channels.open(self._channel_kind("gradient", parameter), receiver, owner)
 
     def _receivers(self, parameter: nn.Parameter) -> list[int]:
-        """The first stage of each rank that receives a weight."""
+        """Return the first stage of each rank that receives a weight."""
+        # By rank and not by stage: two stages of one rank share the tensor.
         ranks = {self._pipeline.rank_of(self._pipeline.partition.owners[parameter])}
         found = []
         for stage in self._pipeline.partition.tied[parameter]:
@@ -106,6 +107,7 @@ class TiedWeights:
     def send_gradients(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Send the gradients of received weights to their owners."""
         for parameter in filter(_is_trained, self.received):
+            # The owner receives from every user, and cannot know that one had no gradient.
             if (gradient := gradients.get(parameter)) is None:
                 gradient = torch.zeros_like(parameter)
             owner, stage = (
@@ -142,11 +144,13 @@ class TiedWeights:
         ]
 
     def _channel_kind(self, direction: str, parameter: nn.Parameter) -> str:
-        """A channel for each weight, since ranks may reach several weights in different orders."""
+        """Return the kind of the channel of a weight."""
+        # A channel for each: ranks may reach several weights in different orders.
         return f"{direction} {self._numbers[parameter]}"
 
     @cached_property
     def _numbers(self) -> dict[nn.Parameter, int]:
+        # Ranks count the weights of the whole model, so they have the same numbers.
         return {
             parameter: number for number, parameter in enumerate(self._pipeline.partition.owners)
         }

@@ -50,7 +50,10 @@ def cross_entropy(
         )
     if reduction not in _REDUCTIONS:
         raise UsageError(f"reduction takes one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
-    if not _gives_local_scores(head):
+    is_split = isinstance(head, ColwiseParallel) and not (
+        head._gather_output or head._replica.is_whole
+    )
+    if not is_split:
         return F.cross_entropy(
             scores.flatten(0, -2),
             target.flatten(),
@@ -70,6 +73,7 @@ def cross_entropy(
     counts = wanted != ignore_index
     wanted = wanted.masked_fill(~counts, 0)
     check_in_range(wanted, ranges[-1][1], "Target out of bounds")
+    # In fp32: 16 bits are too few for a sum of exponentials over a vocabulary.
     losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         flat.float() if flat.dtype in NARROW else flat, wanted, first, group
     )
@@ -77,13 +81,6 @@ def cross_entropy(
     if reduction == "none":
         return losses.view(target.shape)  # type: ignore[no-any-return]
     return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()  # type: ignore[no-any-return]
-
-
-def _gives_local_scores(head: nn.Module) -> bool:
-    """Whether the output of `head` is split at present."""
-    return (
-        isinstance(head, ColwiseParallel) and not head._gather_output and not head._replica.is_whole
-    )
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -45,7 +45,10 @@ def operations_between(value: Tensor, starts: Sequence[Any]) -> set[str]:
         if node is None or node in ends or node in seen:
             continue
         seen.add(node)
-        name = _plain(node.name())
+        # "torch::autograd::MulBackward0" becomes "Mul".
+        name = re.sub(r"(Backward)?\d*$", "", node.name().rpartition("::")[2])
+        if name.startswith("ScaledDotProduct"):  # one name for all of torch's kernels
+            name = "Attention"
         found.add(name)
         if name == "AccumulateGrad":
             continue
@@ -54,11 +57,6 @@ def operations_between(value: Tensor, starts: Sequence[Any]) -> set[str]:
             continue
         waiting += [after for after, _ in node.next_functions]
     return found
-
-
-def _plain(name: str) -> str:
-    name = re.sub(r"(Backward)?\d*$", "", name.rpartition("::")[2])
-    return "Attention" if name.startswith("ScaledDotProduct") else name
 
 
 class AllowedOperations:

@@ -80,7 +80,13 @@ class SplitTrials:
     ) -> bool:
         """Whether `module` computes the same with these of its children split as `group` says."""
         if not self._reported:
-            tried = _module_to_try(module, children)
+            tried = module
+            if type(module).forward is nn.Sequential.forward:
+                # Only the run from the first of `children` to the last: the rest of a sequence
+                # says nothing about the split.
+                names = list(module._modules)
+                run = names[names.index(children[0]) : names.index(children[-1]) + 1]
+                tried = nn.Sequential(*(module.get_submodule(name) for name in run))
             signature = (_signature(tried), children)
             if signature not in self._by_signature:
                 self._by_signature[signature] = try_split(tried, group, parts)
@@ -119,7 +125,12 @@ def find(
     found: list[SplitGroup] = []
     trials = trials or SplitTrials()
     for model, prefix in zip(models, prefixes, strict=True):
-        has_own_plan = _has_own_plan(model)
+        # A model of transformers may have a tp_plan of its own that splits attention by heads.
+        plan: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+        styles = plan.items()
+        has_own_plan = any(
+            name.endswith(".q_proj") and "colwise" in style for name, style in styles
+        ) and any(name.endswith(".o_proj") and style == "rowwise" for name, style in styles)
         for path, module in model.named_modules():
             name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
             if has_own_plan and module not in taken and _is_as_llama(module):
@@ -132,17 +143,9 @@ def find(
     return found
 
 
-def _has_own_plan(model: nn.Module) -> bool:
-    """Whether a model of transformers has a tp_plan of its own that splits attention by heads."""
-    plan: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
-    return any(
-        name.endswith(".q_proj") and "colwise" in style for name, style in plan.items()
-    ) and any(name.endswith(".o_proj") and style == "rowwise" for name, style in plan.items())
-
-
 def _is_as_llama(module: nn.Module) -> bool:
-    """Whether attention has the four maps and no other parameters: those between them (norms of
-    queries and keys) would have a part of their gradient only on each rank."""
+    """Return whether attention has the four maps of Llama's and no other parameters."""
+    # A parameter between the maps (a norm of queries) would get a part of its gradient per rank.
     from_transformers = type(module).__module__.startswith("transformers.")
     trained = {name.split(".")[0] for name, _ in module.named_parameters()}
     four = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -154,7 +157,7 @@ def _groups_of(
 ) -> Iterator[SplitGroup]:
     if module in taken:
         return
-    # By name only where they are the libraries' own; others may be called the same.
+    # By name only for classes of torch and transformers: a user's class may have the same name.
     ours = type(module).__module__.split(".")[0] in ("torch", "transformers")
     kind = type(module).__name__ if ours else ""
     if type(module).forward is nn.MultiheadAttention.forward:
@@ -197,16 +200,6 @@ def _known_attention(
 def _are_linear(module: nn.Module, children: Sequence[str]) -> bool:
     found = [module._modules.get(child) for child in children]
     return all(each is not None and split_rules.is_linear(each) for each in found)
-
-
-def _module_to_try(module: nn.Module, children: Sequence[str]) -> nn.Module:
-    """The module that a trial runs: of a sequence, the run from the first of `children` to the
-    last."""
-    if type(module).forward is not nn.Sequential.forward:
-        return module
-    names = list(module._modules)
-    run = names[names.index(children[0]) : names.index(children[-1]) + 1]
-    return nn.Sequential(*(module.get_submodule(name) for name in run))
 
 
 def _signature(module: nn.Module) -> object:

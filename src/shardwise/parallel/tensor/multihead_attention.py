@@ -88,7 +88,13 @@ class SplitMultiheadAttention(TensorParallelModule):
         if self.out_proj.bias is not None:
             out = out + self.out_proj.bias.to(out.dtype)
         if weights is not None:
-            weights = self._shared_weights(weights, average=average_attn_weights)
+            # (N, this rank's heads, L, S) becomes (N, L, S), or (N, all heads, L, S).
+            group, heads = self._replica.group, self.ranges[-1][1]
+            if average_attn_weights:
+                weights = reduce_from_region(weights.sum(1), group) / heads
+            else:
+                sharded = ShardedDim(1 - weights.ndim, self.ranges)
+                weights = gather_from_region(weights, group, sharded)
             weights = weights if batched else weights.squeeze(0)
         return out, weights
 
@@ -131,14 +137,6 @@ class SplitMultiheadAttention(TensorParallelModule):
             rows = rows.view(q.shape[0], 1, 1, k.shape[2])
             found = rows if found is None else found + rows
         return found
-
-    def _shared_weights(self, weights: Tensor, *, average: bool) -> Tensor:
-        """The attention weights of all ranks' heads, or their mean; (N, heads, L, S) or (N, L,
-        S)."""
-        group, heads = self._replica.group, self.ranges[-1][1]
-        if average:
-            return reduce_from_region(weights.sum(1), group) / heads
-        return gather_from_region(weights, group, ShardedDim(1 - weights.ndim, self.ranges))
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -121,7 +121,8 @@ class RowwiseParallel(TensorParallelModule):
         whole = replica.leave_region(
             lambda: value @ self.weight if columns else F.linear(value, self.weight)
         )
-        # In the dtype of the product, which autocast may have chosen.
+        # After the sum, or the bias would be added once per rank. In the dtype of the product,
+        # which autocast may have chosen.
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
 
 
@@ -144,6 +145,8 @@ class VocabParallelEmbedding(TensorParallelModule):
         padding = self.padding_idx
         if padding is not None:
             padding = padding - first if first <= padding < end else None
+        # Each rank looks its own rows up and has zeros for the others, so the sum over ranks is the
+        # embedding: exactly one rank contributes to each row.
         rows = F.embedding((numbers - first).masked_fill(elsewhere, 0), self.weight, padding)
         return replica.reduce_output(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
@@ -162,6 +165,8 @@ class SequenceParallelModule(TensorParallelModule):
         if tokens is None:
             return super().forward(*args, **kwargs)
         args, kwargs = shard_arguments(tokens, (args, kwargs))
+        # Every rank has all parameters and some of the tokens, so gradients are parts of a sum:
+        # run on copies whose backward sums them.
         before = dict(self._parameters)
         trained = {k: p for k, p in before.items() if p is not None and p.requires_grad}
         if trained and torch.is_grad_enabled():
@@ -193,6 +198,7 @@ def check_in_range(numbers: Tensor, count: int, text: str) -> None:
     1; on an accelerator its assertion fails instead, and nothing waits for it."""
     if is_fake(numbers):
         return
+    # Out of range, a number would be masked on all ranks and give zeros silently.
     within = ((numbers >= 0) & (numbers < count)).all()
     if numbers.device.type != "cpu":
         torch._assert_async(within, text)
@@ -212,7 +218,8 @@ _classes: dict[tuple[type[nn.Module], type[TensorParallelModule]], type[TensorPa
 def _tensor_parallel_class(
     unsplit: type[nn.Module], style: type[TensorParallelModule]
 ) -> type[TensorParallelModule]:
-    """One class for each pair of classes, so that modules of one class stay so."""
+    """Return the class that a module of class `unsplit` changes to."""
+    # One for each pair: modules of one class stay of one class, which scripts compare.
     if (unsplit, style) not in _classes:
         fields = {"_unsplit_class": unsplit, "__module__": unsplit.__module__}
         _classes[unsplit, style] = type(unsplit.__name__, (style, unsplit), fields)

@@ -94,15 +94,14 @@ class ParameterUses:
                 "__deepcopy__": self._refuse_copy,
                 "__reduce_ex__": self._refuse_copy,
                 "is_watched": True,
-                "in_trial": staticmethod(self._in_trial),
+                "in_trial": staticmethod(
+                    lambda: self._pipeline is not None and self._pipeline.run.is_trial
+                ),
                 "is_split": is_split,
             }
             made: Any = type(own)
             self._classes[own, is_split] = made(own.__name__, (own,), members)
         return self._classes[own, is_split]
-
-    def _in_trial(self) -> bool:
-        return self._pipeline is not None and self._pipeline.run.is_trial
 
     def _refuse_copy(self, *_: Any) -> Any:
         if self._pipeline is not None:
@@ -116,22 +115,28 @@ class ParameterUses:
         self, func: Callable[..., Any], types: Sequence[type], args: Any, kwargs: dict[str, Any]
     ) -> Any:
         pipeline = self._pipeline
-        # A layer that is run again in backward runs where it is.
+        # A layer that is recomputed in backward runs on its own stage.
         inside = pipeline is not None and (
             pipeline.within_stage_depth > 0 or torch._C._current_graph_task_id() != -1
         )
         if func in MEMORY or (inside and all(map(_is_watched_unsplit, types))):
             return _call_plain(func, args, kwargs)
+        # The engine works on this rank's parts; only the user's lines mean whole parameters.
         if _called_by_this_library(sys._getframe(2)):
             return _call_plain(func, args, kwargs)
         if func in FORM:
             return self._form(func, args, kwargs)
         if func == _SET_DATA:
-            return self._set_data(*args)
+            parameter, value = args
+            with _without_torch_function():
+                if value.shape != parameter.shape:
+                    raise _refused("p.data = ... replaces", parameter)
+                parameter.data = value
+            return None
         if func in CASTS:
             made = _call_plain(func, args, kwargs)
             if made is args[0] or not isinstance(made, Tensor):
-                return made  # model.to(device) where it is already
+                return made  # nothing to do, as model.to(device) on the device of the model
         written = _written(func, args, kwargs)
         if isinstance(written, Sequence) and any(map(_is_watched, map(type, written))):
             return self._write_list(func, written, args, kwargs)
@@ -213,12 +218,6 @@ class ParameterUses:
         first = next(each for each in written if _is_watched(type(each)))
         raise _refused(f"{func.__name__} writes into", first)
 
-    def _set_data(self, parameter: nn.Parameter, value: Tensor) -> None:
-        with _without_torch_function():
-            if value.shape != parameter.shape:
-                raise _refused("p.data = ... replaces", parameter)
-            parameter.data = value
-
 
 def _refused(what: str, parameter: Tensor) -> UsageError:
     with _without_torch_function():
@@ -230,12 +229,12 @@ def _refused(what: str, parameter: Tensor) -> UsageError:
 
 
 def _called_by_this_library(frame: FrameType | None) -> bool:
-    """Whether the caller is this library: directly, through torch, or through modules that pass on
-    what others call (states/parameters/parameters_at_rest.py)."""
+    """Return whether the caller is this library, directly or through torch."""
     while frame is not None:
-        room = frame.f_globals.get("__name__", "").partition(".")[0]
-        if room != "torch" and not frame.f_globals.get("PASSES_ON"):
-            return bool(room == "shardwise")
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        # Modules with PASSES_ON only forward calls of others (parameters_at_rest.py).
+        if package != "torch" and not frame.f_globals.get("PASSES_ON"):
+            return bool(package == "shardwise")
         frame = frame.f_back
     return False
 

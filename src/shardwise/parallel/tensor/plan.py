@@ -51,7 +51,9 @@ def match_modules(
     everything = list(_modules(models, prefixes))
     for name, module in everything:
         for pattern in plan:
-            if not _matches(name.split("."), pattern.split(".")):
+            # Part by part: a star must not match across a dot.
+            parts, wanted = name.split("."), pattern.split(".")
+            if len(parts) != len(wanted) or not all(map(fnmatchcase, parts, wanted)):
                 continue
             hits[pattern] += 1
             if module in found:
@@ -80,10 +82,6 @@ def _modules(
             name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
             if name:
                 yield name, module
-
-
-def _matches(parts: Sequence[str], patterns: Sequence[str]) -> bool:
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _check_styles(plan: TensorPlan) -> None:

@@ -78,7 +78,9 @@ def all_gathered(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tenso
     """The whole tensor of which each rank has its `part`, on all ranks."""
     shapes = sharded.shapes(part.shape)
     whole = part.new_empty(sharded.whole_shape(part.shape))
-    in_order = part.shape[: sharded.dim].numel() == 1  # one after the other they are the whole
+    # With a split leading dimension the parts in rank order are the whole: gather in place, without
+    # the copy of `cat`.
+    in_order = part.shape[: sharded.dim].numel() == 1
     flat = whole.view(-1) if in_order else torch.empty_like(whole).view(-1)
     shards = all_gather_tensors(part, group, shapes, flat)
     return whole if in_order else torch.cat(shards, sharded.dim, out=whole)
@@ -117,7 +119,8 @@ def _edges(shapes: Sequence[Sequence[int]]) -> list[int]:
     return edges
 
 
-# The backward of each is another one, so that it can be gone through again.
+# The backward of each calls another Function instead of computing, so that it can be differentiated
+# again (create_graph=True).
 
 
 class _CopyToRegion(torch.autograd.Function):
@@ -126,12 +129,14 @@ class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
+
         return tuple(value.view_as(value) for value in values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if len(grads) == 1:
             return None, reduce_from_region(grads[0], ctx.group)
+        # One collective for all: its latency counts more than the copy.
         flat = reduce_from_region(torch.cat([grad.reshape(-1) for grad in grads]), ctx.group)
         sums = torch.split(flat, [grad.numel() for grad in grads])
         return None, *(
@@ -147,6 +152,8 @@ class _ReduceFromRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        # All ranks have the same gradient of the sum, so nothing is communicated. Under
+        # create_graph, the second backward has to sum what each rank does with it.
         return (copy_to_region(ctx.group, grad)[0] if torch.is_grad_enabled() else grad), None
 
 

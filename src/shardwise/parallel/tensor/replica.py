@@ -55,9 +55,8 @@ class ForwardHooks:
         del model, args
         if self._replica is None:
             return None
-        self._replica.running_forwards = max(
-            0, self._replica.running_forwards - 1
-        )  # a hook before may have failed
+        # Not below 0: if a hook before `begin` fails, torch still calls this one.
+        self._replica.running_forwards = max(0, self._replica.running_forwards - 1)
         self._replica.end_forward(failed=output is None)
         return gather_nested(output) if self._replica.sequence_parallel else None
 
@@ -95,7 +94,8 @@ class Replica:
         self.hooks.open()
         recorded = torch.is_grad_enabled() and value.requires_grad
         if not recorded and not isinstance(value, SequenceShard):
-            return self._record_start(layer(value))  # no gradient is to be summed
+            # No gradient to sum, so there is nothing to share with other layers.
+            return self._record_start(layer(value))
         local = value.local if isinstance(value, SequenceShard) else value
         # A tensor that was written to since is another value, so its version is part of the key;
         # `_inputs` holds the tensor, so that no other one gets its id.
@@ -116,7 +116,8 @@ class Replica:
             return RegionInput(copy_to_region(self.group, value)[0])
         part = value.local
         if part.dtype == torch.float32 and torch.is_autocast_enabled(part.device.type):
-            part = part.to(torch.get_autocast_dtype(part.device.type))  # as the layer would
+            # The layer would cast it anyway; before the gather, half as many bytes are sent.
+            part = part.to(torch.get_autocast_dtype(part.device.type))
         whole = gather_from_sequence(part, self.group, value.sharded)
         return RegionInput(whole, RegatheredInput(part, self.group, value.sharded))
 
@@ -125,6 +126,7 @@ class Replica:
 
         The region ends also if that raises, as it does to end a checkpoint's recomputation early.
         """
+
         sequence_parallel = self._outputs_tokens()
         try:
             return self._reduce(part(), sequence_parallel)

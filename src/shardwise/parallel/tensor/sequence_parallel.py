@@ -85,6 +85,8 @@ class SequenceShard(StandsForPart):
         )
         made._local, made._full, made._versions = local, None, (0, 0)
         made.group, made.randomness, made.sharded = group, randomness, sharded
+        # A gradient that arrives here comes from an operation on the wrapper that was not turned
+        # into one on the part: it would be lost.
         if local.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
@@ -98,6 +100,7 @@ class SequenceShard(StandsForPart):
             if self.grad_fn is not None:
                 raise _untracked_error()
             full = self._full
+            # The user may have written into the whole, or a view of it, since the part was taken.
             if full is not None and (full.is_inference() or full._version != self._versions[0]):
                 with torch.set_grad_enabled(full.requires_grad):
                     self._local = scatter_to_region(full, self.group, self.sharded)
@@ -115,7 +118,7 @@ class SequenceShard(StandsForPart):
         with torch._C.DisableTorchFunctionSubclass():
             full = self._full
             if full is None or _version(local) != self._versions[1]:
-                # Also where no gradients are recorded: what is written to keeps the graph it has.
+                # With gradients even under no_grad: a write into the whole must keep its graph.
                 with torch.set_grad_enabled(local.requires_grad):
                     full = self._full = gather_from_region(local, self.group, self.sharded)
                 self._versions = _version(full), _version(local)
@@ -152,10 +155,9 @@ class SequenceShard(StandsForPart):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:  # what autograd has saved (for a checkpoint) is
-            return args[0].constructor()(
-                args[0].local
-            )  # given back: the leaf that stands for the part
+        # Autograd detaches what a checkpoint has saved: give back a leaf that stands for the part.
+        if func is torch.ops.aten.detach.default:
+            return args[0].constructor()(args[0].local)
         raise _untracked_error()
 
 
@@ -218,6 +220,7 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tokens = next(leaf for leaf in leaves if isinstance(leaf, SequenceShard))
     if func in CASTS_LIKE and not isinstance(args[0], SequenceShard):
+        # x.type_as(tokens) takes only the dtype and device of its argument.
         return func(
             args[0], *(leaf.local if isinstance(leaf, SequenceShard) else leaf for leaf in args[1:])
         )
@@ -225,10 +228,14 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         found = _local_arguments(tokens, leaves, casts=func in CASTS_LIKE)
         if found is not None:
             given, named = pytree.tree_unflatten(found, spec)
-            with tokens.randomness.region() if _is_random(func, kwargs) else nullcontext():
+            # Tokens of different ranks need different masks, so dropout draws per rank.
+            is_random = (
+                func is F.dropout and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
+            )
+            with tokens.randomness.region() if is_random else nullcontext():
                 made = func(*given, **named)
             if func in ELEMENTWISE_IN_PLACE:
-                return args[0]
+                return args[0]  # the caller's object, as torch returns it
             if _has_same_tokens(made, tokens.local):
                 return tokens.like(made)
     return _call_on_full(func, leaves, spec)
@@ -237,6 +244,8 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _call_on_full(func: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
     """Call `func` with whole tensors. A tensor that it returns, perhaps written to, becomes its
     shard."""
+    # By the id of the whole: a function may return the tensor that it was given, and the caller
+    # must get its own object back.
     given = {}
     for leaf in leaves:
         if isinstance(leaf, SequenceShard):
@@ -267,10 +276,6 @@ class _GradientHook:
             if isinstance(found, SequenceShard)
             else scatter_to_region(found, given.group, given.sharded)
         )
-
-
-def _is_random(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    return func is F.dropout and kwargs.get("training", True) and kwargs.get("p", 0.5) > 0
 
 
 def _has_same_tokens(made: Any, local: Tensor) -> bool:

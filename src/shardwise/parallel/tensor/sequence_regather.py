@@ -38,7 +38,11 @@ class RegatheredInput:
 
         def pack(tensor: Tensor) -> Any:
             if type(tensor) is Tensor and tensor.untyped_storage().data_ptr() == memory:
-                self._save_shard(outer)
+                # The part is saved once, however often the layer saves `whole`, through the hooks
+                # that are outside of these.
+                if self._part is not None:
+                    self._saved, self._hooks, self._part = outer[0](self._part), outer, None
+                self._uses += 1
                 return _SavedView(self, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             return outer[0](tensor)
 
@@ -47,12 +51,6 @@ class RegatheredInput:
 
         with saved_tensors_hooks(pack, unpack):
             return layer(whole)
-
-    def _save_shard(self, hooks: SavedTensorHooks) -> None:
-        """Save the part once, through the saved-tensor hooks that are outside of these."""
-        if self._part is not None:
-            self._saved, self._hooks, self._part = hooks[0](self._part), hooks, None
-        self._uses += 1
 
     def whole(self) -> Tensor:
         """Gather the whole; it is held until all that saved it have asked. Collective."""

@@ -68,6 +68,7 @@ class TensorParallelModels:
         attention.
         """
         cuts = [cut for group in groups for cut in group.splits]
+        # All checks first: a module that is refused must leave the models as they were.
         shards = self._shards_of(cuts)
         _check_unsplit_modules(shards, {cut.module for cut in cuts}, models)
         self.groups, self.shards, self._models = list(groups), shards, models
@@ -76,6 +77,7 @@ class TensorParallelModels:
             for held in [p for p in state if p in shards]:
                 mine = shards[held]
                 state[held] = _map_state(state[held], mine.shape, mine.of)
+        # `.data`: the parameter stays the same object, which optimizers and the user hold.
         with torch.no_grad():
             for parameter, shard in shards.items():
                 parameter.data = shard.of(parameter.detach())
@@ -142,7 +144,7 @@ class TensorParallelModels:
         near = (
             part.detach()
             if part.device.type != "cpu"
-            else part.detach().to(self._collective_device)
+            else part.detach().to(self.group.small_device)
         )
         return shard.joined(all_gather_tensors(near, self.group, shapes)).to(part.device)
 
@@ -175,10 +177,6 @@ class TensorParallelModels:
         """The whole shape of a parameter; None where it is not split."""
         shard = self.shards.get(parameter)
         return None if shard is None else shard.shape
-
-    @property
-    def _collective_device(self) -> torch.device:
-        return self.group.small_device
 
     @contextmanager
     def wholes(
@@ -228,6 +226,7 @@ class TensorParallelModels:
         with torch.no_grad():
             for parameter, part in parts.items():
                 value = parameter.data.contiguous()
+                # Ranks may have written different values (a random initialisation).
                 if group is not None:
                     group.broadcast(value.view(-1)).wait()
                 part.copy_(self.shards[parameter].of(value))

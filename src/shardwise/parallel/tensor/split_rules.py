@@ -96,7 +96,9 @@ def colwise(
         tensors["bias"] = (0, parts)
     attribute = "nf" if columns else "out_features"
     local = [{attribute: range_length(part)} for part in parts]
-    ranges = [part[0] for part in parts]  # of several, as queries and keys, only the first
+    # A fused map (queries, keys, values) has several ranges per rank; only maps with one are
+    # gathered, so the first is enough.
+    ranges = [part[0] for part in parts]
     return ModuleSplit(name, module, ColwiseParallel, tensors, local, ranges, gather_output)
 
 
@@ -120,6 +122,7 @@ def embedding(name: str, module: nn.Module, parts: int) -> ModuleSplit:
             f"{name} is a {type(module).__name__}: a vocabulary is split of torch.nn.Embedding."
         )
     assert isinstance(module, nn.Embedding)
+    # These depend on rows that other ranks have, or make gradients that cannot be sharded.
     odd = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, key)]
     if odd:
         raise ModelError(

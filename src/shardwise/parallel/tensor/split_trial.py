@@ -48,6 +48,7 @@ class _ThreadGroup(Solo):
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         """Sum in rank order."""
         del how
+        # Two waits: none may read before all have written, or write again before all have read.
         self._board[self.rank] = buffer.clone()
         self._barrier.wait(LIMIT)
         total = sum(self._board[1:], self._board[0])
@@ -92,6 +93,7 @@ def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
     (rows, features), where its split layers do not run, or a hook of the user's would see a part.
     """
     first = next(cut.module for cut in group.splits if split_rules.is_linear(cut.module))
+    # A trial must not move the generators: the script's draws would differ from one process's.
     with preserved(), torch.random.fork_rng(devices=[]):
         whole = _copy(module)
         if whole is None:
@@ -149,6 +151,9 @@ class _TrialMode:
         board: list[Any] = [None] * self._parts
         found: list[_TrialOutputs | None] = [None] * self._parts
 
+        def note_hook() -> None:
+            self.was_hooked = True
+
         def run(rank: int) -> None:
             group = _ThreadGroup(rank, self._parts, barrier, board)
             randomness = _NoRandomness(rank, torch.device("cpu"))
@@ -156,11 +161,11 @@ class _TrialMode:
             part = _split_copy(self._whole, self._cuts, self._paths, replica, self.allowed)
             fixed = WithoutRandomness(self._random_shapes, lambda: randomness.in_region)
             try:
-                found[rank] = _run(part, self._x, fixed, refused=self._refused)
+                found[rank] = _run(part, self._x, fixed, refused=note_hook)
             finally:
                 replica.reset()  # a part that has failed left its region open
             if found[rank] is None:
-                barrier.abort()
+                barrier.abort()  # else the other threads wait for the whole LIMIT
 
         threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(self._parts)]
         for thread in threads:
@@ -169,9 +174,6 @@ class _TrialMode:
             thread.join(LIMIT)
         done = [each for each in found if each is not None]
         return done if len(done) == self._parts else None
-
-    def _refused(self) -> None:
-        self.was_hooked = True
 
 
 def _compare(modes: Sequence[_TrialMode]) -> TrialResult:
@@ -300,11 +302,16 @@ def _matches(found: _TrialOutputs, expected: _TrialOutputs) -> bool:
         *zip(found.seen, expected.seen, strict=True),
         *((grad, expected.grads[name]) for name, grad in found.grads.items()),
     ]
-    return all(
-        a is b if a is None or b is None else a.shape == b.shape and _close(a, b) for a, b in pairs
-    )
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    scale = other.abs().max().item() if other.numel() else 0.0
-    return torch.allclose(one, other, rtol=1e-8, atol=1e-10 * (1.0 + scale))
+    for one, other in pairs:
+        if one is None or other is None:
+            if one is not other:
+                return False
+            continue
+        # fp64, so that a difference is one of formulas and not of rounding. Sums may cancel, so
+        # the tolerance follows the largest value of the tensor.
+        scale = other.abs().max().item() if other.numel() else 0.0
+        if one.shape != other.shape:
+            return False
+        if not torch.allclose(one, other, rtol=1e-8, atol=1e-10 * (1.0 + scale)):
+            return False
+    return True

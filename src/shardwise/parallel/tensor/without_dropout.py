@@ -65,9 +65,6 @@ class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fill = _FILLS.get(func.overloadpacket)
         if fill is None:
             return func(*args, **kwargs)
-        return self._filled(func, fill, args, kwargs)
-
-    def _filled(self, func: Any, fill: float, args: tuple[Any, ...], kwargs: Any) -> Any:
         in_place = func.overloadpacket.__name__.endswith("_")
         made: Tensor = args[0] if in_place else func(*args, **kwargs)
         self._note(made.shape)

@@ -15,7 +15,7 @@ MOST_STAGES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
+class AxisSizes:
     """`data` replicas, each over `tensor` x `pipeline` devices; `schedule` is of the pipeline."""
 
     data: int
@@ -39,7 +39,7 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(max(most, 1).bit_length()) if 2**power <= most]
 
 
-def meshes(cluster: Cluster, tensor: list[int], layers: int, total: int) -> Iterator[Mesh]:
+def meshes(cluster: Cluster, tensor: list[int], layers: int, total: int) -> Iterator[AxisSizes]:
     """All meshes with one of the `tensor` sizes and, for a model of `layers` layers, 0 where it can
     have no pipeline, all pipelines; no more replicas than the batch has samples, `total` (0 where
     each replica takes a batch of its own)."""
@@ -48,7 +48,7 @@ def meshes(cluster: Cluster, tensor: list[int], layers: int, total: int) -> Iter
         for stages in pipeline_sizes(devices, max(layers, 1)):
             data = min(devices // stages, total) if total else devices // stages
             for schedule in schedules(stages, layers):
-                yield Mesh(data=data, tensor=parts, pipeline=stages, schedule=schedule)
+                yield AxisSizes(data=data, tensor=parts, pipeline=stages, schedule=schedule)
 
 
 def schedules(stages: int, layers: int) -> tuple[str, ...]:

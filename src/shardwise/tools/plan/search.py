@@ -19,7 +19,7 @@ from shardwise.messages.printable import in_bytes
 from shardwise.tools.plan.choice import Choice, Clock, Estimate
 from shardwise.tools.plan.cluster import HERE, Cluster
 from shardwise.tools.plan.memory import Hardware, MemoryPlan, predict
-from shardwise.tools.plan.meshes import Mesh, meshes
+from shardwise.tools.plan.meshes import AxisSizes, meshes
 from shardwise.tools.plan.observe import ObservedStep
 from shardwise.tools.plan.record import StepRecord
 from shardwise.tools.plan.stage_memory import predict_pipeline
@@ -89,14 +89,14 @@ class Question:
         return self.steps["kept", 1]
 
     @property
-    def meshes(self) -> list[Mesh]:
+    def meshes(self) -> list[AxisSizes]:
         """The meshes that are tried."""
         record = self.step.large
         layers = 0 if record.no_pipeline else len(record.layers)
         parts = sorted({parts for _, parts in self.steps})
         return list(meshes(self.cluster, parts, layers, record.total_batch))
 
-    def ways(self, mesh: Mesh) -> list[Way]:
+    def ways(self, mesh: AxisSizes) -> list[Way]:
         """How its step was observed."""
         return [way for way in self.steps if way[1] == mesh.tensor]
 
@@ -106,7 +106,7 @@ class Question:
             self._records[way, samples] = self.steps[way].at(samples)
         return self._records[way, samples]
 
-    def sizes(self, mesh: Mesh) -> list[tuple[int, int]]:
+    def sizes(self, mesh: AxisSizes) -> list[tuple[int, int]]:
         """Samples of a micro-batch and micro-batches of a step that can be asked for, the largest
         first: a replica's share of the batch, and halves where the loop takes micro-batches."""
         record = self.step.large
@@ -140,7 +140,7 @@ def _order(line: Line) -> tuple[bool, float, float, int]:
     return False, seconds, cost, choice.row.level
 
 
-def _rows(question: Question, mesh: Mesh) -> Iterator[Placement]:
+def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
     """The rows of the table, with tiers: the host's memory where that is another one, a disk where
     there is a folder."""
     separable = all(group.separable for group in question.step.large.groups)
@@ -164,7 +164,9 @@ def _tiers(question: Question) -> Iterator[Tier]:
         yield Tier("nvme", question.disk)
 
 
-def _largest_that_fits(question: Question, mesh: Mesh, row: Placement, way: Way) -> Line | None:
+def _largest_that_fits(
+    question: Question, mesh: AxisSizes, row: Placement, way: Way
+) -> Line | None:
     """The line with the fewest micro-batches that fits, else that with the most; None where none
     can be computed."""
     line = None
@@ -177,7 +179,7 @@ def _largest_that_fits(question: Question, mesh: Mesh, row: Placement, way: Way)
     return line
 
 
-def _is_excluded(mesh: Mesh, way: Way, count: int) -> bool:
+def _is_excluded(mesh: AxisSizes, way: Way, count: int) -> bool:
     """Whether the engine refuses so many micro-batches, or recomputation, under a schedule."""
     if mesh.schedule == "zero-bubble" and way[0] == "recomputed":
         return True
@@ -185,7 +187,7 @@ def _is_excluded(mesh: Mesh, way: Way, count: int) -> bool:
 
 
 def measure(
-    question: Question, mesh: Mesh, row: Placement, way: Way, size: tuple[int, int]
+    question: Question, mesh: AxisSizes, row: Placement, way: Way, size: tuple[int, int]
 ) -> Line:
     """One placement, with `size`: samples of a micro-batch, and micro-batches."""
     record = question.record(way, size[0])

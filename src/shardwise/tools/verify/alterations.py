@@ -133,6 +133,7 @@ def _lr(rates: Mapping[str, list[list[float]]]) -> None:
         for group, rate in zip(groups, wanted, strict=True):
             group["lr"] = rate
 
+    # Put back after the step: a scheduler multiplies the rate that it finds.
     def after(engine: Any) -> None:
         for group, rate in zip(_groups(engine), held[id(engine)], strict=True):
             group["lr"] = rate
@@ -185,6 +186,7 @@ def _sum(value: Any) -> None:
 
     @wraps(plain)
     def unsummed(self: World, tensor: Tensor, groups: Any = None) -> Tensor:
+        # Only sums in the user's own lines: the library's own, and those of metrics, must go on.
         if watching.caller(1) is None:
             return plain(self, tensor, groups)
         return tensor.detach().clone()
@@ -247,7 +249,8 @@ def _told(owner: Any, name: str, told: int) -> None:
 
 
 def _told_by_environment(*names: str) -> None:
-    """After `sw.init`, which reads them too, the environment says that this is rank 0."""
+    """Set the variables of the rank to 0 after `sw.init`."""
+    # Not before: `sw.init` finds out by them who this rank is.
     plain = shardwise.init
 
     @wraps(plain)

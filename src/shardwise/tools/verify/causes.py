@@ -26,7 +26,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCauses:
     """The causes that were named, and what else was seen where none was."""
 
     causes: Sequence[Suspect]
@@ -37,30 +37,27 @@ Agrees = Callable[[Sequence[Suspect]], bool]
 """Whether reference and placement train alike when all of these are taken away."""
 
 
-def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> Found:
+def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> FoundCauses:
     """The first suspect without which the difference goes, or the fewest together."""
     for suspect in suspects:
         if agrees([suspect]):
-            return Found([suspect])
+            return FoundCauses([suspect])
+
     plain = [each for each in suspects if each.name != "rank"]
     if len(plain) < 2 or not agrees(plain):
-        return Found([], clue)
+        return FoundCauses([], clue)
     needed = list(plain)
     for suspect in reversed(plain):  # the particular ones are kept
         fewer = [each for each in needed if each is not suspect]
         if len(fewer) > 1 and agrees(fewer):
             needed = fewer
-    return Found(_as_one(needed))
-
-
-def _as_one(found: Sequence[Suspect]) -> Sequence[Suspect]:
-    """One cause where the number of workers is asked for by one mistake: a batch of a worker's own
-    has TOTAL // workers rows, a sum made by hand is divided by them."""
-    particular = [each for each in found if each.name != "size"]
-    if len(found) != 2 or len(particular) != 1:
-        return found
-    (one,), (size,) = particular, (each for each in found if each.name == "size")
-    return [replace(one, words=f"{one.words} {size.beside}")]
+    # One mistake may involve the number of workers: a batch per worker has TOTAL // workers rows,
+    # a sum made by hand is divided by them. Then both suspects are one cause.
+    particular = [each for each in needed if each.name != "size"]
+    if len(needed) == 2 and len(particular) == 1:
+        [size] = (each for each in needed if each.name == "size")
+        return FoundCauses([replace(particular[0], words=f"{particular[0].words} {size.beside}")])
+    return FoundCauses(needed)
 
 
 UNSHARED = Suspect(

@@ -7,8 +7,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,9 +20,9 @@ from shardwise.errors import LaunchError
 from shardwise.messages.printable import printable
 from shardwise.tools.verify import page, runs, verdicts
 from shardwise.tools.verify.flow import Verification
-from shardwise.tools.verify.plan import Plan
-from shardwise.tools.verify.records import Training
+from shardwise.tools.verify.records import RecordedTraining
 from shardwise.tools.verify.report import STYLES, Report
+from shardwise.tools.verify.request import VerifyRequest
 from shardwise.tools.verify.runs import RECORDS, Run, RunFailed, WarmRanks
 from shardwise.tools.verify.verdicts import Result
 
@@ -84,7 +82,7 @@ class Maker:
     warm: WarmRanks
     made: list[str] = field(default_factory=list)
 
-    def __call__(self, run: Run, words: str) -> Training:
+    def __call__(self, run: Run, words: str) -> RecordedTraining:
         """Make one. Raises RunFailed."""
         self.made.append(words)
         number = len(self.made)
@@ -101,7 +99,7 @@ class Maker:
         return runs.make(run, words, log, show, self.warm)
 
 
-def verify(plan: Plan, json_file: Path | None) -> int:
+def verify(plan: VerifyRequest, json_file: Path | None) -> int:
     """Do what `plan` asks for; the exit code is that of the worst verdict, 1 where a run failed.
 
     Raises LaunchError for what cannot be verified, and where something that is needed is missing.
@@ -120,13 +118,17 @@ def verify(plan: Plan, json_file: Path | None) -> int:
     before = signal.signal(signal.SIGTERM, _leave)
     results: list[Result] = []
     try:
-        with _maker(plan) as maker:
-            verification = Verification(plan, maker)
+        folder = _log_folder(plan.out)
+        with WarmRanks(plan.script, plan.most) as warm, Shown() as shown:
+            verification = Verification(plan, Maker(folder, shown, warm))
             verification.check()
             for placement in plan.placements:
                 result = verification.judge(placement)
                 results.append(result)
-                _say(result, console)
+                console.print(f"{result.placement}", style="bold", soft_wrap=True)
+                for number, sentence in enumerate(verdicts.sentences(result)):
+                    style = STYLES[result.verdict] if number == 0 else None
+                    console.print(f"  {printable(sentence)}", style=style, soft_wrap=True)
     except RunFailed as error:
         _say_failed(error, console)
         return FAILED
@@ -138,17 +140,9 @@ def verify(plan: Plan, json_file: Path | None) -> int:
     return report.exit_code
 
 
-@contextmanager
-def _maker(plan: Plan) -> Iterator[Maker]:
-    """What makes the runs of a plan, with their logs in a folder of `out`."""
-    folder = _log_folder(plan.out)
-    with WarmRanks(plan.script, plan.most) as warm, Shown() as shown:
-        yield Maker(folder, shown, warm)
-
-
 def _log_folder(out: Path) -> Path:
-    """The folder of logs in `out`, without what an earlier call has left in it: nothing else that
-    lies there is touched."""
+    """Return the folder of logs in `out`, without the files of earlier calls."""
+    # By name, and not the whole folder: `--out` may be a folder with files of the user's.
     folder = out / LOGS
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
@@ -159,14 +153,6 @@ def _log_folder(out: Path) -> Path:
         elif path.is_dir() and path.name.startswith(RECORDS):
             shutil.rmtree(path, ignore_errors=True)
     return folder
-
-
-def _say(result: Result, console: Console) -> None:
-    """The verdict about one placement."""
-    console.print(f"{result.placement}", style="bold", soft_wrap=True)
-    for number, sentence in enumerate(verdicts.sentences(result)):
-        style = STYLES[result.verdict] if number == 0 else None
-        console.print(f"  {printable(sentence)}", style=style, soft_wrap=True)
 
 
 def _say_failed(error: RunFailed, console: Console) -> None:

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.tools.verify.records import Key, Step, Training, Whole
+from shardwise.tools.verify.records import Key, RecordedTraining, Step, Whole
 
 FLOOR = 1e-3
 """A tensor smaller than this part of the largest of its kind is compared with that: where a
@@ -121,7 +121,9 @@ class Comparison:
         return next((step for step in self.steps if not step.largest <= tolerance), None)
 
 
-def compare(reference: Training, other: Training, *, steps: int | None = None) -> Comparison:
+def compare(
+    reference: RecordedTraining, other: RecordedTraining, *, steps: int | None = None
+) -> Comparison:
     """Compare `other` with `reference`, up to `steps` steps."""
     found: list[StepDifference] = []
     counts: dict[int, tuple[int, int]] = {}
@@ -135,6 +137,7 @@ def compare(reference: Training, other: Training, *, steps: int | None = None) -
         least = _least(theirs)
         for one, two in zip(theirs, ours, strict=False):
             found.append(_step(engine, one, two, order, renamed, least, known=known))
+    # In order of time: the first difference is nearest to the cause, later ones follow from it.
     found.sort(key=lambda step: (step.number, step.engine))
     return Comparison(found, counts)
 
@@ -152,7 +155,7 @@ def _end(steps: int | None) -> int | None:
     return None if steps is None else steps + 1
 
 
-def _renaming(reference: Training, other: Training, engine: int) -> dict[str, str]:
+def _renaming(reference: RecordedTraining, other: RecordedTraining, engine: int) -> dict[str, str]:
     """What parameters of `reference` are called in `other`, by their order in the optimizers,
     where not all are called alike and there are as many, of the same shapes."""
     one = [p for each in reference.parameters.get(engine, []) for p in each]
@@ -181,6 +184,10 @@ def _step(
         _tensors(before, ours.tensors, known=known),
         key=lambda each: (_place(each.name, order), each.kind),
     )
+    samples: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    if theirs.samples and ours.samples:  # a script without sw.Loader does not say which it uses
+        one, two = Counter(theirs.samples), Counter(ours.samples)
+        samples = tuple((one - two).elements()), tuple((two - one).elements())
     numbers = {_renamed(name, renamed): value for name, value in theirs.numbers.items()}
     tensors += [
         TensorDifference("optimizer", name, relative, (), True, 0, value, ours.numbers[name])
@@ -197,16 +204,8 @@ def _step(
         rows=(theirs.fed.rows, ours.fed.rows),
         tensors=tensors,
         skipped=math.inf if known and theirs.skipped != ours.skipped else 0.0,
-        samples=_samples_apart(theirs, ours),
+        samples=samples,
     )
-
-
-def _samples_apart(theirs: Step, ours: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The samples of one and of the other alone; none where one does not tell which it uses."""
-    if not (theirs.samples and ours.samples):
-        return (), ()
-    one, two = Counter(theirs.samples), Counter(ours.samples)
-    return tuple((one - two).elements()), tuple((two - one).elements())
 
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:
@@ -239,6 +238,8 @@ def _fed_alike(theirs: Step, ours: Step) -> bool:
         return False
     if one.hashes == two.hashes:
         return True
+    # A model may be fed the output of another one (an encoder), which differs by rounding. The
+    # second bound is that of Cauchy and Schwarz: a sum may cancel to nothing.
     scale = max(abs(one.sums[1]), 1e-300)
     return abs(one.sums[1] - two.sums[1]) <= 1e-6 * scale and abs(
         one.sums[0] - two.sums[0]
@@ -276,6 +277,7 @@ def _difference(
         return TensorDifference(kind, name, apart, strays)
     if not one.values.numel():
         return TensorDifference(kind, name, 0.0, strays)
+    # Of the largest value, not element by element: elements near zero are nothing but rounding.
     theirs, ours = one.values.double(), two.values.double()
     away = (theirs - ours).abs()
     away[theirs.isnan() & ours.isnan()] = 0.0

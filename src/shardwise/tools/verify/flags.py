@@ -142,9 +142,9 @@ def _verify(
     shared = {k: v for k, v in first.settings.items() if k in placements.TRAINING}
     further = [placement_of(text) for text in also]
     spread = [first, *(p.having(**{**shared, **p.settings}) for p in further)]
-    plan = import_module("shardwise.tools.verify.plan")
-    kind = import_module("shardwise.tools.verify.runs").Script
-    asked = plan.Plan(
+    request = import_module("shardwise.tools.verify.request")
+    kind = import_module("shardwise.tools.verify.runs").ScriptCommand
+    asked = request.VerifyRequest(
         script=kind(words=words, module=module, adopting=adopting),
         placements=spread,
         steps=steps,
@@ -194,5 +194,5 @@ def _placement(given: dict[str, Any]) -> Any:
     size = given["size"]
     if size is None and all(given[name] is None for name in ("hosts", "hostfile", "per_host")):
         size = resources.gpu_count(os.environ) or 2
-    kind = import_module("shardwise.tools.verify.placements").Placement
+    kind = import_module("shardwise.tools.verify.placements").RunPlacement
     return kind(size=size, settings=settings, launcher=tuple(launcher))

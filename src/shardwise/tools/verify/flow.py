@@ -9,13 +9,13 @@ from typing import Any
 from shardwise.errors import LaunchError
 from shardwise.launch.flags import ADOPTED
 from shardwise.tools.verify import causes, placements, suspects
-from shardwise.tools.verify.causes import Found, Suspect
+from shardwise.tools.verify.causes import FoundCauses, Suspect
 from shardwise.tools.verify.comparing import Comparison, compare
-from shardwise.tools.verify.placements import Placement
-from shardwise.tools.verify.plan import Plan
-from shardwise.tools.verify.records import Training
+from shardwise.tools.verify.placements import RunPlacement
+from shardwise.tools.verify.records import RecordedTraining
+from shardwise.tools.verify.request import VerifyRequest
 from shardwise.tools.verify.runs import Run, RunFailed
-from shardwise.tools.verify.verdicts import TOLERANCE, Result, Verdict
+from shardwise.tools.verify.verdicts import TOLERANCE, Result, TrainingVerdict
 
 WIDE = "fp64"
 VALUES = 8
@@ -25,7 +25,7 @@ LOSSES = (
     "engine.step() returns (several losses, a sum, a penalty that is added elsewhere)."
 )
 
-Make = Callable[[Run, str], Training]
+Make = Callable[[Run, str], RecordedTraining]
 """Makes a run that is called so in words. Raises RunFailed."""
 
 
@@ -33,14 +33,14 @@ Make = Callable[[Run, str], Training]
 class Verification:
     """The runs of a plan, made by `make`; those that are needed twice are made once."""
 
-    plan: Plan
+    plan: VerifyRequest
     make: Make
 
     def __post_init__(self) -> None:
-        self._references: dict[str, Training] = {}
+        self._references: dict[str, RecordedTraining] = {}
         self._why = ""
 
-    def check(self) -> Training:
+    def check(self) -> RecordedTraining:
         """Make the reference, and look whether there is anything to compare.
 
         Raises LaunchError for a script that trains without an engine.
@@ -55,33 +55,37 @@ class Verification:
             )
         return reference
 
-    def judge(self, placement: Placement) -> Result:
+    def judge(self, placement: RunPlacement) -> Result:
         """What one placement trains, beside the reference."""
         reference = self._reference()
         own = self._run(placement, str(placement))
         _check_driver(own, self.plan.script.words[0])
-        result = self._result(placement, Verdict.BITS, reference, own)
+        result = self._result(placement, TrainingVerdict.BITS, reference, own)
         if self._only_losses(result.own):
             result = replace(result, own=result.own.without_losses, note=LOSSES)
         if result.own.same_bits:
             return result
         if result.own.within(TOLERANCE):
-            return replace(result, verdict=Verdict.ROUNDING)
+            return replace(result, verdict=TrainingVerdict.ROUNDING)
+        # In fp64 rounding is 1e-16, so whatever still differs is not rounding.
         try:
             wide_reference = self._reference(wide=True)
             wide = self._run(_wide(placement), f"{placement} in fp64")
         except RunFailed as error:
-            why = str(error)
-            if self._same_enough(result.own):
-                return replace(result, verdict=Verdict.UNPROVED, why=why)
-            return replace(result, verdict=Verdict.DIFFERS, why=why)
+            # Without fp64 nothing is proved, but losses and norms may be as near as rounding
+            # leaves them.
+            steps = result.own.steps
+            figures = (max(each.loss, each.grad_norm, each.weight, each.skipped) for each in steps)
+            is_near = result.own.same_counts and max(figures, default=0.0) <= 1e-3
+            verdict = TrainingVerdict.UNPROVED if is_near else TrainingVerdict.DIFFERS
+            return replace(result, verdict=verdict, why=str(error))
         compared = compare(wide_reference, wide)
         if self._only_losses(compared):
             compared = compared.without_losses
             result = replace(result, own=result.own.without_losses, note=LOSSES)
         if compared.within(TOLERANCE):
-            return replace(result, verdict=Verdict.ROUNDING, wide=compared)
-        result = self._with_values(replace(result, verdict=Verdict.DIFFERS, wide=compared))
+            return replace(result, verdict=TrainingVerdict.ROUNDING, wide=compared)
+        result = self._with_values(replace(result, verdict=TrainingVerdict.DIFFERS, wide=compared))
         return self._explained(result, wide_reference, wide) if self.plan.causes else result
 
     def _only_losses(self, compared: Comparison) -> bool:
@@ -90,14 +94,12 @@ class Verification:
             return False
         return compared.without_losses.within(TOLERANCE)
 
-    @staticmethod
-    def _same_enough(own: Comparison) -> bool:
-        """Whether losses and norms are as near as rounding may leave them."""
-        figures = (max(step.loss, step.grad_norm, step.weight, step.skipped) for step in own.steps)
-        return own.same_counts and max(figures, default=0.0) <= 1e-3
-
     def _result(
-        self, placement: Placement, verdict: Verdict, reference: Training, own: Training
+        self,
+        placement: RunPlacement,
+        verdict: TrainingVerdict,
+        reference: RecordedTraining,
+        own: RecordedTraining,
     ) -> Result:
         losses = tuple([step.loss for step in each.engines[0][1:]] for each in (reference, own))
         return Result(
@@ -109,8 +111,9 @@ class Verification:
         )
 
     def _with_values(self, result: Result) -> Result:
-        """The same with the values of the first tensors that differ, where a model is too large to
-        have had all of its values recorded: both runs are made again, up to that step."""
+        """Return `result` with the values of the first tensors that differ."""
+        # Runs of large models record fingerprints only. So make both again, up to that step, and
+        # record the values of the tensors that matter.
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
         names = [] if first is None else [t.name for t in first.beyond(TOLERANCE) if not t.exact]
@@ -137,7 +140,9 @@ class Verification:
 
     # -- why --------------------------------------------------------------------------------
 
-    def _explained(self, result: Result, reference: Training, wide: Training) -> Result:
+    def _explained(
+        self, result: Result, reference: RecordedTraining, wide: RecordedTraining
+    ) -> Result:
         """The same with the smallest placement that differs, and why."""
         if (found := self._unrepeatable(reference)) is not None:
             return replace(result, found=found)
@@ -146,10 +151,10 @@ class Verification:
         steps = min(max(first.number if first is not None else 1, 1) + 1, self.plan.steps)
         trainings = {str(result.placement): wide}
 
-        def differs(placement: Placement) -> bool:
+        def differs(placement: RunPlacement) -> bool:
             try:
                 made = self._run(_wide(placement), f"smaller: {placement}", steps=steps)
-            except RunFailed:
+            except RunFailed:  # it may not even run smaller, which proves nothing
                 return False
             trainings[str(placement)] = made
             return not compare(reference, made, steps=steps).within(TOLERANCE)
@@ -158,14 +163,17 @@ class Verification:
         found = self._cause(smallest, reference, trainings[str(smallest)], steps)
         return replace(result, smallest=smallest, found=found)
 
-    def _unrepeatable(self, reference: Training) -> Found | None:
+    def _unrepeatable(self, reference: RecordedTraining) -> FoundCauses | None:
         """Why a second run of the reference differs from the first; None where it does not."""
 
-        def same(words: str, before: Training | None, **more: Any) -> tuple[bool, Training]:
+        def same(
+            words: str, before: RecordedTraining | None, **more: Any
+        ) -> tuple[bool, RecordedTraining]:
             seat = int(before is not None)
             made = self._run(self._alone(), words, against=True, seat=seat, **more)
             return before is not None and compare(before, made).within(TOLERANCE), made
 
+        # First of all: if two equal runs differ, every difference between placements is noise.
         if same("the reference again", reference)[0]:
             return None
         for suspect, words, more in (
@@ -176,12 +184,16 @@ class Verification:
                 continue
             _, one = same(f"the reference {words}", None, **more)
             if same(f"the reference {words}, again", one, **more)[0]:
-                return Found([suspect])
-        return Found([causes.NOT_REPEATABLE])
+                return FoundCauses([suspect])
+        return FoundCauses([causes.NOT_REPEATABLE])
 
     def _cause(
-        self, smallest: Placement, reference: Training, other: Training, steps: int
-    ) -> Found:
+        self,
+        smallest: RunPlacement,
+        reference: RecordedTraining,
+        other: RecordedTraining,
+        steps: int,
+    ) -> FoundCauses:
         """What takes the difference away, tried on the smallest placement that has it."""
         compared = compare(reference, other, steps=steps)
         size = smallest.size or self.plan.most
@@ -206,22 +218,22 @@ class Verification:
             except RunFailed:
                 return False
             seen = compare(base, made, steps=steps)
-            if self.plan.against is not None:  # of whose losses hooks know too little
+            if self.plan.against is not None:  # hooks know too little of its losses
                 seen = seen.without_losses
             return seen.trains_alike(TOLERANCE)
 
         if compared.trains_alike(TOLERANCE) and compared.same_counts:
-            return Found([causes.UNSHARED])
+            return FoundCauses([causes.UNSHARED])
         hint = clue(compared, other, against=self.plan.against is not None)
         return causes.find(tried, agrees, hint)
 
     # -- runs -------------------------------------------------------------------------------
 
-    def _alone(self) -> Placement | None:
+    def _alone(self) -> RunPlacement | None:
         reference = self.plan.reference
         return None if reference is None else _wide(reference)
 
-    def _reference(self, *, wide: bool = False) -> Training:
+    def _reference(self, *, wide: bool = False) -> RecordedTraining:
         key = WIDE if wide else "own"
         if key not in self._references:
             placement = self._alone() if wide else self.plan.reference
@@ -232,7 +244,7 @@ class Verification:
 
     def _run(
         self,
-        placement: Placement | None,
+        placement: RunPlacement | None,
         words: str,
         steps: int | None = None,
         alter: Mapping[str, Any] | None = None,
@@ -243,7 +255,7 @@ class Verification:
         environ: Mapping[str, str] | None = None,
         precision: str = WIDE,
         seat: int = 0,
-    ) -> Training:
+    ) -> RecordedTraining:
         script = self.plan.script
         if against and self.plan.against is not None:
             script, placement = self.plan.against, None
@@ -264,12 +276,12 @@ class Verification:
         return self.make(run, words)
 
 
-def _wide(placement: Placement) -> Placement:
+def _wide(placement: RunPlacement) -> RunPlacement:
     """The same in fp64, without what is of 16 bits alone."""
     return placement.without("reduce_dtype").having(precision=WIDE)
 
 
-def _check_driver(training: Training, script: str) -> None:
+def _check_driver(training: RecordedTraining, script: str) -> None:
     """Raise LaunchError for a script that nothing of ours trains."""
     if training.driver in ("", "plain"):
         raise LaunchError(
@@ -290,7 +302,7 @@ _FIX_ORDER = (
 )
 
 
-def clue(compared: Comparison, other: Training, *, against: bool) -> str:
+def clue(compared: Comparison, other: RecordedTraining, *, against: bool) -> str:
     """What to look at where no trial has taken the difference away; `against` an original, whose
     order of the data nobody but the user can fix."""
     first = compared.first(TOLERANCE)

@@ -68,7 +68,11 @@ class ForkServer:
         while True:
             for key, _ in self._selector.select(PATIENCE if self._left else None):
                 if key.fileobj is sys.stdin:
-                    self._end()
+                    # The verifier has ended: so do the ranks, and what they have started.
+                    for group in (*self._children, *self._left):
+                        _signal(group, signal.SIGKILL)
+                    for pid in self._children:
+                        os.waitpid(pid, 0)
                     return None
                 if key.fileobj is self._listener:
                     if (arguments := self._answer()) is not None:
@@ -87,8 +91,9 @@ class ForkServer:
             head, files, _, _ = socket.recv_fds(line, 8, FREE)
             asked = json.loads(_received(line, struct.unpack("!Q", head)[0]))
         except (OSError, ValueError, struct.error):
-            line.close()  # it has gone
+            line.close()  # the client has ended
             return None
+        # Torch is imported already, so the rank starts in milliseconds instead of seconds.
         pid = os.fork()
         if pid == 0:
             line.close()
@@ -96,7 +101,8 @@ class ForkServer:
             return list(asked["arguments"])
         for fd in files:
             os.close(fd)
-        with contextlib.suppress(OSError):  # done by the rank itself by now, maybe
+        # Here and in the rank: whichever comes first, the group exists before a signal is sent.
+        with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         self._children[pid] = Child(pid, line)
         self._selector.register(line, selectors.EVENT_READ, pid)
@@ -155,12 +161,6 @@ class ForkServer:
             if time.monotonic() > until or not _signal(group, 0):
                 _signal(group, signal.SIGKILL)
                 del self._left[group]
-
-    def _end(self) -> None:
-        for group in (*self._children, *self._left):
-            _signal(group, signal.SIGKILL)
-        for pid in self._children:
-            os.waitpid(pid, 0)
 
 
 def _signal(group: int, number: int) -> bool:

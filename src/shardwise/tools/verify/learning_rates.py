@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.tools.verify.causes import Suspect
-from shardwise.tools.verify.records import Training
+from shardwise.tools.verify.records import RecordedTraining
 
 MOST_MICRO_BATCHES = 17
 """Up to how many steps of a scheduler in one step are looked for."""
@@ -16,7 +16,7 @@ Rates = tuple[float, ...]
 """The learning rates of a step, by parameter group."""
 
 
-def suspects(reference: Training, other: Training, size: int) -> Iterator[Suspect]:
+def suspects(reference: RecordedTraining, other: RecordedTraining, size: int) -> Iterator[Suspect]:
     """Learning rates that are other ones than the reference's."""
     rates = recorded(reference)
     apart: list[tuple[float, float]] = []
@@ -42,7 +42,7 @@ def suspects(reference: Training, other: Training, size: int) -> Iterator[Suspec
     )
 
 
-def recorded(reference: Training) -> dict[str, list[list[float]]]:
+def recorded(reference: RecordedTraining) -> dict[str, list[list[float]]]:
     """By engine the learning rates of each step."""
     return {
         str(engine): [list(step.lr) for step in steps[1:]]
@@ -50,7 +50,7 @@ def recorded(reference: Training) -> dict[str, list[list[float]]]:
     }
 
 
-def pace(reference: Training, other: Training, size: int) -> int:
+def pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int:
     """How many steps of the reference's schedule each step makes, where all rates are those of so
     many times the step: once for each of `size` workers, or for each micro-batch; else 1."""
     engines = [
@@ -65,19 +65,16 @@ def pace(reference: Training, other: Training, size: int) -> int:
     ):
         return 1  # scaled with the workers
     for times in (size, *range(2, MOST_MICRO_BATCHES)):
-        # One who steps it before engine.step has made all of them by the first step.
+        # A script that steps the scheduler before engine.step is ahead by `times` - 1 at first.
         for begin in (0, times - 1):
-            if times > 1 and all(_runs_ahead(*each, times, begin) for each in engines):
+            # Each `times`th of theirs, as far as both are known. One step proves nothing.
+            several = [(theirs[begin::times], ours) for theirs, ours in engines]
+            if times > 1 and all(
+                min(len(ahead), len(ours)) > 1 and all(map(_same_rates, ours, ahead))
+                for ahead, ours in several
+            ):
                 return int(times)
     return 1
-
-
-def _runs_ahead(theirs: Sequence[Rates], ours: Sequence[Rates], times: int, begin: int) -> bool:
-    """Whether `ours` are each `times`th of `theirs` from number `begin` on, as far as both are
-    known: for two steps at least."""
-    ahead = theirs[begin::times]
-    known = min(len(ours), len(ahead))
-    return known > 1 and all(map(_same_rates, ours[:known], ahead[:known]))
 
 
 def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -85,7 +82,7 @@ def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
     return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
 
 
-def _batch(reference: Training, other: Training) -> str:
+def _batch(reference: RecordedTraining, other: RecordedTraining) -> str:
     """What the rates of `other` do not follow from, or may."""
     for engine, steps in reference.engines.items():
         for its, mine in zip(steps[1:], other.engines.get(engine, [])[1:], strict=False):

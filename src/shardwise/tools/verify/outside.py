@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from shardwise.model import precision
 from shardwise.model.module_records import ForwardInputs, joined, tensors_beside
 from shardwise.tools.verify.watching import Facts
-from shardwise.world.tensor_log import Fed, Part, TensorLog
+from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 
 class Recorder:
@@ -77,7 +77,9 @@ class Recorder:
                 return backward(tensors, *args, **kwargs)
             self._backwards += 1
             for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
-                self._add(loss)
+                if self._is_on and loss.numel() == 1:
+                    self._loss += float(loss.detach())
+                    self._first = self._loss if self._first is None else self._first
             self._is_inside = True
             try:
                 return backward(tensors, *args, **kwargs)
@@ -101,11 +103,6 @@ class Recorder:
         optim.Optimizer.zero_grad = cleared  # type: ignore[method-assign, assignment]
         nn.utils.clip_grad_norm_ = clipped
         nn.utils.clip_grad.clip_grad_norm_ = clipped
-
-    def _add(self, loss: Tensor) -> None:
-        if self._is_on and loss.numel() == 1:
-            self._loss += float(loss.detach())
-            self._first = self._loss if self._first is None else self._first
 
     def _follow_optimizers(self) -> None:
         """Know every optimizer as it is made."""
@@ -211,11 +208,16 @@ class _Followed:
         """What a step's file has beside tensors."""
         assert self.inputs is not None
         # What is fed belongs to the step that it leads to, not to the state before the first.
-        fed, samples = self.inputs.taken() if self.steps else (Fed(), [])
+        fed, samples = self.inputs.taken() if self.steps else (FeedTotals(), [])
         shapes = [(self.names[p], tuple(p.shape)) for p in self._parameters if p in self.names]
         return {
             "lr": [float(g["lr"]) for g in self._optimizer.param_groups if "lr" in g],
-            "numbers": dict(self._numbers()),
+            "numbers": {
+                f"{name}.{key}": float(value)
+                for parameter, name in self.names.items()
+                for key, value in self._state(parameter)
+                if isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
+            },
             "order": [_without_wrapper(name) for name in self.inputs.order],
             "fed": vars(fed),
             "samples": samples,
@@ -231,12 +233,6 @@ class _Followed:
                     yield Part("optimizer", f"{name}.{key}", value, copy=rank)
         for part in tensors_beside(self.models, rank):
             yield Part(part.kind, _without_wrapper(part.name), part.values, copy=rank)
-
-    def _numbers(self) -> Iterator[tuple[str, float]]:
-        for parameter, name in self.names.items():
-            for key, value in self._state(parameter):
-                if isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim):
-                    yield f"{name}.{key}", float(value)
 
     def _state(self, parameter: Tensor) -> Iterator[tuple[str, Any]]:
         yield from self._optimizer.state.get(parameter, {}).items()

@@ -22,7 +22,7 @@ OF_LAYERS = ("sequence_parallel", "schedule", "stages", "microbatches")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class RunPlacement:
     """How a script is spread: over `size` ranks (None: the launcher's default), with `settings` as
     text and `launcher` flags such as -H."""
 
@@ -45,19 +45,19 @@ class Placement:
         pairs = zip(self.launcher, self.launcher[1:], strict=False)
         return tuple(word for flag, value in pairs if flag == "-x" for word in (flag, value))
 
-    def reference(self) -> Placement:
+    def reference(self) -> RunPlacement:
         """One rank on this host that trains the same: -n 1 --zero 0."""
         kept = {name: text for name, text in self.settings.items() if name in TRAINING}
         alone = {"zero": "0"}
         if "config" in kept:  # what a file says of the placement is overridden
             alone |= {"tensor": "1", "pipeline": "1"}
-        return Placement(size=1, settings=alone | kept, launcher=self.passed)
+        return RunPlacement(size=1, settings=alone | kept, launcher=self.passed)
 
-    def having(self, **settings: str) -> Placement:
+    def having(self, **settings: str) -> RunPlacement:
         """The same with some settings in place of its own."""
         return replace(self, settings={**self.settings, **settings})
 
-    def without(self, *names: str) -> Placement:
+    def without(self, *names: str) -> RunPlacement:
         """The same without some settings."""
         kept = {name: text for name, text in self.settings.items() if name not in names}
         return replace(self, settings=kept)
@@ -102,19 +102,20 @@ def spelled(settings: Mapping[str, str]) -> list[str]:
     return words
 
 
-Differs = Callable[[Placement], bool]
+Differs = Callable[[RunPlacement], bool]
 """Whether a placement trains differently; one that fails does not."""
 
 
-def smallest(placement: Placement, differs: Differs) -> Placement:
+def smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
     """The smallest placement found that still differs, given one that does.
 
     Rows are made simpler first, then tiers, micro-batches, what splits layers, what else there is,
     and the number of workers last; of each the simplest that still differs is kept.
     """
+    # One run decides most cases: mistakes about the data or the number of workers show there.
     quick = replace(placement.reference(), size=2)
     if placement.size != 1 and quick != placement and differs(quick):
-        return quick  # what differs on two workers of ZERO_0 owes nothing to the rest
+        return quick  # the other settings do not matter: it differs without them
     tried = [placement, quick]
     for simpler in (rows, tiers, micro_batches, layers, rest, workers):
         for candidate in simpler(placement):
@@ -127,7 +128,7 @@ def smallest(placement: Placement, differs: Differs) -> Placement:
     return placement
 
 
-def rows(placement: Placement) -> Iterator[Placement]:
+def rows(placement: RunPlacement) -> Iterator[RunPlacement]:
     """Every row before its own, with the tiers that it may have."""
     for level in range(placement.level):
         found = placement.without("shard", "zero", "shard_within").having(zero=str(level))
@@ -137,7 +138,7 @@ def rows(placement: Placement) -> Iterator[Placement]:
         yield found
 
 
-def tiers(placement: Placement) -> Iterator[Placement]:
+def tiers(placement: RunPlacement) -> Iterator[RunPlacement]:
     """Without all tiers, then without one each."""
     given = [name for name in TIERS if name in placement.settings]
     for found in (placement.without(*given), *(placement.without(name) for name in given)):
@@ -145,12 +146,12 @@ def tiers(placement: Placement) -> Iterator[Placement]:
             yield found
 
 
-def micro_batches(placement: Placement) -> Iterator[Placement]:
+def micro_batches(placement: RunPlacement) -> Iterator[RunPlacement]:
     """With batches as they are."""
     yield placement.without(*MICRO)
 
 
-def layers(placement: Placement) -> Iterator[Placement]:
+def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
     """With layers whole, then split in fewer ways."""
     for names in (LAYERS, *((name,) for name in LAYERS)):
         if any(name in placement.settings for name in names):
@@ -162,7 +163,7 @@ def layers(placement: Placement) -> Iterator[Placement]:
             yield found
 
 
-def rest(placement: Placement) -> Iterator[Placement]:
+def rest(placement: RunPlacement) -> Iterator[RunPlacement]:
     """Without what else spreads it, all of it and then one each."""
     known = {*TRAINING, *LAYERS, *OF_LAYERS, "zero", "shard", *TIERS, *MICRO}
     given = [name for name in placement.settings if name not in known]
@@ -171,7 +172,7 @@ def rest(placement: Placement) -> Iterator[Placement]:
         yield placement.without(name)
 
 
-def workers(placement: Placement) -> Iterator[Placement]:
+def workers(placement: RunPlacement) -> Iterator[RunPlacement]:
     """On fewer workers, the fewest first."""
     if placement.size is None:
         return

@@ -18,15 +18,15 @@ from shardwise.tools.report import plot_look
 from shardwise.tools.report.plot_look import FAINT, GREY, INK
 from shardwise.tools.verify.comparing import growth
 from shardwise.tools.verify.report import Report, largest
-from shardwise.tools.verify.verdicts import TOLERANCE, Verdict, figure
+from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict, figure
 
 COLORS = ("#d9622b", "#2f8f5b", "#8a4fb0", "#b0892c", "#c23b6b", "#3a9aa8")
 REFERENCE = "#2563a8"
 VERDICTS = {
-    Verdict.BITS: "#2f8f5b",
-    Verdict.ROUNDING: "#2f8f5b",
-    Verdict.UNPROVED: "#b0892c",
-    Verdict.DIFFERS: "#b3261e",
+    TrainingVerdict.BITS: "#2f8f5b",
+    TrainingVerdict.ROUNDING: "#2f8f5b",
+    TrainingVerdict.UNPROVED: "#b0892c",
+    TrainingVerdict.DIFFERS: "#b3261e",
 }
 VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint", REFERENCE: "reference"} | {
     color: f"line-{number}" for number, color in enumerate(COLORS)

@@ -48,8 +48,8 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Fed:
-    """What all models were fed in a step: see tensor_log.Fed."""
+class FeedRecord:
+    """What all models were fed in a step: see tensor_log.FeedTotals."""
 
     elements: int
     hashes: int
@@ -67,7 +67,7 @@ class Step:
     weight: float
     lr: tuple[float, ...]
     samples: tuple[int, ...]
-    fed: Fed
+    fed: FeedRecord
     numbers: Mapping[str, float]
     tensors: Mapping[Key, Whole]
     skipped: bool = False
@@ -75,7 +75,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Training:
+class RecordedTraining:
     """A run: its steps by engine, the modules in the order of their first forward, and what its
     ranks noted (`driver`: engine, horovod or plain; `facts` of rank 0)."""
 
@@ -101,7 +101,7 @@ def steps_made(folder: Path) -> int:
     return max(len(found) - 1, 0)
 
 
-def read(folder: Path) -> Training:
+def read(folder: Path) -> RecordedTraining:
     """Everything that was recorded in `folder`."""
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
     files: dict[tuple[int, int], list[tuple[int, Path]]] = defaultdict(list)
@@ -123,7 +123,7 @@ def read(folder: Path) -> Training:
         order[engine] = rows[0][1]["order"] or order.get(engine, [])
         parameters[engine] = rows[0][1]["parameters"]
     # An original may have made optimizers that never step: those that do are counted.
-    return Training(_dense(engines), _dense(order), _dense(parameters), _facts(ranks))
+    return RecordedTraining(_dense(engines), _dense(order), _dense(parameters), _facts(ranks))
 
 
 def _dense(found: Mapping[int, T]) -> dict[int, T]:
@@ -152,7 +152,8 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
         numbers |= row["numbers"]
         samples += row["samples"]
     fed = [row["fed"] for _, row in rows]
-    # What an engine says is alike on all ranks; a Horovod script's loss is each rank's own.
+    # The loss of an engine is the same on all ranks. That of a Horovod script is each rank's own:
+    # their mean is what the script trains on.
     losses = [row.get("loss", math.nan) for _, row in rows]
     return Step(
         number=number,
@@ -161,7 +162,7 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
         weight=first.get("weight", math.nan),
         lr=tuple(first["lr"]),
         samples=tuple(sorted(samples)),
-        fed=Fed(
+        fed=FeedRecord(
             sum(each["elements"] for each in fed),
             sum(each["hashes"] for each in fed) % fingerprints.WORD,
             (
@@ -195,7 +196,7 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, Whole]:
 
 
 def _assembled(parts: list[tuple[int, Tensor]], known: Fingerprint) -> Tensor | None:
-    """The values of a tensor, flat; None where not all were recorded."""
+    """Return the values of a tensor, flat; None if some were not recorded."""
     if sum(values.numel() for _, values in parts) != known.numel:
         return None
     ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]

@@ -13,14 +13,14 @@ from typing import Any
 from shardwise import __version__
 from shardwise.tools.verify import verdicts
 from shardwise.tools.verify.comparing import Comparison, TensorDifference, growth
-from shardwise.tools.verify.plan import Plan
-from shardwise.tools.verify.verdicts import TOLERANCE, Result, Verdict
+from shardwise.tools.verify.request import VerifyRequest
+from shardwise.tools.verify.verdicts import TOLERANCE, Result, TrainingVerdict
 
 STYLES = {
-    Verdict.BITS: "green",
-    Verdict.ROUNDING: "green",
-    Verdict.UNPROVED: "yellow",
-    Verdict.DIFFERS: "red",
+    TrainingVerdict.BITS: "green",
+    TrainingVerdict.ROUNDING: "green",
+    TrainingVerdict.UNPROVED: "yellow",
+    TrainingVerdict.DIFFERS: "red",
 }
 SHOWN = 12
 """Tensors that the page shows of a placement, the largest differences first."""
@@ -30,7 +30,7 @@ SHOWN = 12
 class Report:
     """All results of a plan."""
 
-    plan: Plan
+    plan: VerifyRequest
     results: Sequence[Result]
 
     @property
@@ -46,7 +46,7 @@ class Report:
         return str(self.plan.reference)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> TrainingVerdict:
         """The worst of all."""
         return verdicts.worst(self.results)
 
@@ -54,7 +54,7 @@ class Report:
     def exit_code(self) -> int:
         """That of the worst verdict; 0 for one that is accepted."""
         worst = self.verdict
-        accepted = worst is Verdict.ROUNDING and self.plan.accepts_rounding
+        accepted = worst is TrainingVerdict.ROUNDING and self.plan.accepts_rounding
         return 0 if accepted else worst.value
 
     def machine(self) -> dict[str, str]:
@@ -92,7 +92,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def _result(result: Result) -> dict[str, Any]:
-    first = result.judged.first(TOLERANCE) if result.verdict is Verdict.DIFFERS else None
+    first = result.judged.first(TOLERANCE) if result.verdict is TrainingVerdict.DIFFERS else None
     tensors = [] if first is None else first.beyond(TOLERANCE)
     causes = result.found.causes if result.found is not None else []
     return {

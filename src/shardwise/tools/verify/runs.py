@@ -20,9 +20,9 @@ from shardwise.launch.orphan_reaper import LAST_WAIT, end_within
 from shardwise.launch.resources import usable_cores
 from shardwise.net.python_command import python_words
 from shardwise.tools.verify import rank_client, records
-from shardwise.tools.verify.placements import Placement
+from shardwise.tools.verify.placements import RunPlacement
 from shardwise.tools.verify.rank_client import SEATS, socket_path
-from shardwise.tools.verify.records import Training
+from shardwise.tools.verify.records import RecordedTraining
 from shardwise.world.tensor_log import WANTED
 
 SHIM = "shardwise.tools.verify.script"
@@ -43,7 +43,7 @@ OnStep = Callable[[int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
+class ScriptCommand:
     """What is run: its words, and whether the first is a module. `adopting` are the words of the
     module that is run in its place, which then runs it (--adopt)."""
 
@@ -60,8 +60,8 @@ class Run:
     values are recorded, where not of all small ones; `environ` goes to the processes.
     """
 
-    script: Script
-    placement: Placement | None
+    script: ScriptCommand
+    placement: RunPlacement | None
     steps: int
     alter: Mapping[str, Any] = field(default_factory=dict)
     values: Sequence[str] | None = None
@@ -91,7 +91,7 @@ def last_words(output: str) -> str:
 
 def make(
     run: Run, name: str, log: Path, on_step: OnStep, warm: WarmRanks | None = None
-) -> Training:
+) -> RecordedTraining:
     """Make the run called `name`, all its output going to `log`, its ranks forked from `warm` ones
     where that can be. Raises RunFailed; ended by Ctrl-C it ends its ranks first. What was recorded
     is removed in any case."""
@@ -105,7 +105,7 @@ def make(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(run),
+                env={**environment(run.most), **run.environ},
             )
             code = program.wait_for(process, lambda: on_step(records.steps_made(folder)))
         if code:
@@ -128,7 +128,8 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     }
     arguments = [json.dumps(given), *(run.script.adopting or run.script.words)]
     shim = ["-m", SHIM, *arguments]
-    # What the interpreter reads at its start must be there then; other hosts have no warm process.
+    # Not from a warm process if variables are given, which the interpreter reads at its start, or
+    # if ranks run on other hosts, which have none.
     if (
         warm is not None
         and warm.answers
@@ -143,13 +144,11 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     return [*python_words("shardwise"), "run", *flags, *shim]
 
 
-def _environment(run: Run) -> dict[str, str]:
-    return {**environment(run.most), **run.environ}
-
-
 def environment(most: int) -> dict[str, str]:
     """Return the variables of a run: as many threads at every size, so that no sum is cut in
     another way for that alone, and no hosts of a job, which may not see the records."""
+    # For the largest run: kernels cut sums by the number of threads, so a run of fewer ranks with
+    # more threads each would differ by rounding for that alone.
     threads = str(max(1, usable_cores() // most))
     kept = {n: value for n, value in os.environ.items() if n not in allocations.VARIABLES}
     return {"OMP_NUM_THREADS": threads, **kept}
@@ -161,7 +160,7 @@ class WarmRanks:
     `script` is what will be run: what it imports of known large packages is imported by them.
     """
 
-    def __init__(self, script: Script, most: int) -> None:
+    def __init__(self, script: ScriptCommand, most: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
         modules = " ".join(large_imports(script))
         self._processes = [
@@ -170,7 +169,7 @@ class WarmRanks:
         ]
 
     def _started(self, seat: int, modules: str, most: int) -> subprocess.Popen[bytes]:
-        # It listens from the beginning: a rank that comes before it has imported waits.
+        # Listen before the process exists: a rank that connects while it still imports torch waits.
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(socket_path(str(self._folder), seat))
             listener.listen(64)
@@ -179,7 +178,7 @@ class WarmRanks:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the runs, which end their ranks
+                start_new_session=True,  # Ctrl-C goes to the runs, which end their ranks first
                 env=environment(most),
                 pass_fds=[listener.fileno()],
             )
@@ -210,7 +209,7 @@ class WarmRanks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def large_imports(script: Script) -> list[str]:
+def large_imports(script: ScriptCommand) -> list[str]:
     """What a script imports that takes long, and that means the same before the script begins.
 
     Packages read variables such as HF_HOME when they are imported: a script that sets any, itself
@@ -218,7 +217,9 @@ def large_imports(script: Script) -> list[str]:
     it, which would be another one.
     """
     name = next((word for word in script.words if program.is_script(word)), "")
-    beside = _modules_beside(Path(name))
+    # Modules and packages next to the script, or in the current folder.
+    paths = (path for folder in (Path(name).parent, Path()) for path in folder.iterdir())
+    beside = {path.stem: path for path in paths if path.stem.isidentifier()}
     large, read, texts = set(LARGE), set[str](), [program.text_of(name)]
     found: set[str] = set()
     while texts:
@@ -226,19 +227,9 @@ def large_imports(script: Script) -> list[str]:
         if _SETS_VARIABLES.search(text):
             return []
         imported = {each for each in large | beside.keys() if program.imports(text, each)}
-        texts += [_text_of(beside[each]) for each in imported & beside.keys() - read]
+        for path in (beside[each] for each in imported & beside.keys() - read):
+            files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+            texts.append("\n".join(program.text_of(str(file)) for file in files))
         read |= imported
         found |= imported & large
     return sorted(found - beside.keys())
-
-
-def _modules_beside(script: Path) -> dict[str, Path]:
-    """Modules and packages by name that lie beside a script, or in the current folder."""
-    found = (path for folder in (script.parent, Path()) for path in folder.iterdir())
-    return {path.stem: path for path in found if path.stem.isidentifier()}
-
-
-def _text_of(path: Path) -> str:
-    """What stands in a module, or in all modules of a package."""
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return "\n".join(program.text_of(str(each)) for each in files)

@@ -14,14 +14,18 @@ from typing import Any
 from shardwise.tools.verify import learning_rates
 from shardwise.tools.verify.causes import Suspect
 from shardwise.tools.verify.comparing import Comparison, StepDifference
-from shardwise.tools.verify.records import Training
+from shardwise.tools.verify.records import RecordedTraining
 
 MANY = 3
 """Lines of a script that are shown of one kind."""
 
 
 def worth_a_trial(
-    reference: Training, other: Training, comparison: Comparison, tolerance: float, size: int
+    reference: RecordedTraining,
+    other: RecordedTraining,
+    comparison: Comparison,
+    tolerance: float,
+    size: int,
 ) -> list[Suspect]:
     """What may have made the difference, the most particular first."""
     first = comparison.first(tolerance)
@@ -34,6 +38,8 @@ def worth_a_trial(
         if learning_rates.pace(reference, other, size) > 1
         else {}
     )
+    # In order of trials. General ones come last: pretending that there is one worker also hides the
+    # effect of every particular mistake about their number.
     return [
         *_of_data(facts, comparison, first, size, ahead),
         *_of_weight(facts),
@@ -45,7 +51,7 @@ def worth_a_trial(
     ]
 
 
-def astray(training: Training) -> list[tuple[str, str]]:
+def astray(training: RecordedTraining) -> list[tuple[str, str]]:
     """Kind and name of buffers, and of plain tensors of modules, that ranks have other values of
     after a step."""
     found = {
@@ -178,12 +184,13 @@ _EXACT_MEAN = {
 
 
 def _of_loss(
-    reference: Training, other: Training, first: StepDifference, size: int
+    reference: RecordedTraining, other: RecordedTraining, first: StepDifference, size: int
 ) -> Iterator[Suspect]:
     """Losses that are a whole multiple of the reference's, or a whole part."""
     one, two = (each.engines[first.engine] for each in (reference, other))
     if len(one) < 2 or len(two) < 2:
         return
+    # In the first step, from equal parameters: later losses differ for other reasons too.
     theirs, ours = one[1].loss, two[1].loss
     if not (math.isfinite(theirs) and math.isfinite(ours) and theirs and ours):
         return

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shardwise.tools.verify.causes import Found
+from shardwise.tools.verify.causes import FoundCauses
 from shardwise.tools.verify.comparing import Comparison, StepDifference, TensorDifference
-from shardwise.tools.verify.placements import Placement
+from shardwise.tools.verify.placements import RunPlacement
 
 TOLERANCE = 1e-8
 """How far fp64 runs may be apart: relative, in every loss, norm and tensor."""
@@ -17,7 +17,7 @@ SAMPLES = 6
 """Numbers of samples that are shown."""
 
 
-class Verdict(Enum):
+class TrainingVerdict(Enum):
     """How a placement trains beside the reference, and the exit code of the worst one."""
 
     BITS = 0
@@ -32,10 +32,10 @@ class Verdict(Enum):
 
 
 _WORDS = {
-    Verdict.BITS: "equal to the last bit",
-    Verdict.ROUNDING: "equal within rounding",
-    Verdict.UNPROVED: "not proved",
-    Verdict.DIFFERS: "differs",
+    TrainingVerdict.BITS: "equal to the last bit",
+    TrainingVerdict.ROUNDING: "equal within rounding",
+    TrainingVerdict.UNPROVED: "not proved",
+    TrainingVerdict.DIFFERS: "differs",
 }
 
 
@@ -47,12 +47,12 @@ class Result:
     the smallest placement that differs, `causes` what takes the difference away.
     """
 
-    placement: Placement
-    verdict: Verdict
+    placement: RunPlacement
+    verdict: TrainingVerdict
     own: Comparison
     wide: Comparison | None = None
-    smallest: Placement | None = None
-    found: Found | None = None
+    smallest: RunPlacement | None = None
+    found: FoundCauses | None = None
     why: str = ""
     """Why there are no fp64 runs."""
     losses: tuple[Sequence[float], Sequence[float]] = field(default=((), ()))
@@ -72,7 +72,7 @@ class Result:
         return TOLERANCE
 
 
-def worst(results: Sequence[Result]) -> Verdict:
+def worst(results: Sequence[Result]) -> TrainingVerdict:
     """The verdict of all together."""
     return max((result.verdict for result in results), key=lambda each: each.value)
 
@@ -84,12 +84,12 @@ def sentences(result: Result) -> list[str]:
 
 def _verdict(result: Result) -> list[str]:
     steps = f"{result.steps} step{'s' * (result.steps != 1)}"
-    if result.verdict is Verdict.BITS:
+    if result.verdict is TrainingVerdict.BITS:
         return [
             f"Equal to the last bit over {steps}: every loss, gradient norm, parameter, buffer and "
             "optimizer state."
         ]
-    if result.verdict is Verdict.ROUNDING:
+    if result.verdict is TrainingVerdict.ROUNDING:
         asked, own = figure(TOLERANCE), figure(result.own.largest)
         if result.wide is None:
             return [f"Equal within rounding over {steps}: it agrees to {own} (asked: {asked})."]
@@ -98,12 +98,19 @@ def _verdict(result: Result) -> list[str]:
             f"{figure(result.wide.largest)} (asked: {asked}), so what differs as it is, by {own} "
             "at most, is the rounding of its precision and nothing else."
         ]
-    if result.verdict is Verdict.UNPROVED:
+    if result.verdict is TrainingVerdict.UNPROVED:
         return [
             f"Not proved: it differs by {figure(result.own.largest)} at most over {steps}. Whether "
             f"that is rounding cannot be shown, since the script does not run in fp64: {result.why}"
         ]
-    return [*_differs(result), *_smallest(result), *_cause(result)]
+    said = _differs(result)
+    if result.smallest is not None and result.smallest != result.placement:
+        said.append(f"The smallest placement that differs: {result.smallest}")
+    if result.found is not None:
+        said += [f"Cause: {cause.words}" for cause in result.found.causes] or [
+            "No cause was found by trying. " + result.found.clue
+        ]
+    return said
 
 
 def _differs(result: Result) -> list[str]:
@@ -140,7 +147,8 @@ def what(step: StepDifference, tolerance: float) -> str:
         )
         if not value <= tolerance
     ]
-    said = [f"It differs in {_and(figures)}."] if figures else []
+    listed = " and ".join([", ".join(figures[:-1]), figures[-1]] if figures[1:] else figures)
+    said = [f"It differs in {listed}."] if figures else []
     if step.skipped:
         said.insert(0, "One of the two skipped this step, and the other did not.")
     if any(step.samples):
@@ -186,24 +194,6 @@ def tensor(found: TensorDifference) -> str:
     return said
 
 
-def _smallest(result: Result) -> list[str]:
-    if result.smallest is None or result.smallest == result.placement:
-        return []
-    return [f"The smallest placement that differs: {result.smallest}"]
-
-
-def _cause(result: Result) -> list[str]:
-    if result.found is None:
-        return []
-    if not result.found.causes:
-        return ["No cause was found by trying. " + result.found.clue]
-    return [f"Cause: {cause.words}" for cause in result.found.causes]
-
-
 def figure(value: float) -> str:
     """A relative difference with as many digits as are of use."""
     return "0" if value == 0 else f"{value:.2g}"
-
-
-def _and(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,4 +1,4 @@
-"""What a verification is asked for."""
+"""Defines what `shardwise verify` is asked to do."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.tools.verify.placements import Placement
-from shardwise.tools.verify.runs import Script
+from shardwise.tools.verify.placements import RunPlacement
+from shardwise.tools.verify.runs import ScriptCommand
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class VerifyRequest:
     """`script` under each of `placements`, for `steps` steps, beside the reference: one rank of
     ZERO_0, or the script `against`. `causes`: whether they are looked for."""
 
-    script: Script
-    placements: Sequence[Placement]
+    script: ScriptCommand
+    placements: Sequence[RunPlacement]
     steps: int
     out: Path
-    against: Script | None = None
+    against: ScriptCommand | None = None
     causes: bool = True
     precision: str = "fp32"
     accepts_rounding: bool = False
@@ -31,6 +31,6 @@ class Plan:
         return max((each.size or 1 for each in self.placements), default=1)
 
     @property
-    def reference(self) -> Placement | None:
+    def reference(self) -> RunPlacement | None:
         """How the reference is spread; None for a script that is run by itself."""
         return None if self.against is not None else self.placements[0].reference()
