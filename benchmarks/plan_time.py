@@ -11,19 +11,22 @@ docs/plan_accuracy.md.
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
+import contenders
 import figure
+import machine
 import plan_docs
+import workloads
+from crew import Crew
+from figures import step_times
+from rounds import WARM_UP
 from shardwise.layout.placement import Placement
 from shardwise.tools.plan.calibrate import calibrate
 from shardwise.tools.plan.catalogue import read_catalogue
@@ -31,6 +34,7 @@ from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.clock import ScriptClock
 from shardwise.tools.plan.cluster import parse_cluster
 from shardwise.tools.plan.observe import ObservedStep, Script, observe_sizes
+from workloads import Setting
 
 SCRIPT = Path(__file__).with_name("plan_step.py")
 FIRST = "A"
@@ -38,6 +42,8 @@ FIRST = "A"
 
 TITLE = "Step time, measured here"
 GOALS = {1: 0.05, 2: 0.10}
+LIMIT = 300.0
+"""Seconds for the start and for the steps of one run."""
 
 
 @dataclass(frozen=True)
@@ -98,16 +104,13 @@ def predict(step: ObservedStep, ranks: int, level: int, hardware: Path) -> float
 
 
 def measure(options: argparse.Namespace, name: str, ranks: int, level: int) -> float:
-    """The median of a training's steps, in seconds; each rank has its share of the cores."""
+    """Return the median step of some, in seconds."""
     # The calibration has measured all cores together, so a step must use all of them.
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "seconds.json"
-        words = [sys.executable, "-m", "shardwise", "run", "-n", str(ranks), "--quiet"]
-        words += ["--zero", str(level), str(SCRIPT), name, "--steps", str(options.steps)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        subprocess.run([*words, "--out", str(out)], env=environment, check=True)
-        return float(json.loads(out.read_text()))
+    setting = Setting(threads=max(1, machine.cores() // ranks))
+    workload = workloads.CONFIGURATIONS[name]
+    with Crew(contenders.row(level), workload, ranks, LIMIT, setting) as crew:
+        stint = crew.take(WARM_UP + options.steps)
+    return median(step_times(stint.ends)[WARM_UP - 1 :]) / 1e3
 
 
 def table(rows: Sequence[Row], facts: Mapping[str, str]) -> list[str]:

@@ -1,7 +1,7 @@
-"""What the site has beside docs/: pages that lie elsewhere, help of the command, lists of files.
+"""Adds to the site of docs/: pages from other folders, help of the command, lists of files.
 
-mkdocs calls the functions `on_...`. A link is written as it works in the repository; what it leads
-to must exist, and where that is no page of the site only its text is left.
+mkdocs calls the functions `on_...`. Links are written as they work in the repository. Their targets
+must exist; if a target is no page of the site, only the text of the link stays.
 """
 
 import ast
@@ -32,9 +32,9 @@ PAGES = {
 LINK = re.compile(
     r"^```.*?^```$|`[^`\n]+`(?!\])|\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", re.M | re.S
 )
-"""A link, or code, in which there is none."""
+"""A link; or code, which contains no links."""
 SHOWN = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.M)
-"""What a page of the reference shows, and the name that it has there."""
+"""A module or object on a page of the reference, and its name there."""
 ROOMS = ("accelerate", "horovod", "lightning", "transformers")
 """The packages whose names users import."""
 COMMANDS = ("run", "doctor", "scale", "pipeline-plan", "verify", "checkpoint", "timeline")
@@ -50,7 +50,7 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that lie outside of docs/, and their pictures."""
+    """Add the pages from outside of docs/, and their pictures."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     for picture in (ROOT / "benchmarks" / "results").glob("*.png"):
@@ -60,7 +60,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Fill in what is made here, and turn links of the repository into those of the site."""
+    """Insert generated text, and turn links of the repository into links of the site."""
     markdown = re.sub(r"<!-- help of the command -->", lambda _: _help(), markdown)
     markdown = re.sub(r"<!-- the files -->", lambda _: "\n".join(_files(SOURCES)), markdown)
     source = Path(page.file.abs_src_path).resolve().relative_to(ROOT)
@@ -85,13 +85,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _in_site(path: str) -> str | None:
-    """Where a file that is not among PAGES stands in the site; None where it is no part of it."""
+    """Return the site's path of a file that is not in PAGES; None if the site does not have it."""
     is_page = path.endswith((".md", ".png"))
     return path.removeprefix("docs/") if is_page else None
 
 
 def _help() -> str:
-    """What `shardwise COMMAND --help-all` writes, for each command."""
+    """Return the output of `shardwise COMMAND --help-all` for each command."""
     parts = []
     for name in COMMANDS:
         command = cli._shardwise.commands[name]
@@ -106,7 +106,7 @@ def _help() -> str:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Each file below `folder` with the first sentence of its docstring."""
+    """Yield each file below `folder` with the first sentence of its docstring."""
     yield f"\n## {folder.relative_to(SOURCES.parent)}\n\n| file | |\n|---|---|"
     for path in sorted(folder.glob("*.py")):
         if said := ast.get_docstring(ast.parse(path.read_text())):
@@ -118,13 +118,13 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _public(package: Any) -> Iterator[str]:
-    """What users may name: `shardwise.Engine`, `shardwise.horovod.allreduce`, ..."""
+    """Yield public names: `shardwise.Engine`, `shardwise.horovod.allreduce`, ..."""
     for module in (package, *(package[name] for name in ROOMS)):
         yield from (f"{module.path}.{name}" for name in module.exports if name[0] != "_")
 
 
 def _shown(package: Any) -> Iterator[str]:
-    """What the pages of the reference show; a module there shows its names for its package."""
+    """Yield the names on the pages of the reference; a module there stands for its exports."""
     for page in (ROOT / "docs" / "reference").glob("*.md"):
         for path, heading in SHOWN.findall(page.read_text()):
             yield heading or path
@@ -140,7 +140,7 @@ def _undocumented(package: Any) -> Iterator[str]:
 
 
 def _without_docstring(thing: Any) -> Iterator[str]:
-    """`thing`, and what is public in it, where they have no docstring of their own."""
+    """Yield `thing` and its public members that have no docstring."""
     if thing.is_alias:
         thing = thing.final_target
     if not (thing.docstring or thing.is_attribute):

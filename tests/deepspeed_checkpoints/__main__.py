@@ -97,7 +97,7 @@ def train(rank: int, name: str, folder: str, meeting: str) -> None:
 
 
 def make(name: str) -> None:
-    """Write the checkpoint `name` anew."""
+    """Write the checkpoint `name`, in place of an older one."""
     folder = small.HERE / name
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as aside:

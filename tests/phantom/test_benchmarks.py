@@ -1,8 +1,8 @@
 """The benchmarks of a GPU, run on the simulated device at sizes that say nothing.
 
-Every figure that such a device has must come out: launches, synchronisations, bytes, losses. Of
-time it has none. What it does not run (DDP and FSDP2, which reach into CUDA itself, and
-torch.compile) goes through the same code on the CPU.
+The device must yield all of its figures: launches, synchronisations, bytes, losses. It takes no
+time. It does not run DDP and FSDP2, which call CUDA itself, nor torch.compile: the same code runs
+them on the CPU.
 """
 
 import contextlib
@@ -158,7 +158,7 @@ EVENTS = [
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16-mixed", "fp32"])
 def test_switches_of_tf32_do_not_contradict_each_other(modules, precision):
-    """Else torch raises in whatever asks for them, such as the compiler."""
+    """Reading switches that contradict each other raises; the compiler reads them."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     try:

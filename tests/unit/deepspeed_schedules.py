@@ -59,7 +59,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
 ]
-"""Schedules and their keywords, of which a file has DeepSpeed's figures."""
+"""Schedules and their keywords."""
 
 
 def rates(kind: Any, params: dict[str, Any]) -> list[list[float]]:
