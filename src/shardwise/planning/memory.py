@@ -245,8 +245,8 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
 def _update_temporaries(layout: StateLayout, rank: int) -> int:
     """Return the most bytes that the update of one bucket makes.
 
-    These are a copy of narrow gradients, temporaries of a loop, and for a disk the first values of a
-    span's state, which are made in memory before they are written.
+    These are a copy of narrow gradients, temporaries of a loop, and for a disk the first values of
+    a span's state, which are made in memory before they are written.
     """
     on_disk = layout.row.tier("optimizer").kind == "nvme"
     most = 0

@@ -11,12 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.planning.memory import KINDS, MemoryPlan
-from shardwise.plot_look import GREY, INK
 from shardwise.printable import byte_unit, in_bytes
+from shardwise.report.look import (
+    AMBER,
+    APRICOT,
+    BLUE,
+    BROWN,
+    CRIMSON,
+    GREEN,
+    GREY,
+    INK,
+    MINT,
+    ORANGE,
+    PURPLE,
+    SAND,
+    SLATE,
+    TEAL,
+)
 
 COLORS = (
-    "#2563a8", "#3a9aa8", "#8a4fb0", "#8d99ae", "#b8a999", "#6cc795", "#2f8f5b", "#7a6a5c",
-    "#22272e", "#f0915f", "#d9622b", "#e0a458", "#c23b6b",
+    BLUE, TEAL, PURPLE, SLATE, SAND, MINT, GREEN, BROWN, APRICOT, ORANGE, AMBER, CRIMSON
 )  # fmt: skip
 """A color for each kind, in the order of KINDS."""
 

@@ -9,11 +9,24 @@ from typing import Any
 from shardwise.planning.choice import Estimate
 from shardwise.planning.cost import Cost, frontier
 from shardwise.planning.stages import KINDS
-from shardwise.plot_look import FAINT, INK
+from shardwise.report.look import (
+    AMBER,
+    BLUE,
+    BROWN,
+    CRIMSON,
+    FAINT,
+    GREEN,
+    INK,
+    OCHRE,
+    ORANGE,
+    PURPLE,
+    SAND,
+    SLATE,
+    TEAL,
+)
 
 COLORS = (
-    "#2563a8", "#3a9aa8", "#7a6a5c", "#8a4fb0", "#d9622b", "#c23b6b",
-    "#b0892c", "#b8a999", "#2f8f5b", "#e0a458", "#8d99ae",
+    BLUE, TEAL, BROWN, PURPLE, ORANGE, CRIMSON, OCHRE, SAND, GREEN, AMBER, SLATE
 )  # fmt: skip
 """A color for each kind, in the order of KINDS."""
 
@@ -95,7 +108,7 @@ def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
         across = [[scale * (days - cost.days_low)], [scale * (cost.days_high - days)]]
         place = scale * days, dollars
         axis.errorbar(*place, yerr=reach, xerr=across, color=FAINT, linewidth=0.8, zorder=1)
-        axis.plot(*place, "o", color=COLORS[0])
+        axis.plot(*place, "o", color=BLUE)
     best = frontier(points)
     for days, dollars, each in best:  # on the side where no other lies, and of those alone
         axis.annotate(
@@ -108,7 +121,7 @@ def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
             va="top",
         )
     line = [scale * days for days, *_ in best], [dollars for _, dollars, _ in best]
-    axis.plot(*line, color=COLORS[4])
+    axis.plot(*line, color=ORANGE)
     axis.set_xlabel(unit)
     axis.set_ylabel("dollars, between the cheapest and the dearest price")
     axis.set_xlim(left=0)

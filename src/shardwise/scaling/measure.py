@@ -5,21 +5,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardwise.errors import LaunchError
-from shardwise.printable import as_utf8
+from shardwise.report.output import check_can_draw
 from shardwise.scaling import report as reports
 from shardwise.scaling import runs
 from shardwise.scaling.report import ScalingReport
 from shardwise.scaling.runs import MeasuredRun, ScalingPlan
-
-NEEDS = ("matplotlib", "jinja2")
 
 
 def measure(plan: ScalingPlan) -> int:
@@ -28,11 +24,7 @@ def measure(plan: ScalingPlan) -> int:
     Interrupted, it writes what has been measured by then.
     Raises LaunchError where something that is needed is not installed.
     """
-    if missing := [name for name in NEEDS if find_spec(name) is None]:
-        raise LaunchError(
-            f"shardwise scale draws with {' and '.join(missing)}, which is not installed: "
-            "pip install 'shardwise[scale]'"
-        )
+    check_can_draw("shardwise scale")
     console = Console(highlight=False, markup=False)
     plan.out.mkdir(parents=True, exist_ok=True)
     made: list[MeasuredRun] = []
@@ -55,8 +47,7 @@ def _tell(report: ScalingReport, console: Console) -> None:
     reports.write(report, plan.out)
     from shardwise.scaling import plots  # half a second, which nobody waits for before
 
-    pictures = plots.draw(report, plan.out)
-    (plan.out / "scaling.html").write_bytes(as_utf8(plots.render_page(report, pictures)))
+    plots.write_report_page(report, plots.draw(report, plan.out), plan.out / "scaling.html")
     console.print(reports.table(report))
     for note in report.notes():
         console.print(note, style="dim")

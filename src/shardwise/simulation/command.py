@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,8 @@ from rich.table import Table
 from shardwise.errors import ConfigError
 from shardwise.planning.catalogue import read_catalogue
 from shardwise.planning.cluster import Cluster, parse_cluster
-from shardwise.printable import many
+from shardwise.printable import many, plain_console
+from shardwise.report.output import is_stdout, write_json
 from shardwise.simulation.failure_classes import Failures, Topology, read_failures
 from shardwise.simulation.goodput import (
     FACTORS,
@@ -36,9 +36,6 @@ from shardwise.simulation.slow_links import SlowLinks
 SEARCH_TRIALS = 5
 """Trials of each interval, where the best one is looked for."""
 
-WIDTH = 100
-"""Columns of the tables where there is no terminal."""
-
 
 def run(asked: Asked, out: Path, json_file: Path | None) -> int:
     """Simulate what is `asked`, and show it. Raises ConfigError for what cannot be."""
@@ -51,8 +48,8 @@ def run(asked: Asked, out: Path, json_file: Path | None) -> int:
         if model.islands > 1:
             whole, _ = _found(asked, as_a_whole(asked, model), tick)
     report = Report(asked, cluster, failures, found, tried, whole)
-    if str(json_file) != "-":
-        show(report, Console(highlight=False, markup=False) if sys.stdout.isatty() else _plain())
+    if not is_stdout(json_file):
+        show(report, plain_console())
     write(report, out, json_file)
     return 0
 
@@ -177,11 +174,6 @@ def _progress(asked: Asked, model: RunModel) -> Iterator[Any]:
         yield lambda: bar.advance(task)
 
 
-def _plain() -> Console:
-    """A console for output that is not a terminal."""
-    return Console(width=WIDTH, highlight=False, markup=False)
-
-
 def show(report: Report, console: Console) -> None:
     """Print the finding, where the time went, and what failed."""
     console.print(headline(report), soft_wrap=True)
@@ -205,15 +197,10 @@ def show(report: Report, console: Console) -> None:
 
 def write(report: Report, out: Path, json_file: Path | None) -> None:
     """Write page and plot to `out`, and the JSON where it is asked for."""
-    text = json.dumps(as_json(report), indent=1)
-    if json_file is not None and str(json_file) == "-":
-        click.echo(text)
-    elif json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(text + "\n")
+    write_json(json.dumps(as_json(report), indent=1), json_file)
     from shardwise.simulation import pictures  # half a second, which nobody waits for before
 
     out.mkdir(parents=True, exist_ok=True)
     page = pictures.draw(report, out)
-    if str(json_file) != "-":
+    if not is_stdout(json_file):
         click.echo(f"page and plot: {page}")

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -20,6 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardwise.errors import LaunchError
 from shardwise.printable import printable
+from shardwise.report.output import check_can_draw, is_stdout
 from shardwise.verify import page, runs, verdicts
 from shardwise.verify.flow import Verification
 from shardwise.verify.plan import Plan
@@ -28,7 +28,6 @@ from shardwise.verify.report import STYLES, Report
 from shardwise.verify.runs import RECORDS, Run, RunFailed, WarmRanks
 from shardwise.verify.verdicts import Result
 
-NEEDS = ("matplotlib", "jinja2")
 FAILED = 1
 LOGS = "verify-logs"
 """The folder, beside the report, of what each run printed."""
@@ -106,12 +105,8 @@ def verify(plan: Plan, json_file: Path | None) -> int:
 
     Raises LaunchError for what cannot be verified, and where something that is needed is missing.
     """
-    if missing := [name for name in NEEDS if find_spec(name) is None]:
-        raise LaunchError(
-            f"shardwise verify draws with {' and '.join(missing)}, which is not installed: "
-            "pip install 'shardwise[scale]'"
-        )
-    to_stdout = json_file is not None and str(json_file) == "-"
+    check_can_draw("shardwise verify")
+    to_stdout = is_stdout(json_file)
     if json_file is not None and not json_file.parent.is_dir():
         raise LaunchError(
             f"--json {json_file} cannot be written: there is no folder {json_file.parent}."
