@@ -32,5 +32,5 @@ dist: install  ## wheel and sdist, into dist
 benchmark: install  ## hours: step time, memory and scaling beside the peers that PYTHON has
 	@scripts/benchmark
 
-gpu: install  ## a GPU's first hour: tests and figures, in steps of nine minutes: make gpu STEP="tests offload"
+gpu: install  ## tests and figures on a GPU, in steps of nine minutes: make gpu STEP="tests first"
 	@scripts/gpu $(STEP)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -13,27 +12,32 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from contenders import Contender
-from link import INTERFACE, Link, words_of
+from link import INTERFACE, Link
 from workloads import Setting, Workload, told
 
-HERE = Path(__file__).parent
+WORKER = Path(__file__).with_name("worker.py")
 PYTHON = [sys.executable]
-"""What runs the ranks' script; tests have one here that gives it a simulated device."""
+"""The command that runs a rank's script; tests replace it by one with a simulated device."""
 
 LOG_LINES = 30
 SAMPLE_EVERY = 0.01
 
 
 class CrewFailed(Exception):
-    """A rank raised, died or did not answer in time; the message ends with what it wrote."""
+    """A rank raised or died; the message ends with its output."""
+
+
+class TooLate(CrewFailed):
+    """A rank gave no answer in time."""
 
 
 class NotInstalled(Exception):
-    """A rank could not import what it needs; the message is the module's name."""
+    """A rank could not import a module; the message is the module's name."""
 
 
 class DoesNotFit(Exception):
@@ -42,13 +46,11 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Stint:
-    """Some steps of a crew: per rank, the moments in ns at which each ended, the losses, each
-    update (`job.Update`), what else it had to tell (`Job.told`), and what was seen of its device
-    (`device_trace.Seen`, as numbers) where that was asked for."""
+    """Some steps of a crew, by rank: the moments in ns at which each ended, the losses, the answers
+    to `Job.told`, and of traced steps the profile (`device_trace.Seen`, as numbers)."""
 
     ends: list[list[int]]
     losses: list[list[float]]
-    updates: list[list[tuple[int, int, int]]]
     told: list[dict[str, Any]]
     seen: list[dict[str, Any]] = field(default_factory=list)
 
@@ -74,9 +76,9 @@ class Crew:
         self.size = 1 if contender.alone else ranks
         self.setting = setting or Setting()
         self._limit, self._until, self._link = limit, until, link
-        self._folder = tempfile.TemporaryDirectory(prefix="step-time-")
+        self._folder = tempfile.TemporaryDirectory(prefix="crew-")
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._lines: list[_Lines] = []
+        self._ranks: list[Connection] = []
         try:
             self._start(contender, workload)
             self.empty = [answer["empty"] for answer in self._answers()]
@@ -95,31 +97,26 @@ class Crew:
         """The process of each rank."""
         return [process.pid for process in self._processes]
 
-    def file(self, name: str) -> Path:
-        """The path of a file that the ranks wrote where they run."""
-        return Path(self._folder.name) / name
-
     def take(
         self, steps: int, meanwhile: Callable[[], None] | None = None, *, traced: bool = False
     ) -> Stint:
-        """Train `steps` steps; call `meanwhile` again and again until they are done. What is seen
-        of the device is recorded if they are to be `traced`."""
-        for lines in self._lines:
-            lines.send({"steps": steps, "traced": traced})
+        """Train `steps` steps, `traced` by a profiler or not; call `meanwhile` until they are
+        done."""
+        self._ask(steps=steps, traced=traced)
         answers = self._answers(meanwhile)
-        columns = ("ends", "losses", "updates", "told", *(["seen"] if traced else []))
+        columns = ("ends", "losses", "told", *(["seen"] if traced else []))
         return Stint(*([answer[name] for answer in answers] for name in columns))
 
     def release(self) -> None:
         """Return the memory that the ranks' allocators keep to the GPU, for other crews."""
-        for lines in self._lines:
-            lines.send({"steps": 0, "release": True})
+        self._ask(steps=0, release=True)
         self._answers()
 
     def close(self) -> None:
-        """End every rank: by hanging up, and then by force."""
-        for lines in self._lines:
-            lines.close()
+        """Close the sockets, which ends every rank; kill those that stay."""
+        # An idle rank exits when its socket ends; one that hangs in a step does not.
+        for rank in self._ranks:
+            rank.close()
         for process in self._processes:
             try:
                 process.wait(timeout=2)
@@ -141,59 +138,74 @@ class Crew:
                     "listen_fd": listener.fileno() if rank == 0 and not self._link else None,
                     "addresses": self._link.addresses if self._link else (),
                 }
-                spec = {"module": contender.module, "options": contender.options, "job": job}
+                spec = {"build": contender.build, "options": contender.options, "job": job}
+                # Rank 0 inherits the listening socket: no other process can take its port.
                 fds = [listener.fileno()] if rank == 0 else []
                 self._spawn(rank, spec, fds, contender.environment)
 
     def _spawn(
         self, rank: int, spec: dict[str, Any], fds: list[int], environment: Mapping[str, str]
     ) -> None:
-        ours, theirs = socket.socketpair()
-        before = words_of(self._link, rank)
+        before: list[str] = []
         if self._link:
+            before = self._link.enter(rank)
             environment = {"GLOO_SOCKET_IFNAME": INTERFACE} | dict(environment)
+        # A socket pair, which `ip netns exec` passes on, and which ends when either side dies.
+        ours, theirs = socket.socketpair()
         with theirs, self._log(rank).open("wb") as log:
             process = subprocess.Popen(
-                [*before, *PYTHON, HERE / "worker.py", str(theirs.fileno()), json.dumps(spec)],
+                [*before, *PYTHON, WORKER, str(theirs.fileno()), json.dumps(spec)],
                 pass_fds=[theirs.fileno(), *fds],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=log,  # a pipe that nobody reads would block a rank that writes much
                 stderr=subprocess.STDOUT,
-                cwd=self._folder.name,
+                cwd=self._folder.name,  # files that libraries write there go with it
                 env=_environment(self.setting) | environment,
             )
         self._processes.append(process)
-        self._lines.append(_Lines(ours))
+        self._ranks.append(Connection(ours.detach()))
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}.log"
 
+    def _ask(self, **message: Any) -> None:
+        for rank in self._ranks:
+            # If the rank has died, `_answer` reports its output.
+            with contextlib.suppress(ConnectionError):
+                rank.send(message)
+
     def _answers(self, meanwhile: Callable[[], None] | None = None) -> list[dict[str, Any]]:
-        """One message from every rank, in rank order."""
+        """Return one message from every rank, in rank order."""
         begun = time.monotonic()
         deadline = min(begun + self._limit, self._until)
-        waiting = dict(enumerate(self._lines))
         answers: dict[int, dict[str, Any]] = {}
+        waiting = {connection: rank for rank, connection in enumerate(self._ranks)}
         while waiting:
             if meanwhile is not None:
                 meanwhile()
             pause = SAMPLE_EVERY if meanwhile else deadline - time.monotonic()
-            ready, _, _ = select.select(list(waiting.values()), [], [], max(pause, 0))
-            for rank in [rank for rank, lines in waiting.items() if lines in ready]:
-                answers[rank] = self._checked(rank, waiting.pop(rank).receive())
-            if time.monotonic() > deadline:
+            # wait() refuses an infinite timeout.
+            pause = None if pause == math.inf else max(pause, 0)
+            for connection in wait(list(waiting), pause):
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                answers[rank] = self._answer(rank, connection)
+            if waiting and time.monotonic() > deadline:
                 waited = time.monotonic() - begun
-                raise CrewFailed(f"rank(s) {sorted(waiting)} gave no answer in {waited:.0f} s")
+                late = sorted(waiting.values())
+                raise TooLate(f"rank(s) {late} gave no answer in {waited:.0f} s")
         return [answers[rank] for rank in range(self.size)]
 
-    def _checked(self, rank: int, answer: dict[str, Any] | None) -> dict[str, Any]:
-        if answer is None:
+    def _answer(self, rank: int, connection: Connection) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = connection.recv()
+        except (EOFError, ConnectionError):
             written = self._log(rank).read_text(errors="replace").splitlines()[-LOG_LINES:]
             if self._processes[rank].wait() == -signal.SIGKILL:
                 raise DoesNotFit(
                     f"rank {rank} was killed, as the system does for the host's memory"
-                )
-            raise CrewFailed("\n".join([f"rank {rank} died; it wrote:", *written]))
+                ) from None
+            raise CrewFailed("\n".join([f"rank {rank} died; it wrote:", *written])) from None
         if "missing" in answer:
             raise NotInstalled(answer["missing"])
         if "full" in answer:
@@ -203,37 +215,9 @@ class Crew:
         return answer
 
 
-class _Lines:
-    """Lines of JSON over a socket, as something `select` takes."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._file = connection.makefile("r")
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def send(self, message: dict[str, Any]) -> None:
-        # If the rank has gone, `receive` returns None, and the crew says what the rank wrote.
-        with contextlib.suppress(ConnectionError):
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> dict[str, Any] | None:
-        """The next message, or None when the rank has gone."""
-        try:
-            line = self._file.readline()
-        except ConnectionError:
-            line = ""
-        return json.loads(line) if line else None
-
-    def close(self) -> None:
-        self._file.close()
-        self._connection.close()
-
-
 def _environment(setting: Setting) -> dict[str, str]:
-    """As many threads per rank as it is to have, the loopback, and no setting of the caller's that
-    moves one row. Ranks on the CPU see no GPU."""
+    """Return the variables of a rank: its threads, the loopback, and none of the caller's settings
+    of Shardwise, which would change only our rows. Ranks on the CPU see no GPU."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SHARDWISE_")}
     kept |= {
         "OMP_NUM_THREADS": str(setting.threads),

@@ -1,15 +1,12 @@
-"""DeepSpeed's CIFAR example, unmodified, on made images, through `shardwise deepspeed`.
+"""DeepSpeed's CIFAR example, unmodified, on artificial images, through `shardwise deepspeed`.
 
     git clone https://github.com/deepspeedai/DeepSpeedExamples
     python benchmarks/deepspeed_cifar.py DeepSpeedExamples --ranks 2 --stage 2
 
-Images of a class have its colour under noise, so that a few hundred steps tell classes apart. They
-lie where torchvision looks for CIFAR-10, and its comparison with the sums of the real files is off.
-Printed is what the example prints: the mean loss, and the accuracy on images that it has not seen.
-Needs torchvision.
+Images of a class have its colour under noise, so that a few hundred steps can classify them. They
+replace CIFAR-10 in torchvision's folder, and its check of the files' sums is off. The example
+prints the mean loss, and the accuracy on images that it has not seen. Needs torchvision.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
@@ -46,11 +43,11 @@ class Unchecked(MetaPathFinder):
 
 sys.meta_path.insert(0, Unchecked())
 """
-"""As sitecustomize: torchvision takes files whose sums are not those of CIFAR-10."""
+"""As sitecustomize: makes torchvision accept files with other sums than CIFAR-10's."""
 
 
 def batch(rows: int, draws: np.random.Generator) -> dict[str, object]:
-    """A file of CIFAR-10: `rows` images of 3 x 32 x 32 bytes, with classes in turn."""
+    """Return a file of CIFAR-10: `rows` images of 3 x 32 x 32 bytes, with classes in turn."""
     labels = np.arange(rows) % 10
     colours = np.random.default_rng(0).integers(40, 216, (10, 3))
     images = colours[labels][:, :, None] + draws.normal(0, 30, (rows, 3, 1024))
@@ -59,7 +56,7 @@ def batch(rows: int, draws: np.random.Generator) -> dict[str, object]:
 
 
 def make(folder: Path, rows: int) -> None:
-    """Write `rows` images to train on and a tenth as many to test, as CIFAR-10's files are."""
+    """Write `rows` images for training and a tenth as many for tests, in CIFAR-10's files."""
     place = folder / "data" / "cifar-10-batches-py"
     place.mkdir(parents=True)
     draws = np.random.default_rng(1)
@@ -72,7 +69,7 @@ def make(folder: Path, rows: int) -> None:
 
 
 def main() -> None:
-    """Make the images, and run the example."""
+    """Write the images, and run the example."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("examples", type=Path, help="a checkout of DeepSpeedExamples")
     parser.add_argument("--ranks", type=int, default=2)

@@ -1,14 +1,7 @@
-"""Losses and norms of a PipelineModule over 10 steps, beside DeepSpeed's and PyTorch's.
+"""A small language model as a PipelineModule, and in plain PyTorch: a case of deepspeed_parity.py.
 
-    python benchmarks/deepspeed_pipeline.py
-
-A small language model whose embedding is its head too, in two stages on one and two replicas, fp32
-on the CPU over Gloo. Each library runs all cases in one start of torchrun; plain PyTorch runs them
-in one process. Printed are the largest relative differences of the mean loss and of the gradient's
-norm before clipping, where DeepSpeed has one.
+Its embedding is its head too. It trains in two stages, in fp32 on the CPU over Gloo.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -17,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from beside_deepspeed import both, difference, drive, parser, shown
 
 STEPS, MICRO, ROWS = 10, 4, 2
 WORDS, WIDTH, LENGTH, BLOCKS = 13, 16, 8, 4
@@ -31,7 +22,7 @@ CASES = {
     "stage 1, type:Block": (1, 1.0, {"partition_method": "type:Block"}),
     "stage 1, layers run again": (1, 1.0, {"activation_checkpoint_interval": 1}),
 }
-"""By name the stage of ZeRO, what gradients are clipped to, and arguments of PipelineModule."""
+"""By name the stage of ZeRO, the norm for clipping, and arguments of PipelineModule."""
 
 
 class Block(nn.Module):
@@ -63,7 +54,7 @@ def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 class Plain(nn.Module):
-    """The same layers, under the names that a PipelineModule gives them."""
+    """The same layers under their names in a PipelineModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,13 +73,13 @@ class Plain(nn.Module):
 
 
 def weights() -> dict[str, Tensor]:
-    """What all begin with."""
+    """Return the first weights of all."""
     torch.manual_seed(0)
     return Plain().state_dict()
 
 
 def batches(replica: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless pairs of words and those that follow."""
+    """Yield pairs of words and the words that follow them, endlessly."""
     draws = torch.Generator().manual_seed(replica)
     while True:
         text = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=draws)
@@ -96,7 +87,7 @@ def batches(replica: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def plain(replicas: int, clipping: float) -> list[list[float]]:
-    """Loss and norm of each step in one process."""
+    """Return loss and norm of each step in one process."""
     model = Plain()
     model.load_state_dict(weights())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -116,7 +107,7 @@ def plain(replicas: int, clipping: float) -> list[list[float]]:
 def train(
     deepspeed: Any, stage: int, clipping: float, arguments: dict[str, Any]
 ) -> list[list[float]]:
-    """Loss and norm of each step through DeepSpeed's interface."""
+    """Return loss and norm of each step through DeepSpeed's interface."""
     pipe = import_module(f"{deepspeed.__name__}.pipe")
     tied = ("words", Words, WORDS, WIDTH)
     layers = [
@@ -147,27 +138,3 @@ def train(
         rows.append([float(loss), float("nan" if norm is None else norm)])
     engine.destroy()
     return rows
-
-
-def compare(replicas: int, names: list[str]) -> None:
-    """Print a table of all cases in two stages on `replicas`."""
-    ours, theirs = both(__file__, STAGES * replicas, names)
-    alone = {clipping: plain(replicas, clipping) for clipping in (0.0, 1.0)}
-    print(
-        f"\n| {STAGES} stages x {replicas} replica(s) | loss | norm | loss beside plain PyTorch |"
-    )
-    print("|---|---|---|---|")
-    for name in names:
-        values = [difference(ours[name], theirs[name], column) for column in range(2)]
-        values.append(difference(ours[name], alone[CASES[name][1]], 0))
-        print(f"| {name} | {shown(values)} |", flush=True)
-
-
-def main() -> None:
-    """Run as a worker, or compare the two."""
-    given = parser(__doc__, "replicas").parse_args()
-    drive(given, list(CASES), STEPS, lambda library, name: train(library, *CASES[name]), compare)
-
-
-if __name__ == "__main__":
-    main()

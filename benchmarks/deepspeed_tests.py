@@ -1,21 +1,18 @@
-"""DeepSpeed's own unit tests through `--adopt deepspeed`: how many pass, and why the rest do not.
+"""DeepSpeed's own unit tests through `--adopt deepspeed`: how many pass, and why the others do not.
 
     git clone https://github.com/deepspeedai/DeepSpeed
-    python benchmarks/deepspeed_tests.py DeepSpeed              # those on one and two processes
-    python benchmarks/deepspeed_tests.py DeepSpeed --ranks 1    # those on one alone
+    python benchmarks/deepspeed_tests.py DeepSpeed              # tests on one and two processes
+    python benchmarks/deepspeed_tests.py DeepSpeed --ranks 1    # tests on one process
     python benchmarks/deepspeed_tests.py DeepSpeed --into docs/from_deepspeed.md --keep found.json
 
-Their files are read where they are. Tests run in the process of pytest; for those on two processes
-there are two of it, started by `shardwise run -n 2`, which run the same tests side by side, and a
-test has passed where it has on both. What the test files import of DeepSpeed's inside, which
-scripts do not use, is an empty class here: their models import MoE, their tests DeepSpeedConfig. A
-test that uses such a class fails, and is counted so. The names of the JSON's words
-(WARMUP_NUM_STEPS) are given to them too. One file needs the package hjson. With `--into` the table
-takes its place in a document. With `--keep` what was found of a file is written down, and a later
-call with the same file of results goes on from there.
+The files are read from the checkout. Tests run in the process of pytest. For tests on two processes
+`shardwise run -n 2` starts two pytests, which run the same tests in parallel; a test passes if it
+passes on both. The test files import internals of DeepSpeed that scripts do not use (MoE,
+DeepSpeedConfig): each is an empty class here, and a test that uses it fails. They also get the
+names of the JSON's words (WARMUP_NUM_STEPS). One file needs the package hjson. --into writes the
+table into a document. With --keep the results of each file are kept, and a later call continues
+there.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -155,8 +152,8 @@ def _on_all(world, test, arguments):
     except BaseException as error:
         fault = error
     found = world.gather(None if fault is None else f"{type(fault).__name__}: {fault}")
-    # Each of their tests has processes of its own, whose engines end with them. Those of a test
-    # that failed are freed with its traceback, on each rank at another time: nobody closes them.
+    # Each of their tests has new processes, whose engines end with them. The engines of a failed
+    # test are freed with its traceback, at a different time on each rank: nobody closes them.
     from deepspeed.runtime import engine
 
     engines = [made() for made in engine._made]
@@ -172,8 +169,8 @@ def _on_all(world, test, arguments):
 
 
 def run(source: Path, file: str, ranks: int) -> ElementTree.Element | None:
-    """The results of pytest for the tests of `file` on so many ranks, as JUnit's XML; None where
-    there are none, or it did not end."""
+    """Return pytest's results for the tests of `file` on so many ranks, as JUnit's XML; None if it
+    wrote no results."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "deepspeed").mkdir()
@@ -193,7 +190,7 @@ def run(source: Path, file: str, ranks: int) -> ElementTree.Element | None:
 
 
 def reason(case: ElementTree.Element) -> str:
-    """Why a test did not pass, in few words; empty for one that did."""
+    """Return in few words why a test did not pass; empty if it passed."""
     for kind in ("failure", "error", "skipped"):
         if (found := case.find(kind)) is not None:
             words = re.sub(r"\S*/pytest-\S*/", "", found.get("message", kind))
@@ -202,7 +199,7 @@ def reason(case: ElementTree.Element) -> str:
 
 
 def table(found: dict[str, list[str]]) -> str:
-    """Passed of all, by file, and each reason with how often it came."""
+    """Return the number of passed tests by file, and each reason with its count."""
     lines = ["| file | passed | of | why the rest not |", "|---|---|---|---|"]
     for name, reasons in found.items():
         rest = Counter(each for each in reasons if each)
@@ -221,7 +218,7 @@ def put_into(document: Path, text: str) -> None:
 
 
 def ask(given: argparse.Namespace) -> dict[str, list[str]]:
-    """The reasons by file, each test's; those in the file of results are not asked for again."""
+    """Return the reason of each test by file; results that --keep has are not measured again."""
     kept: dict[str, list[str]] = {}
     if given.keep is not None and given.keep.exists():
         kept = json.loads(given.keep.read_text())

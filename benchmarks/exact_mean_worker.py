@@ -1,8 +1,8 @@
 """One process of exact_mean.py: `python exact_mean_worker.py WHO CASE ...`; rank 0 prints the
 gradient norms of each case, by step, as JSON.
 
-WHO is plain (PyTorch, the whole batch of a step at once), stock (the library as it comes) or ours
-(with exact_mean=True). The learning rate is 0: every step's gradient is of the same weights.
+WHO is plain (PyTorch, the whole batch of a step at once), stock (the library's default) or ours
+(with exact_mean=True).
 """
 
 import json
@@ -22,13 +22,13 @@ ROWS, LENGTH, WORDS = 21, 8, 13
 WINDOW, STEP = 2, 16
 """Steps of 16 rows in two micro-batches, and one of 5."""
 ENDLESS = 1e9
-"""A norm that nothing is clipped to."""
+"""A norm for clipping that changes nothing."""
 
 Batch = dict[str, Tensor]
 
 
 class Pixels(nn.Module):
-    """A mean over samples, of a model that takes no number of items."""
+    """A model whose loss is a mean over samples, and that takes no number of items."""
 
     accepts_loss_kwargs = False
 
@@ -63,7 +63,7 @@ def bert(kind: str, **options: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: by a Trainer, or by a loop with Accelerate or Fabric."""
+    """A model, the kind of its labels, and the library that trains it."""
 
     label: str
     model: Callable[[], nn.Module]
@@ -88,7 +88,7 @@ CASES = {
 
 
 def rows(labels: str) -> Iterator[Batch]:
-    """Rows that have other numbers of labels."""
+    """Yield rows that differ in their number of labels."""
     draw = torch.Generator().manual_seed(1)
     for number in range(ROWS):
         words = torch.randint(2, WORDS, (LENGTH,), generator=draw)
@@ -103,6 +103,12 @@ def rows(labels: str) -> Iterator[Batch]:
 
 def collate(items: list[Batch]) -> Batch:
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+def loader_of(case: Case, size: int) -> DataLoader[Batch]:
+    """Return micro-batches of one of `size` ranks."""
+    rank_batch = STEP // WINDOW // size
+    return DataLoader(list(rows(case.labels)), batch_size=rank_batch, collate_fn=collate)
 
 
 def made(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -156,17 +162,12 @@ def by_accelerate(case: Case, ours: bool, size: int) -> list[float]:
         options = {"exact_mean": True, "quiet": True}
     accelerator = kind(cpu=True, gradient_accumulation_steps=WINDOW, **options)
     model, optimizer = made(case)
-    loader = DataLoader(
-        list(rows(case.labels)), batch_size=STEP // WINDOW // size, collate_fn=collate
-    )
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(case, size))
     norms = []
     model.train()
     for batch in loader:
         with accelerator.accumulate(model):
-            weight = {}
-            if ours and case.labels == "words":
-                weight = {"weight": counted(batch)}
+            weight = {"weight": counted(batch)} if ours and case.labels == "words" else {}
             accelerator.backward(model(**batch)["loss"], **weight)
             if accelerator.sync_gradients:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), ENDLESS).item())
@@ -176,7 +177,7 @@ def by_accelerate(case: Case, ours: bool, size: int) -> list[float]:
 
 
 def counted(batch: Batch) -> Tensor:
-    """The labels that a causal model predicts."""
+    """Return the number of labels that a causal model predicts."""
     return batch["labels"][:, 1:].ne(-100).sum()
 
 
@@ -210,10 +211,7 @@ def by_lightning(case: Case, ours: bool, size: int) -> list[float]:
         enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=WINDOW,
         **options,
     )  # fmt: skip
-    loader = DataLoader(
-        list(rows(case.labels)), batch_size=STEP // WINDOW // size, collate_fn=collate
-    )
-    trainer.fit(Module(), loader)
+    trainer.fit(Module(), loader_of(case, size))
     return norms
 
 
@@ -228,19 +226,15 @@ def by_fabric(case: Case, ours: bool, size: int) -> list[float]:
     fabric = Fabric(accelerator="cpu", **options)
     fabric.launch()
     model, optimizer = fabric.setup(*made(case))
-    loader = fabric.setup_dataloaders(
-        DataLoader(list(rows(case.labels)), batch_size=STEP // WINDOW // size, collate_fn=collate)
-    )
+    loader = fabric.setup_dataloaders(loader_of(case, size))
     norms = []
     for number, batch in enumerate(loader, 1):
         is_last = number % WINDOW == 0 or number == len(loader)
         with fabric.no_backward_sync(model, enabled=not is_last):
+            weight = {"weight": counted(batch)} if ours and case.labels == "words" else {}
             loss = model(**batch)["loss"]
-            if ours:
-                weight = {"weight": counted(batch)} if case.labels == "words" else {}
-                fabric.backward(loss, **weight)
-            else:
-                fabric.backward(loss / WINDOW)
+            # The engine knows the window, and finds the mean in the loss's graph as it is.
+            fabric.backward(loss if ours else loss / WINDOW, **weight)
         if is_last:
             norms.append(fabric.clip_gradients(model, optimizer, max_norm=ENDLESS).item())
             optimizer.step()
@@ -259,13 +253,13 @@ LOOPS = {
 
 
 def norms_of(who: str, case: Case, size: int) -> list[float]:
-    """The norms of a case by `who`, by step."""
+    """Return the norms of a case by step."""
     if who == "plain":
         return plain(case)
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()  # what the case before was set up for
+        state._reset_state()  # it keeps the setup of the case before
     return LOOPS[case.by](case, who == "ours", size)
 
 

@@ -10,8 +10,6 @@ each step, so a run that is killed loses at most the step in progress. A step th
 line of the table, and the next one runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -22,11 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 import crew
 import gpu_first_report as report
@@ -42,24 +37,17 @@ REPORTING = 5.0
 """Seconds that are kept for the table."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step: its name in gpu_first_steps.py, and its share of BUDGET in seconds."""
-
-    name: str
-    share: float
-
-
-STEPS = (
-    Step("right", 60),
-    Step("fast", 170),
-    Step("uncompiled", 60),
-    Step("two-ranks", 40),
-    Step("offload", 80),
-    Step("plan", 30),
-    Step("save", 30),
-    Step("largest", 35),  # and all time that is left
-)
+STEPS = {
+    "right": 60.0,
+    "fast": 170.0,
+    "uncompiled": 60.0,
+    "two-ranks": 40.0,
+    "offload": 80.0,
+    "plan": 30.0,
+    "save": 30.0,
+    "largest": 35.0,  # and all time that is left
+}
+"""The functions of gpu_first_steps.py in order of value, and their shares of BUDGET in seconds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,30 +57,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.publish(options.docs, RESULTS)
         return 0
     begun = time.monotonic()
-    console = Console(width=120, highlight=False, markup=False)
     facts = machine.describe() | {"device": "cpu"}
     try:
         facts |= machine.describe_device(crew.PYTHON)
     except RuntimeError as error:  # no GPU: at tiny sizes the CPU takes its place
         if options.scale != "tiny":
-            console.print(f"gpu_first: {error}. SCALE=tiny runs the steps on the CPU.")
+            print(f"gpu_first: {error}. SCALE=tiny runs the steps on the CPU.")
             return 2
-    options.out = options.out.resolve()  # ranks have working directories of their own
+    options.out = options.out.resolve()  # each rank has its own working directory
     figures: dict[str, Any] = {"machine": facts, "scale": options.scale, "steps": {}}
     options.out.mkdir(parents=True, exist_ok=True)
-    chosen = [step for step in STEPS if step.name in options.steps]
+    chosen = [name for name in STEPS if name in options.steps]
     # On a cold machine the first import of torch takes a while: no step pays for it alone.
     until = time.monotonic()
     left = begun + options.budget - REPORTING - until
-    scale = left / sum(step.share for step in STEPS)
-    for step in chosen:
-        until += step.share * scale
-        if step is chosen[-1]:
+    scale = left / sum(STEPS.values())
+    for name in chosen:
+        until += STEPS[name] * scale
+        if name == chosen[-1]:
             until = begun + options.budget - REPORTING
         # The shares are cumulative, so a step that ends early leaves its time to the next ones.
         seconds = until - time.monotonic()
-        console.print(f"== {step.name}: {seconds:.0f} s at most", style="bold")
-        figures["steps"][step.name] = _run(step.name, seconds, options, facts, figures)
+        print(f"== {name}: {seconds:.0f} s at most", flush=True)
+        figures["steps"][name] = _run(name, seconds, options, facts, figures)
         machine.write_json(options.out / "first.json", figures)
         figures["seconds"] = round(time.monotonic() - begun, 1)
     lines = report.lines(figures)
@@ -113,7 +100,7 @@ def _run(
     record: dict[str, Any] = {"rows": {}, "error": "", "cut": False}
     begun = time.monotonic()
     # The disk of OUT: /tmp may be in memory, which the nvme tier refuses.
-    # A rank that is being killed may still write: what is left of the folder is no failure.
+    # A rank that is being killed may still write: a folder that stays is no failure.
     with tempfile.TemporaryDirectory(
         dir=options.out, prefix=".first-", ignore_cleanup_errors=True
     ) as folder:
@@ -166,18 +153,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [step.name for step in STEPS]
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"), metavar="FOLDER")
-    parser.add_argument(
-        "--budget", type=float, default=BUDGET, metavar="S", help=f"seconds ({BUDGET:.0f})"
-    )
-    parser.add_argument("--scale", choices=("full", "tiny"), default="full")
-    parser.add_argument(
-        "--steps", nargs="+", choices=names, default=names, metavar="STEP", help="some steps only"
-    )
-    parser.add_argument(
-        "--docs", type=Path, metavar="FILE", help="publish this first.json instead of measuring"
-    )
+    add = parser.add_argument
+    names = list(STEPS)
+    add("--out", type=Path, default=Path("build/gpu"), metavar="FOLDER")
+    add("--budget", type=float, default=BUDGET, metavar="S", help=f"seconds ({BUDGET:.0f})")
+    add("--scale", choices=("full", "tiny"), default="full")
+    add("--steps", nargs="+", choices=names, default=names, metavar="STEP", help="some steps only")
+    add("--docs", type=Path, metavar="FILE", help="publish this first.json instead of measuring")
     return parser
 
 

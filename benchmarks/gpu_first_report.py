@@ -1,30 +1,22 @@
-"""Shows the figures of gpu_first.py as a table of at most 60 lines, and in docs/speed.md."""
-
-from __future__ import annotations
+"""The figures of gpu_first.py as a table of at most 60 lines, and as a section of docs/speed.md."""
 
 import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+import figure
+from figure import GB, number
+from report import Columns, Row
 
 MOST = 60
 """Lines of the table."""
 
-NAMED = 8
-"""Failures of one step that the table names; the others are counted."""
-
 PAGE = Path(__file__).parents[1] / "docs" / "speed.md"
 
 TITLE = "## On one GPU"
-
-GB = 1e9
-
-Figures = Mapping[str, Any]
-Table = tuple[list[str], list[list[str]]]
-"""A head and rows of cells."""
 
 HEADINGS = {
     "right": "Equality with plain PyTorch on one rank",
@@ -37,9 +29,69 @@ HEADINGS = {
     "largest": "The largest model that trains",
 }
 
+RACE: Columns = (
+    ("ms", lambda row: number(row["median_ms"], ".1f")),
+    ("tokens/s", lambda row: number(_tokens_per_s(row), ",.0f")),
+    # Speed relative to plain: above 1 is faster.
+    ("x plain", lambda row: number(row["over_plain"] and 1 / row["over_plain"], ".3f")),
+    ("MFU", lambda row: number(row["mfu"], ".1%")),
+    ("peak GB", lambda row: number(row["peak_bytes"], ".2f", GB)),
+    ("syncs", lambda row: number(row.get("synchronisations"), ".1f")),
+    ("kernels", lambda row: number(row.get("launches"), ".0f")),
+)
 
-def failures(figures: Figures) -> list[str]:
-    """Return one line for each thing that failed, with its exception."""
+COLUMNS: dict[str, Columns] = {
+    "fast": RACE,
+    "uncompiled": RACE,
+    "offload": (
+        *RACE,
+        ("GB up", lambda row: number(row.get("up", {}).get("bytes"), ".2f", GB)),
+        ("hidden", lambda row: number(row.get("up", {}).get("hidden"), ".0%")),
+        ("GB down", lambda row: number(row.get("down", {}).get("bytes"), ".2f", GB)),
+        ("hidden", lambda row: number(row.get("down", {}).get("hidden"), ".0%")),
+    ),
+    "two-ranks": (
+        ("state GB", lambda row: number(row.get("state_bytes"), ".4f", GB)),
+        ("formula GB", lambda row: number(row.get("formula_bytes"), ".4f", GB)),
+        ("peak GB", lambda row: number(row["peak_bytes"], ".3f", GB)),
+        ("last loss", lambda row: number(row["losses"][-1] if row["losses"] else None, ".6f")),
+    ),
+    "plan": (
+        ("GB planned", lambda row: number(row.get("planned_bytes"), ".2f", GB)),
+        ("GB measured", lambda row: number(row.get("measured_bytes"), ".2f", GB)),
+        ("ratio", lambda row: _planned_over_measured(row, "bytes")),
+        ("ms planned", lambda row: number(row.get("planned_ms"), ".0f")),
+        ("ms measured", lambda row: number(row.get("measured_ms"), ".0f")),
+        ("ratio", lambda row: _planned_over_measured(row, "ms")),
+    ),
+    "save": (
+        ("GB", lambda row: number(row.get("bytes"), ".2f", GB)),
+        ("GB/s", lambda row: number(row.get("gb_per_s"), ".2f")),
+        ("s", lambda row: number(row.get("seconds"), ".2f")),
+        ("stall ms", lambda row: number(row.get("stall_ms"), ".0f")),
+        ("step ms", lambda row: number(row["step_ms"], ".0f")),
+    ),
+    "largest": (
+        ("parameters", lambda row: "at least " * row["cut"] + f"{row['parameters'] / 1e9:.2f}B"),
+        ("tokens/s", lambda row: number(row["tokens_per_s"], ",.0f")),
+        ("peak GB", lambda row: number(row["peak_bytes"], ".1f", GB)),
+    ),
+}
+"""By step. A row is a contender of its result, or a row that the step wrote."""
+
+
+def _tokens_per_s(row: Row) -> float:
+    # A simulated device takes no time.
+    return 1e3 * row["tokens"] / (row["median_ms"] or math.inf)
+
+
+def _planned_over_measured(row: Row, unit: str) -> str:
+    planned, measured = row.get(f"planned_{unit}"), row.get(f"measured_{unit}")
+    return number(planned / measured if planned and measured else None, ".2f")
+
+
+def failures(figures: Row) -> list[str]:
+    """Return one line for each failure, with its exception."""
     found = []
     for name, step in figures["steps"].items():
         if step["error"]:
@@ -47,21 +99,24 @@ def failures(figures: Figures) -> list[str]:
         for key, row in step["rows"].items():
             if row.get("error"):
                 found.append(f"{name}: {key}: {row['error']}")
-            found += [
-                f"{name}: {line['label']}: {exception_in(line['note'])}"
-                for line in row.get("contenders", ())
-                if line["note"].startswith(("failed", "does not fit"))
-            ]
-            found += [
-                f"{name}: {line['label']}: not profiled: {line['not_profiled'].splitlines()[-1]}"
-                for line in row.get("contenders", ())
-                if line.get("not_profiled")
-            ]
+            found += [f"{name}: {wrong}" for wrong in _wrong_contenders(row)]
             if not row.get("losses_agree", True):
                 apart = f"{row['loss_disagreement']:.1e}"
                 found.append(f"{name}: losses of the contenders differ by {apart}")
-        found += [f"{name}: {wrong}" for wrong in _wrong_bytes(step)]
     return found
+
+
+def _wrong_contenders(row: Row) -> Iterator[str]:
+    """Yield the faults of a result's contenders."""
+    for line in row.get("contenders", ()):
+        if line["note"].startswith(("failed", "does not fit")):
+            yield f"{line['label']}: {exception_in(line['note'])}"
+        if why := line.get("not_profiled"):
+            yield f"{line['label']}: not profiled: {why.splitlines()[-1]}"
+        if "state_bytes" in line:
+            ratio = line["state_bytes"] / line["formula_bytes"]
+            if abs(ratio - 1) > 0.02:
+                yield f"{line['label']}: states take {ratio:.3f} x the formula"
 
 
 def exception_in(text: str) -> str:
@@ -76,23 +131,14 @@ def exception_in(text: str) -> str:
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Failed|Fit|Interrupt|Skipped)(:|$)")
 
 
-def _wrong_bytes(step: Figures) -> Iterator[str]:
-    """Rows whose states are more than 2 % from the formula."""
-    for line in step["rows"].get("result", {}).get("contenders", ()):
-        if "state_bytes" in line:
-            ratio = line["state_bytes"] / line["formula_bytes"]
-            if abs(ratio - 1) > 0.02:
-                yield f"{line['label']}: states take {ratio:.3f} x the formula"
-
-
-def lines(figures: Figures) -> list[str]:
+def lines(figures: Row) -> list[str]:
     """Return the table as text, at most MOST lines."""
-    made = [_summary(figures)]
+    facts = figures["machine"]
+    made = [f"{facts['device']}, {facts['date']}, {facts['commit']}, {facts['versions']}"]
     for name, step in figures["steps"].items():
         cut = ", cut off" if step["cut"] else ""
         made.append(f"-- {_heading(name, step)} ({step['seconds']:.0f} s{cut})")
-        if (table := _table(name, step)) is not None:
-            made += _aligned(*table)
+        made += _aligned(_table(name, step))
     wrong = failures(figures)
     shown = max(1, MOST - len(made) - 2)
     made += [f"FAILED {line[:150]}" for line in wrong[:shown]]
@@ -101,12 +147,7 @@ def lines(figures: Figures) -> list[str]:
     return [*made[: MOST - 1], f"{len(wrong)} failed" if wrong else "all passed"]
 
 
-def _summary(figures: Figures) -> str:
-    facts = figures["machine"]
-    return f"{facts['device']}, {facts['date']}, {facts['commit']}, {facts['versions']}"
-
-
-def _heading(name: str, step: Figures) -> str:
+def _heading(name: str, step: Row) -> str:
     """Return the heading of a step, with the workload if it has one."""
     result = step["rows"].get("result")
     if result is None:
@@ -116,127 +157,40 @@ def _heading(name: str, step: Figures) -> str:
     return f"{HEADINGS[name]}: {words}, {result['setting']['precision']}"
 
 
-def _table(name: str, step: Figures) -> Table | None:
-    """The table of a step; None if it measured nothing."""
+def _table(name: str, step: Row) -> list[list[str]]:
+    """Return the head and the rows of a step's table; nothing if it measured nothing."""
     rows = step["rows"]
     if not rows:
-        return None
+        return []
     if name == "right":
         passed = sum(not row["error"] for row in rows.values())
-        return ["cases", "equal"], [[str(len(rows)), str(passed)]]
-    if name in ("fast", "uncompiled", "offload"):
-        return _of_race(rows["result"], offloaded=name == "offload")
-    if name == "two-ranks":
-        head = ["", "state GB", "formula GB", "peak GB", "last loss"]
-        return head, [
-            [
-                line["label"],
-                _number(line.get("state_bytes"), ".4f", GB),
-                _number(line.get("formula_bytes"), ".4f", GB),
-                _number(line["peak_bytes"], ".3f", GB),
-                _number(line["losses"][-1] if line["losses"] else None, ".6f"),
-            ]
-            for line in rows["result"]["contenders"]
-        ]
-    if name == "plan":
-        head = ["", "GB planned", "GB measured", "ratio", "ms planned", "ms measured", "ratio"]
-        return head, [
-            [
-                key,
-                *_pair(row, "bytes", ".2f", GB),
-                *_pair(row, "ms", ".0f", 1.0),
-            ]
-            for key, row in rows.items()
-        ]
-    if name == "save":
-        head = ["", "GB", "GB/s", "s", "stall ms", "step ms"]
-        return head, [
-            [
-                key,
-                _number(row.get("bytes"), ".2f", GB),
-                _number(row.get("gb_per_s"), ".2f"),
-                _number(row.get("seconds"), ".2f"),
-                _number(row.get("stall_ms"), ".0f"),
-                _number(row["step_ms"], ".0f"),
-            ]
-            for key, row in rows.items()
-        ]
-    head = ["", "parameters", "tokens/s", "peak GB"]
-    return head, [
-        [key, row["why"], "", ""]
-        if "why" in row
-        else [
-            key,
-            ("at least " if row["cut"] else "") + f"{row['parameters'] / 1e9:.2f}B",
-            _number(row["tokens_per_s"], ",.0f"),
-            _number(row["peak_bytes"], ".1f", GB),
-        ]
-        for key, row in rows.items()
-        if not row["error"]
-    ]
+        return [["cases", "equal"], [str(len(rows)), str(passed)]]
+    if "result" in rows:
+        shape = rows["result"]["configuration"]
+        tokens = shape["batch"] * shape["sequence"]
+        rows = {line["label"]: line | {"tokens": tokens} for line in rows["result"]["contenders"]}
+    columns = COLUMNS[name]
+    made = [["", *(head for head, _ in columns)]]
+    for label, row in rows.items():
+        if name == "largest" and row["error"]:
+            continue  # it stands among the failures
+        if "median_ms" in row and row["median_ms"] is None:
+            cells = [row["note"].partition(":")[0] or "no time"]
+        else:
+            cells = [row["why"]] if "why" in row else [show(row) for _, show in columns]
+        made.append([label, *cells, *[""] * (len(columns) - len(cells))])
+    return made
 
 
-def _of_race(result: Figures, *, offloaded: bool) -> Table:
-    """Contenders next to each other; `offloaded` adds the copies to and from the host."""
-    shape = result["configuration"]
-    tokens = shape["batch"] * shape["sequence"]
-    head = ["", "ms", "tokens/s", "x plain", "MFU", "peak GB", "syncs", "kernels"]
-    if offloaded:
-        head += ["GB up", "hidden", "GB down", "hidden"]
-    made = []
-    for line in result["contenders"]:
-        if line["median_ms"] is None:
-            why = line["note"].partition(":")[0] or "no time"
-            made.append([line["label"], why, *[""] * (len(head) - 2)])
-            continue
-        # Speed relative to plain: above 1 is faster.
-        speed = line["over_plain"] and 1 / line["over_plain"]
-        row = [
-            line["label"],
-            _number(line["median_ms"], ".1f"),
-            # A simulated device takes no time.
-            _number(1e3 * tokens / (line["median_ms"] or math.inf), ",.0f"),
-            _number(speed, ".3f"),
-            _number(line["mfu"], ".1%"),
-            _number(line["peak_bytes"], ".2f", GB),
-            _number(line.get("synchronisations"), ".1f"),
-            _number(line.get("launches"), ".0f"),
-        ]
-        for way in ("up", "down") if offloaded else ():
-            copies = line.get(way, {})
-            row += [
-                _number(copies.get("bytes"), ".2f", GB),
-                _number(copies.get("hidden"), ".0%"),
-            ]
-        made.append(row)
-    return head, made
-
-
-def _pair(row: Figures, unit: str, form: str, scale: float) -> list[str]:
-    """Return the planned figure, the measured one, and their ratio."""
-    planned, measured = row.get(f"planned_{unit}"), row.get(f"measured_{unit}")
-    ratio = planned / measured if planned and measured else None
-    return [
-        _number(planned, form, scale),
-        _number(measured, form, scale),
-        _number(ratio, ".2f"),
-    ]
-
-
-def _number(value: float | None, form: str, unit: float = 1.0) -> str:
-    return "-" if value is None else format(value / unit, form)
-
-
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width; the first is aligned left, the others right."""
-    whole = [head, *rows]
-    widths = [max(len(row[column]) for row in whole) for column in range(len(head))]
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return columns of equal width; the first is aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(
             cell.ljust(width) if column == 0 else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in whole
+        for row in table
     ]
 
 
@@ -273,13 +227,8 @@ def section(results: Path) -> str:
         "*x plain* is the speed relative to the plain loop of the same round.",
     ]
     for name, step in figures["steps"].items():
-        table = _table(name, step)
-        if table is None:
-            continue
-        head, rows = table
-        made += ["", f"**{_heading(name, step)}.**", "", f"| {' | '.join(head)} |"]
-        made.append("|---|" + "--:|" * (len(head) - 1))
-        made += [f"| {' | '.join(row)} |" for row in rows]
+        if table := _table(name, step):
+            made += ["", f"**{_heading(name, step)}.**", "", *figure.table(table[0], table[1:])]
     if wrong := failures(figures):
         made += ["", "What failed:", ""]
         made += [f"- {line}" for line in wrong]

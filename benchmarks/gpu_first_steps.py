@@ -1,8 +1,6 @@
 """The steps of gpu_first.py: `python gpu_first_steps.py FOLDER` runs the one that FOLDER/job.json
 names, and appends a line of JSON to FOLDER/rows for each thing that it learns."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket
@@ -18,18 +16,17 @@ from statistics import median
 from typing import Any
 
 import contenders
-import crew
-import device
-import device_report
 import formulas
 import machine
 import peaks
+import rounds
 import workloads
 from contenders import Contender
 from crew import Crew
-from device_report import DeviceResult
-from figures import Line, disagreement, step_times
-from rounds import Plan, take_round
+from figures import Line, step_times
+from largest import SHAPE, Tried, search, sized
+from report import Result
+from rounds import Plan
 from workloads import Gpt, Llama, Setting, Workload
 
 LIMIT = 150.0
@@ -52,7 +49,7 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
     },
 }
 
-FSDP2 = replace(contenders.PEERS["fsdp2"][0], options={"reshard": True, "own_cast": True})
+FSDP2 = replace(contenders.FSDP2, options={"reshard": True, "own_cast": True})
 
 FIELD = (
     replace(contenders.PLAIN, label="plain PyTorch"),
@@ -179,25 +176,16 @@ def _try(run: Run, name: str, case: Callable[[], None]) -> None:
 
 
 def _world(run: Run) -> Any:
-    """This process as the only rank of a run, over NCCL on a GPU."""
-    import os
-
+    """Join a run as its only rank, over NCCL on a GPU."""
     import shardwise as sw
-    from shardwise.launch import environment
-    from shardwise.launch.identity import Identity
+    from contenders.ours import name_rank
+    from job import Job
 
     listener = socket.create_server(("127.0.0.1", 0))
-    identity = Identity(
-        launcher="shardwise run",
-        rank=0,
-        size=1,
-        local_rank=0,
-        local_size=1,
-        address="127.0.0.1",
-        port=listener.getsockname()[1],
-        listen_fd=listener.detach(),
-    )
-    os.environ |= environment.identity_variables(identity)
+    port = listener.getsockname()[1]
+    workload = run.workload("gpt")
+    job = Job(workload=workload, rank=0, size=1, shares=1, port=port, listen_fd=listener.detach())
+    name_rank(job)
     return sw.init(seed=0, device=run.device, quiet=True)
 
 
@@ -273,9 +261,8 @@ def two_ranks(run: Run) -> None:
         told = ranks.take(1).told
         if "bytes" in told[0]:
             zero = int(line.key.removeprefix("shardwise-")[0])
-            held = formulas.held(zero, "device", "fp32", told[0]["bytes"]["numel"], 2)
             line.device["state_bytes"] = max(each["bytes"]["all"] for each in told)
-            line.device["formula_bytes"] = sum(held.values())
+            line.device["formula_bytes"] = formulas.held(zero, told[0]["bytes"]["numel"], 2)
 
     with _started(run, field, result) as started:
         turn = _in_turn(started)
@@ -287,12 +274,10 @@ def two_ranks(run: Run) -> None:
 
 def offload(run: Run) -> None:
     """A Llama-like 1B, ours and FSDP2's, next to the plain loop with all of it on the device."""
-    cpu = replace(
-        contenders.OFFLOADED["fsdp2"][0],
-        options={"reshard": True, "offload": True, "own_cast": True},
-    )
+    options = dict(contenders.FSDP2_ON_HOST.options) | {"own_cast": True}
+    cpu = replace(contenders.FSDP2_ON_HOST, options=options)
     plain = replace(contenders.PLAIN, label="plain PyTorch, all on the device")
-    field = [contenders.on_host(2), cpu, plain, contenders.on_host(3)]
+    field = [contenders.offloaded(2, "cpu"), cpu, plain, contenders.offloaded(3, "cpu")]
     if run.device == "cpu":
         field.remove(cpu)  # FSDP2 offloads from an accelerator only
     result = _result(run, "llama", field)
@@ -322,15 +307,14 @@ def plan(run: Run) -> None:
     card = "H200" if "H200" in run.name else "H100"
     commands = {}
     for step, (name, _) in PLANNED.items():
-        script = [str(Path(__file__).with_name("gpu_loop.py"))]
-        script.append(json.dumps(workloads.told(run.workload(name))))
         written = run.folder / f"{step}.json"
-        flags = ["--on", f"1x{card}", "--precision", "bf16-mixed", "--json", str(written)]
-        command = [sys.executable, "-m", "shardwise", "plan", *flags, *script]
-        commands[step] = (
-            written,
-            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True),
-        )
+        command = [sys.executable, "-m", "shardwise", "plan", "--on", f"1x{card}"]
+        command += ["--precision", "bf16-mixed", "--json", str(written)]
+        command += [str(Path(__file__).with_name("plan_step.py"))]
+        command.append(json.dumps(workloads.told(run.workload(name))))
+        quiet, pipe = subprocess.DEVNULL, subprocess.PIPE
+        process = subprocess.Popen(command, stdout=quiet, stderr=pipe, text=True)
+        commands[step] = written, process
     for step, (written, process) in commands.items():
         _, said = process.communicate()
         if not written.exists():
@@ -364,8 +348,9 @@ def _compare(run: Run, step: str, key: str, flags: str, placements: list[dict[st
 def save(run: Run) -> None:
     """GB/s of a save in the foreground, and the stall of the step by one in the background."""
     folder = str(run.folder / "checkpoint")
-    taker = replace(contenders.on_host(2), module="saving")
-    taker = replace(taker, options=dict(taker.options) | {"folder": folder})
+    taker = contenders.offloaded(2, "cpu")
+    options = dict(taker.options) | {"folder": folder}
+    taker = replace(taker, build="ours:saving", options=options)
     (run.folder / "checkpoint").mkdir()
     with Crew(taker, run.workload("llama"), 1, LIMIT, _setting(run, 1)) as ranks:
         first = ranks.take(5)
@@ -396,40 +381,31 @@ whole run, and not only the process that asked for it."""
 
 def largest(run: Run) -> None:
     """Doubles the layers until they do not fit, ours before plain PyTorch."""
-    left = run.until - time.monotonic() - 3
     if run.device == "cpu":
         return  # a host's memory is not to be filled
-    written = run.folder / "largest.json"
-    command = [*crew.PYTHON, str(Path(__file__).with_name("largest.py")), "--json", str(written)]
-    command += ["--folder", str(run.folder), "--budget", f"{left:.0f}"]
-    command += ["--contenders", "ZERO_3 + cpu,plain"]
-    if run.is_tiny:
-        command += ["--width", "32", "--vocabulary", "64", "--sequence", "8", "--most", "2"]
-    else:
-        command += ["--first", "16", "--most", str(MOST_LAYERS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not written.exists():
-        raise RuntimeError((done.stderr.strip().splitlines() or ["largest.py said nothing"])[-1])
-    whole = json.loads(written.read_text())
-    for name, found in whole["tried"].items():
-        sizes = {int(layers): each for layers, each in found["runs"].items()}
-        if not sizes:
-            why = [*found["failed"].values(), "no time is left"][0]
+    shape = replace(SHAPE, width=32, vocabulary=64, sequence=8) if run.is_tiny else SHAPE
+    first, most = (1, 2) if run.is_tiny else (16, MOST_LAYERS)
+
+    def told(name: str, found: Tried) -> None:
+        if not found.runs:
+            why = next(iter(found.failed.values()))
             # A size that took too long is the end of the budget, and no failure.
             took_too_long = why.startswith(("more than", "no time"))
             run.tell(name, why=why, error="" if took_too_long else why)
-            continue
-        layers = max(sizes)
-        workload = Gpt(**whole["workload"] | {"layers": layers})
+            return
+        layers = max(found.runs)
         run.tell(
             name,
             layers=layers,
-            parameters=workload.parameters,
-            tokens_per_s=sizes[layers]["tokens"],
-            peak_bytes=sizes[layers]["peak"],
-            cut=found["cut"] or layers == MOST_LAYERS,
+            parameters=sized(shape, layers).parameters,
+            tokens_per_s=found.runs[layers].tokens,
+            peak_bytes=found.runs[layers].peak,
+            cut=found.cut or layers == MOST_LAYERS,
             error="",
         )
+
+    # Ending a process that holds tens of GB takes some seconds.
+    search(shape, first, most, run.until - time.monotonic() - 5, told)
 
 
 # -- shared by the steps -----------------------------------------------------------------------
@@ -443,10 +419,10 @@ def _result(
     precision: str = "bf16-mixed",
     compiled: str = "",
     ranks: int = 1,
-) -> DeviceResult:
+) -> Result:
     """An empty table of the workload."""
     workload = run.workload(name)
-    return DeviceResult(
+    return Result(
         workload=workload,
         setting=replace(_setting(run, ranks), precision=precision, compiled=compiled),
         ranks=ranks,
@@ -462,7 +438,7 @@ def _setting(run: Run, ranks: int) -> Setting:
 
 
 @contextmanager
-def _started(run: Run, field: Sequence[Contender], result: DeviceResult) -> Any:
+def _started(run: Run, field: Sequence[Contender], result: Result) -> Any:
     """Start all crews in parallel, because imports take most of a start and cores are idle.
 
     Yields a future for each contender's key. Its result raises the exception of the start.
@@ -479,7 +455,7 @@ def _started(run: Run, field: Sequence[Contender], result: DeviceResult) -> Any:
 
 def _round(
     run: Run,
-    result: DeviceResult,
+    result: Result,
     field: Sequence[Contender],
     number: int,
     plan: Plan,
@@ -488,19 +464,14 @@ def _round(
 ) -> None:
     """Take one round; write the figures before each turn, and at the end."""
     by_key = {line.key: line for line in result.lines}
-    look = look or (device.look_at_cpu if run.device == "cpu" else device.look_at_gpu)
+    look = look or (rounds.look_at_cpu if run.device == "cpu" else rounds.look_at_gpu)
 
     def told(words: str) -> None:
         print(f"{run.until - time.monotonic():5.0f} s left  {words}", flush=True)
-        _tell_result(run, result)
+        run.tell("result", **result.as_json())
 
-    take_round(number, field, by_key, plan, turn, told, look)
-    _tell_result(run, result)
-
-
-def _tell_result(run: Run, result: DeviceResult) -> None:
-    agree = disagreement(result.lines) < device_report.AGREE[result.setting.precision]
-    run.tell("result", **device_report.as_json(result), losses_agree=agree)
+    rounds.take_round(number, field, by_key, plan, turn, told, look)
+    run.tell("result", **result.as_json())
 
 
 STEPS = {

@@ -1,16 +1,16 @@
-"""Held-out perplexity of islands beside synchronous training, after the same tokens.
+"""Held-out perplexity of islands and of synchronous training, after the same tokens.
 
     python benchmarks/island_quality.py --json FILE                                    # a night
     python benchmarks/island_quality.py --tokens 614400 --batch-size 16 --context 64 \\
         --vocabulary 512 --layers 2 --width 64 --rarely 100,300 --rates 3e-3,1e-2 --seeds 0
 
 A GPT learns the source text of the standard library (examples/diloco.py) on two islands with one
-worker each. All ways are tuned alike: each trains at every one of --rates with the first seed, and
-with the other seeds at the rate that was best. The second way is synchronous with a batch
---every times as large: it sends as many bytes as islands with fp32 do, and makes fewer steps.
-What is measured are common values: let the number of steps, --tokens / (--batch-size x --context),
-be a multiple of --every and of all --rarely. Needs as much patience as it has trials: of the
-defaults there are 45. With a --json that a run which was cut has left, it goes on from there.
+worker each. All ways are tuned in the same manner: each trains at every one of --rates with the
+first seed, and with the other seeds at the best rate. The second way is synchronous with a batch
+--every times as large: it sends as many bytes as islands with fp32 do, and takes fewer steps.
+Perplexity is that of the common parameters: let the number of steps, --tokens / (--batch-size x
+--context), be a multiple of --every and of all --rarely. The defaults make 45 trials. A run that
+was interrupted continues from its --json.
 """
 
 import argparse
@@ -26,21 +26,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
-import machine
+import figure
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-WIRES = "fp32,bf16,int8,int4"
 
 
 @dataclass
 class Way:
-    """One way to train: the flags of the run, by how much its batch is larger, and the perplexity
-    that each trial reached, by rate and seed."""
+    """One way to train: the flags of the run, how many times larger its batch is, and the
+    perplexity of each trial, by rate and seed."""
 
     label: str
     flags: list[str] = field(default_factory=list)
@@ -64,24 +58,23 @@ def trial(rate: float | None, seed: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train in every way, print and keep."""
     options = _parser().parse_args(arguments)
-    facts, console, found = machine.describe(), Console(width=110), ways(options)
-    for name, value in facts.items():
-        console.print(f"{name:>9}  {value}", highlight=False, soft_wrap=True)
-    _go_on(found, options)
+    facts, found = figure.begin(), ways(options)
+    _continue(found, options)
+    method = {k: v for k, v in vars(options).items() if k not in ("json", "data")}
     with tempfile.TemporaryDirectory(prefix="island-quality-") as folder:
         text = _read_text(Path(folder), options)
         for way in found:
             for rate in options.rates:
-                _try(way, rate, options.seeds[0], text, options, console)
+                _try(way, rate, options.seeds[0], text, options)
             first = {rate: way.found[trial(rate, options.seeds[0])] for rate in options.rates}
             way.rate = min(options.rates, key=lambda rate: first[rate])
-            _keep(found, facts, options)
+            figure.keep(options, facts, method=method, ways=[asdict(way) for way in found])
         for seed in options.seeds[1:]:
             for way in found:
                 assert way.rate is not None
-                _try(way, way.rate, seed, text, options, console)
-                _keep(found, facts, options)
-    console.print(_table(found, options))
+                _try(way, way.rate, seed, text, options)
+                figure.keep(options, facts, method=method, ways=[asdict(way) for way in found])
+    figure.show("", *_table(found, options))
     return 0
 
 
@@ -103,8 +96,8 @@ def _islands(every: int, wire: str, outer: str) -> Way:
     return Way(f"islands, H {every}, {wire}", flags)
 
 
-def _go_on(found: Sequence[Way], options: argparse.Namespace) -> None:
-    """Take the trials that --json has already, of a run with the same sizes that was cut."""
+def _continue(found: Sequence[Way], options: argparse.Namespace) -> None:
+    """Take the trials that --json already has from an interrupted run with the same sizes."""
     if not options.json or not options.json.exists():
         return
     written = json.loads(options.json.read_text())
@@ -129,10 +122,8 @@ def _read_text(folder: Path, options: argparse.Namespace) -> Path:
     return path
 
 
-def _try(
-    way: Way, rate: float, seed: int, text: Path, options: argparse.Namespace, console: Console
-) -> None:
-    """One trial: a run of its own, unless it was made before."""
+def _try(way: Way, rate: float, seed: int, text: Path, options: argparse.Namespace) -> None:
+    """Run one trial, unless the result file has it."""
     if trial(rate, seed) in way.found:
         return
     result = text.with_name("result.json")
@@ -153,59 +144,43 @@ def _try(
     words = [str(word) for pair in own.items() for word in pair]
     run = [sys.executable, "-m", "shardwise", "run", "-n", "2", "--quiet", *way.flags]
     script = str(EXAMPLES / "diloco.py")
+    # A setting of the caller would change the islands' runs and not the synchronous ones.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWISE_")}
     subprocess.run([*run, script, *words], env=environ | {"OMP_NUM_THREADS": "1"}, check=True)
     found = math.exp(json.loads(result.read_text())["curve"][-1]["loss"])
     way.found[trial(rate, seed)] = found
-    console.print(f"{way.label}, {trial(rate, seed)}: perplexity {found:.3f}", highlight=False)
+    figure.show(f"{way.label}, {trial(rate, seed)}: perplexity {found:.3f}")
 
 
-def _keep(found: Sequence[Way], facts: dict[str, str], options: argparse.Namespace) -> None:
-    if options.json:
-        given = {k: v for k, v in vars(options).items() if k not in ("json", "data")}
-        written = {"machine": facts, "method": given, "ways": [asdict(way) for way in found]}
-        machine.write_json(options.json, written)
-
-
-def _table(found: Sequence[Way], options: argparse.Namespace) -> Table:
-    title = f"held-out perplexity after {options.tokens} tokens, seeds {options.seeds}"
-    table = Table(box=SIMPLE, title=title, title_justify="left")
-    table.add_column("two islands, or none", no_wrap=True)
-    for name in ("rate", "perplexity", "beside synchronous", "by seed"):
-        table.add_column(name, justify="right")
-    base = found[0].perplexity(options.seeds)
+def _table(found: Sequence[Way], options: argparse.Namespace) -> list[str]:
+    base, rows = found[0].perplexity(options.seeds), []
     for way in found:
         value = way.perplexity(options.seeds)
-        beside = f"{value / base - 1:+.1%}" if value and base else ""
+        change = f"{value / base - 1:+.1%}" if value and base else ""
         each = [way.found[trial(way.rate, seed)] for seed in options.seeds]
         seeds = " ".join(f"{one:.2f}" for one in each)
-        table.add_row(way.label, f"{way.rate:g}", f"{value:.3f}" if value else "", beside, seeds)
-    return table
-
-
-def _numbers(kind: type) -> object:
-    return lambda text: [kind(word) for word in text.split(",")]
+        rows.append([way.label, f"{way.rate:g}", figure.number(value, ".3f"), change, seeds])
+    title = f"held-out perplexity after {options.tokens} tokens, seeds {options.seeds}"
+    return figure.table([title, "rate", "perplexity", "over synchronous", "by seed"], rows)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, metavar="PATH", help="text; the standard library's")
-    parser.add_argument("--tokens", type=int, default=1_536_000, help="1,536,000")
-    parser.add_argument("--batch-size", type=int, default=8, help="windows, of all islands: 8")
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=256, help="256: 5.2M parameters in 6 layers")
-    parser.add_argument("--every", type=int, default=30, metavar="H", help="30")
-    parser.add_argument("--wires", type=lambda text: text.split(","), default=WIRES, metavar="W")
-    parser.add_argument("--rarely", type=_numbers(int), default="100,500", metavar="H,...")
-    parser.add_argument("--outer", default="nesterov:0.7,0.9")
-    parser.add_argument("--rates", type=_numbers(float), default="1e-3,2e-3,4e-3")
-    parser.add_argument("--seeds", type=_numbers(int), default="0,1,2")
-    parser.add_argument("--held-out", type=int, default=512, metavar="N", help="windows: 512")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = figure.parser(__doc__)
+    add = parser.add_argument
+    add("--data", type=Path, metavar="PATH", help="text; the standard library's")
+    add("--tokens", type=int, default=1_536_000, help="1,536,000")
+    add("--batch-size", type=int, default=8, help="windows, of all islands: 8")
+    add("--context", type=int, default=128)
+    add("--vocabulary", type=int, default=2048)
+    add("--layers", type=int, default=6)
+    add("--width", type=int, default=256, help="256: 5.2M parameters in 6 layers")
+    add("--every", type=int, default=30, metavar="H", help="30")
+    add("--wires", type=figure.words, default=["fp32", "bf16", "int8", "int4"], metavar="W")
+    add("--rarely", type=figure.numbers, default=[100, 500], metavar="H,...")
+    add("--outer", default="nesterov:0.7,0.9")
+    add("--rates", type=figure.floats, default=[1e-3, 2e-3, 4e-3])
+    add("--seeds", type=figure.numbers, default=[0, 1, 2])
+    add("--held-out", type=int, default=512, metavar="N", help="windows: 512")
     return parser
 
 

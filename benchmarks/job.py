@@ -1,9 +1,7 @@
-"""What a contender is given: its place among the ranks, and the same model, data and optimizer
-as every other contender."""
+"""The input of a contender: its place among the ranks, and the same model, data and optimizer as
+every other contender has."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
-from residents import disk_bytes
 from workloads import Setting, Workload
 
 Step = Callable[[Tensor, Tensor], Tensor]
 """Trains one step on (inputs, targets) and returns this rank's loss."""
-
-Update = tuple[int, int, int]
-"""When an update began and ended (ns, on the clock that all processes of a host share), and the
-bytes that this process read from disks and wrote to them meanwhile."""
-
-HYPERPARAMETERS: dict[str, Any] = {"weight_decay": 0.01, "fused": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,32 +25,20 @@ class Job:
     rank: int
     size: int
     shares: int
-    """Into how many parts a batch is cut."""
+    """Number of parts of a batch."""
     port: int
     listen_fd: int | None
     addresses: tuple[str, ...] = ()
-    """Of each rank, where each is on a host of its own; else all are on this one."""
+    """Of each rank, if each has a separate host; else all are on this one."""
     setting: Setting = field(default_factory=Setting)
-    updates: list[Update] = field(default_factory=list)
     told: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """Questions about a contender that are put to it after each stint, by name."""
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Around what a step does once its gradients are there."""
-        moved, begun = disk_bytes(), time.monotonic_ns()
-        yield
-        ended = time.monotonic_ns()
-        self.updates.append((begun, ended, disk_bytes() - moved))
+    """Questions about a contender that the worker answers after each stint, by name."""
 
     def join_torch(self) -> None:
-        """Make the default process group: over NCCL on GPUs, else over Gloo."""
+        """Create the default process group: over NCCL on GPUs, else over Gloo."""
+        is_master, fd = self.rank == 0, self.listen_fd
         store = dist.TCPStore(
-            self.address,
-            self.port,
-            self.size,
-            is_master=self.rank == 0,
-            master_listen_fd=self.listen_fd,
+            self.address, self.port, self.size, is_master=is_master, master_listen_fd=fd
         )
         dist.init_process_group(
             "nccl" if self.on_gpu else "gloo",
@@ -69,8 +48,9 @@ class Job:
             device_id=self.device if self.on_gpu else None,
         )
 
+    # Libraries read these at import or init, and would else start ranks themselves.
     def launched(self) -> dict[str, str]:
-        """The variables that torchrun would have set."""
+        """Return the variables that torchrun would have set."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -84,39 +64,48 @@ class Job:
 
     @property
     def address(self) -> str:
-        """Where rank 0 listens."""
+        """Rank 0's address."""
         return self.addresses[0] if self.addresses else "127.0.0.1"
 
     @property
     def local_rank(self) -> int:
-        """The rank among those of its host."""
+        """Rank within its host."""
         return 0 if self.addresses else self.rank
 
     @property
     def local_size(self) -> int:
-        """How many ranks its host has."""
+        """Number of ranks on its host."""
         return 1 if self.addresses else self.size
 
     @property
     def on_gpu(self) -> bool:
-        """Whether ranks train on GPUs, each on its own."""
         return self.setting.device == "cuda"
 
     @property
     def device(self) -> torch.device:
-        """Where this rank trains; ranks share the GPUs if there are fewer of them."""
+        """This rank's device; ranks share the GPUs if there are fewer of them."""
         if not self.on_gpu:
             return torch.device("cpu")
         return torch.device("cuda", self.local_rank % torch.cuda.device_count())
 
+    @property
+    def max_norm(self) -> float | None:
+        """The norm for clipping; None: gradients are not clipped."""
+        return float(self.workload.clip) or None
+
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        """AdamW's. The fused one is torch's fastest, on the CPU too."""
+        return {"lr": self.workload.lr, "weight_decay": 0.01, "fused": True}
+
     def model(self) -> nn.Module:
-        """The model on this rank's device in fp32, with the same weights on every rank."""
+        """Return the model on this rank's device in fp32, with the same weights on every rank."""
         with self.device:  # a large one takes long to initialise on the CPU, and may not fit there
             return models.build(self.workload)
 
     def plain_model(self) -> nn.Module:
-        """The model of a contender that knows no precisions: in bf16 parameters are, too. Its
-        blocks are compiled where that is asked for."""
+        """Return the model for a contender that has no settings of precision: in bf16 its
+        parameters are bf16. Its blocks are compiled if the setting says so."""
         model = self.model()
         if self.setting.precision == "bf16":
             model.to(torch.bfloat16)
@@ -124,22 +113,17 @@ class Job:
         return model
 
     def compile(self, model: nn.Module) -> None:
-        """Have each block become a graph, if they are to; what is between them stays as it is."""
+        """Compile each block if the setting says so; operations between blocks stay eager."""
         if self.setting.compiled:
-            for block in self.blocks(model):
+            for block in models.blocks(model):
                 block.compile(backend=self.setting.compiled)
 
-    @property
-    def hyperparameters(self) -> dict[str, Any]:
-        """What AdamW is given."""
-        return {"lr": self.workload.lr} | HYPERPARAMETERS
-
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """torch's fused AdamW, the fastest there is, on the CPU too."""
+        """Return AdamW."""
         return torch.optim.AdamW(parameters, **self.hyperparameters)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over this rank's rows, under autocast if that is the precision."""
+        """Return the mean loss over this rank's rows, in bf16-mixed under autocast."""
         mixed = self.setting.precision == "bf16-mixed"
         with torch.autocast(self.setting.device, torch.bfloat16, enabled=mixed):
             return models.loss_of(model, inputs, targets)
@@ -151,38 +135,30 @@ class Job:
         clear: Callable[[], None] | None = None,
         loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
     ) -> Step:
-        """Return the step of a plain training loop, for contenders whose users write one. `clear`
-        is for gradients that the optimizer does not have, `loss_of` for a loss without autocast."""
-        clear = clear or optimizer.zero_grad
-        loss_of = loss_of or self.loss
+        """Return the step of a plain training loop, for contenders whose users write one.
+
+        `clear` is for gradients that the optimizer does not have, `loss_of` for a loss without
+        autocast.
+        """
+        clear, loss_of = clear or optimizer.zero_grad, loss_of or self.loss
 
         def step(inputs: Tensor, targets: Tensor) -> Tensor:
+            # Before forward, as in PyTorch's tutorials: memory between steps includes gradients.
             clear()
             loss = loss_of(model, inputs, targets)
             loss.backward()
-            with self.updating():
-                if self.max_norm is not None:
-                    nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
-                optimizer.step()
+            if self.max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), self.max_norm)
+            optimizer.step()
             return loss
 
         return step
 
-    @property
-    def max_norm(self) -> float | None:
-        """What gradients are to be clipped to, if they are."""
-        return float(self.workload.clip) or None
-
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The units by which the model is sharded where a peer wants to be told."""
-        return models.blocks(model)
-
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's rows of the batches that the steps go round, where it trains."""
+        """Return this rank's rows of the batches that the steps cycle through, on its device."""
         pairs = models.batches(self.workload, self.rank % self.shares, self.shares)
-        whole = self.setting.precision == "bf16"
-        return [(self._placed(x, whole), y.to(self.device)) for x, y in pairs]
-
-    def _placed(self, inputs: Tensor, whole: bool) -> Tensor:
-        dtype = torch.bfloat16 if whole and inputs.is_floating_point() else inputs.dtype
-        return inputs.to(self.device, dtype)
+        half = self.setting.precision == "bf16"
+        return [
+            (x.to(self.device, torch.bfloat16 if half and x.is_floating_point() else x.dtype), y)
+            for x, y in ((x, y.to(self.device)) for x, y in pairs)
+        ]

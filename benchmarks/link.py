@@ -2,19 +2,18 @@
 
     island 0   veth, tbf ===== veth, tbf   island 1       10.232.0.1 and 10.232.0.2
 
-A token bucket (tbf) limits what each end sends. No end hands the other packets larger than the
-link's, as network cards with offloads do, so that an interface counts the headers of each.
+A token bucket (tbf) limits the rate at which each end sends. Offloads are off, so that no end sends
+packets larger than the link's, and an interface counts the headers of each.
 """
 
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 INTERFACE = "veth0"
 
 BURST = 128 * 1024
-"""Bytes of the bucket: what may go out at once after a pause."""
+"""Bytes of the bucket: the most that an end sends at once after a pause."""
 
 
 class NoNamespaces(Exception):
@@ -22,7 +21,7 @@ class NoNamespaces(Exception):
 
 
 class Link:
-    """Two namespaces and the link between them; a context manager that takes them away again.
+    """Two namespaces and the link between them; a context manager that removes them.
 
     Raises NoNamespaces.
     """
@@ -45,7 +44,7 @@ class Link:
         peer = ("peer", "name", INTERFACE, "netns", second)
         _run("ip", "-n", first, "link", "add", INTERFACE, "type", "veth", *peer)
         for name, address in zip(self.names, self.addresses, strict=True):
-            # Without an IPv6 address of its own an interface sends nothing unasked.
+            # An interface with an IPv6 address sends packets for neighbour discovery.
             plain = ("addrgenmode", "none", "gso_max_segs", "1", "gso_max_size", "1514")
             _run("ip", "-n", name, "link", "set", INTERFACE, *plain)
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
@@ -59,17 +58,17 @@ class Link:
         self.close()
 
     def close(self) -> None:
-        """Take the namespaces away, and the link with them."""
+        """Remove the namespaces, and the link with them."""
         for name in self.names:
             if Path("/run/netns", name).exists():
                 _run("ip", "netns", "delete", name)
 
     def enter(self, end: int) -> list[str]:
-        """The words that run a command at this end."""
+        """Return the words that run a command at this end."""
         return ["ip", "netns", "exec", self.names[end]]
 
     def limit(self, megabits: float | None) -> None:
-        """Let each end send so many Mbit/s; None: as fast as it can."""
+        """Limit each end to so many Mbit/s; None: no limit."""
         for name in self.names:
             at = ("dev", INTERFACE, "root")
             subprocess.run(["tc", "-n", name, "qdisc", "del", *at], capture_output=True)
@@ -78,21 +77,15 @@ class Link:
                 _run("tc", "-n", name, "qdisc", "add", *at, "tbf", *rate, "latency", "400ms")
 
     def sent(self) -> list[int]:
-        """Bytes that each end's interface has sent, headers of Ethernet, IP and TCP included."""
+        """Return the bytes that each end has sent, headers of Ethernet, IP and TCP included."""
         counter = f"/sys/class/net/{INTERFACE}/statistics/tx_bytes"
         return [int(_run(*self.enter(end), "cat", counter)) for end in (0, 1)]
 
 
 def _run(*words: str) -> str:
-    done = subprocess.run(list(words), check=True, capture_output=True, text=True)
-    return done.stdout
+    return subprocess.run(list(words), check=True, capture_output=True, text=True).stdout
 
 
 def on_the_wire(payload: float) -> float:
-    """`payload` bytes as an interface counts them: packets of 1448 bytes have 66 of headers."""
+    """Return `payload` bytes as an interface counts them: each 1448 bytes have 66 of headers."""
     return payload * 1514 / 1448
-
-
-def words_of(link: Link | None, end: int) -> Sequence[str]:
-    """What stands before a command at this end; nothing without a link."""
-    return [] if link is None else link.enter(end)

@@ -3,8 +3,6 @@
 After Touvron et al., 2023 (arXiv:2302.13971 and 2307.09288). The output head is not tied.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

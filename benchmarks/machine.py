@@ -1,5 +1,5 @@
-"""Where and with what the figures were made; `python benchmarks/machine.py` prints it, and with
-`--device` what is known of the GPU."""
+"""The machine, the versions and the commit of a figure; `python benchmarks/machine.py` prints them,
+and with `--device` the facts of the GPU."""
 
 import json
 import os
@@ -18,11 +18,15 @@ PACKAGES = ("torch", "triton", "numpy", "shardwise", *PEERS, "transformers", "mp
 
 
 def describe() -> dict[str, str]:
-    """The machine, the versions, the command and the date."""
+    """Return the machine, the versions, the command and the date."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    # A distribution without metadata has no name.
+    installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
+    versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
     return {
-        "machine": f"{_processor()}, {cores()} cores, {_memory()}",
+        "machine": f"{_processor()}, {cores()} cores, {memory:.0f} GiB memory",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-        "versions": ", ".join(f"{name} {version}" for name, version in _versions()),
+        "versions": ", ".join(versions),
         "commit": _commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -30,8 +34,8 @@ def describe() -> dict[str, str]:
 
 
 def describe_device(python: Sequence[str]) -> dict[str, str]:
-    """The GPU, its driver, and the libraries of the torch that `python` has. Another process looks,
-    so that this one holds nothing of the device's memory."""
+    """Return the GPU, its driver, and the libraries of the torch that `python` has. Another process
+    asks, so that this one holds nothing of the device's memory."""
     command = [*python, __file__, "--device"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -40,7 +44,7 @@ def describe_device(python: Sequence[str]) -> dict[str, str]:
 
 
 def _device() -> dict[str, str]:
-    """What `describe_device` tells, in the process that looks."""
+    """Return the facts for `describe_device`, in the process that asks."""
     import torch
 
     if not torch.cuda.is_available():
@@ -62,15 +66,15 @@ def _device() -> dict[str, str]:
 
 
 def write_json(path: Path, figures: Any) -> None:
-    """Write the result file so that a run which is cut leaves the last whole one."""
+    """Write the result file; a run that is killed meanwhile leaves the last whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(figures, indent=1) + "\n")
-    beside.replace(path)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(figures, indent=1) + "\n")
+    new.replace(path)
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -84,21 +88,10 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _memory() -> str:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"{total / 2**30:.0f} GiB memory"
-
-
-def _versions() -> list[tuple[str, str]]:
-    # A distribution without metadata has no name.
-    installed = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
-    return [(name, installed[name]) for name in PACKAGES if name in installed]
-
-
 def _commit() -> str:
-    """The commit that was measured, marked when files had changed since.
+    """Return the commit, marked if files have changed since.
 
-    COMMIT names it where there is no repository, as in a copy of the files.
+    COMMIT names it if there is no repository, as in a copy of the files.
     """
     if named := os.environ.get("COMMIT"):
         return named

@@ -2,95 +2,68 @@
 
     python benchmarks/markdown.py results/FILE.json
     python benchmarks/markdown.py --short results/FILE.json     # one table of all cases
+    python benchmarks/markdown.py --scaling results/FILE.json   # one table, with speed-ups
+    python benchmarks/markdown.py --bridges results/FILE.json
 
-What stands between the marks in README.md of this folder, and in docs/speed.md, is its output.
+README.md of this folder and docs/speed.md show its output between their marks.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from report import milliseconds
-from residents import MB
-
-HEAD = "| {} | ms/step | x DDP | x limit | MB/rank, peak | MB, all ranks | loss |"
-RULE = "|---|--:|--:|--:|--:|--:|--:|"
+import figure
+import report
+from report import Row
 
 
 def main() -> None:
     """Print the head of the run and one table per case, or the short one."""
     parser = argparse.ArgumentParser(description="The tables of a result file as Markdown.")
-    parser.add_argument("path", type=Path, help="what step_time.py wrote to --json")
-    parser.add_argument("--short", action="store_true", help="times alone, in one table")
+    parser.add_argument("path", type=Path, help="the file that step_time.py wrote to --json")
+    parser.add_argument("--short", action="store_true", help="ms and x DDP, in one table")
+    parser.add_argument("--scaling", action="store_true", help="ms and speed-up, in one table")
+    parser.add_argument("--bridges", action="store_true", help="ratios within each library")
     options = parser.parse_args()
     whole = json.loads(options.path.read_text())
-    if options.short:
-        print(*_short(whole["results"]), sep="\n")
+    if options.short or options.scaling:
+        print(*_short(whole["results"], options.scaling), sep="\n")
         return
     machine, method = whole["machine"], whole["method"]
     print(f"{machine['machine']}; {machine['system']}; {machine['versions']}; {machine['date']};")
     print(f"commit {machine['commit']}; {method['rounds']} rounds of {method['steps']} steps.")
     print(f"`{machine['command']}`")
     for result in whole["results"]:
-        print("", *_table(result), sep="\n")
+        columns = report.BRIDGES if options.bridges else report.ON_CPU
+        print(*report.markdown(result, columns), sep="\n")
 
 
-def _short(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Milliseconds and the ratio to DDP of all cases, side by side."""
-    results = sorted(results, key=_case)
-    yield f"| ms/step (x DDP) | {' | '.join('{}, {} ranks'.format(*_case(r)) for r in results)} |"
-    yield f"|---|{'--:|' * len(results)}"
-    by_case = [{line["label"]: line for line in result["contenders"]} for result in results]
-    for label in dict.fromkeys(label for lines in by_case for label in lines):
-        cells = [_time(lines.get(label)) for lines in by_case]
+def _short(results: Sequence[Row], scaling: bool) -> list[str]:
+    """Return milliseconds and a ratio of all cases, next to each other: to DDP, or with `scaling`
+    how many times faster than one process."""
+    cases = {
+        (result["configuration"]["name"], result["ranks"]): {
+            row["label"]: row for row in result["contenders"]
+        }
+        for result in results
+    }
+    cases = dict(sorted(cases.items()))
+    rows = []
+    for label in dict.fromkeys(label for lines in cases.values() for label in lines):
         bold = "**" if label.startswith("Shardwise") else ""
-        yield f"| {bold}{label}{bold} | {' | '.join(cells)} |"
+        rows.append(
+            [f"{bold}{label}{bold}", *(_time(each.get(label), scaling) for each in cases.values())]
+        )
+    head = [f"{name}, {ranks} ranks" for name, ranks in cases]
+    return figure.table([f"ms/step ({'speed-up' if scaling else 'x DDP'})", *head], rows)
 
 
-def _case(result: dict[str, Any]) -> tuple[str, int]:
-    return result["configuration"]["name"], result["ranks"]
-
-
-def _time(line: dict[str, Any] | None) -> str:
-    if line is None or line["note"]:
+def _time(row: Row | None, scaling: bool) -> str:
+    if row is None or row["note"]:
         return "-"
-    return f"{milliseconds(line['median_ms'])} ({_number(line['over_ddp'], '.2f')})"
-
-
-def _table(result: dict[str, Any]) -> Iterator[str]:
-    title = f"{result['configuration']['name']}, {result['ranks']} ranks"
-    if result["limit_ms"] is not None:
-        title += f" (limit {milliseconds(result['limit_ms'])} ms)"
-    yield HEAD.format(title)
-    yield RULE
-    yield from map(_row, result["contenders"])
-    others = result["share_of_other_processes"]
-    yield f"\nLosses agree to {result['loss_disagreement']:.1e}; other processes took " + (
-        f"{_number(others, '.0%')} of the machine."
-    )
-
-
-def _row(line: dict[str, Any]) -> str:
-    if line["note"]:
-        return f"| {line['label']} | {line['note'].splitlines()[0]} | | | | | |"
-    peak = line["memory_bytes_per_rank"]["peak"]
-    everyone = line.get("peak_bytes_of_all_ranks")
-    cells = [
-        line["label"],
-        milliseconds(line["median_ms"]),
-        _number(line["over_ddp"], ".2f"),
-        _number(line["over_limit"], ".2f"),
-        _number(None if peak is None else peak / MB, ".0f"),
-        _number(None if everyone is None else everyone / MB, ".0f"),
-        _number(line["losses"][-1] if line["losses"] else None, ".4f"),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    over = 1 / row["over_plain"] if scaling else row["over_ddp"]
+    return f"{figure.milliseconds(row['median_ms'])} ({figure.number(over, '.2f')})"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """The models, in plain PyTorch, and their data. Every contender trains exactly these."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import llama
 import resnet
@@ -65,14 +68,11 @@ def _initialise(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def materialise(model: nn.Module, device: str) -> None:
-    """Make what of a model has no memory yet (is on meta) on `device`, and initialise it."""
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if any(parameter.is_meta for parameter in own):
-            module.to_empty(device=device, recurse=False)
-            module.reset_parameters()
-            _initialise(module)
+def recompute(model: nn.Module) -> None:
+    """Have each block drop its activations until backward."""
+    for block in blocks(model):
+        forward = block.forward
+        block.forward = partial(checkpoint, forward, use_reentrant=False)
 
 
 Model = GptModel | llama.LlamaModel | resnet.ResNetModel
@@ -80,6 +80,7 @@ Model = GptModel | llama.LlamaModel | resnet.ResNetModel
 
 def build(workload: Workload) -> Model:
     """The model, with the same weights in every process whose default device is of this kind."""
+    # The same numbers on every rank: nobody has to broadcast weights, and losses are comparable.
     torch.manual_seed(0)
     if isinstance(workload, ResNet):
         return resnet.ResNetModel(workload)
@@ -88,6 +89,7 @@ def build(workload: Workload) -> Model:
 
 def batches(workload: Workload, rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
     """This rank's rows of each batch of the pool: inputs and int64 targets."""
+    # Each rank draws whole batches and takes its rows: data do not depend on the number of ranks.
     generator = torch.Generator().manual_seed(1)
     share = workload.batch // size
     rows = slice(rank * share, (rank + 1) * share)
@@ -115,5 +117,5 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def blocks(model: Model) -> list[nn.Module]:
-    """The units by which a peer that wants to be told shards the model."""
+    """Return the units of sharding for peers that must know them."""
     return list(model.blocks)

@@ -1,4 +1,4 @@
-"""Who else used the machine while we measured. A figure from a busy machine should say so."""
+"""Measures who else used the machine. A figure from a busy machine should say so."""
 
 import resource
 import time
@@ -7,22 +7,24 @@ from pathlib import Path
 from machine import cores
 
 BUSY = 0.05
-"""The share of the machine in other hands from which on figures are only indicative."""
+"""Share of the machine used by others above which figures are only indicative."""
 
-# Of /proc/stat: user, nice, system, steal. Interrupts are left out: loopback traffic is ours.
+# Columns of /proc/stat: user, nice, system, steal. Interrupts are left out: loopback traffic is
+# our own.
 COUNTED = (1, 2, 3, 8)
+# Per second: Linux fixes it for user space, whatever the kernel's own rate is.
 TICKS = 100.0
 
 
 class Neighbours:
-    """Watches from when it is made. Our own share is that of this process and of its children
-    that have ended by the time of asking."""
+    """Watches from its creation on. Time of this process and of its children that have ended is
+    our own."""
 
     def __init__(self) -> None:
         self._begun, self._all, self._ours = time.monotonic(), _all_seconds(), _our_seconds()
 
     def share(self) -> float | None:
-        """The part of the cores' time that went to others; None where it cannot be read."""
+        """Return the part of the cores' time that other processes used; None if unknown."""
         total = _all_seconds()
         if total is None or self._all is None:
             return None
@@ -31,7 +33,7 @@ class Neighbours:
 
 
 def remark(share: float | None) -> str:
-    """What a reader has to know of the others before believing a figure."""
+    """Return the sentence about other processes that stands below a table."""
     if share is None:
         return ""
     said = f"other processes took {share:.0%} of the machine"

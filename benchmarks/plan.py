@@ -34,12 +34,12 @@ import torch
 import plan_docs
 import plan_measure
 import plan_models
-from shardwise.placement import Placement, Tier
-from shardwise.planning import observer
-from shardwise.planning.choice import Choice
-from shardwise.planning.memory import Hardware, MemoryPlan, predict
-from shardwise.planning.observe import ObservedStep, Script, observe_sizes
-from shardwise.planning.record import StepRecord
+from shardwise.layout.placement import Placement, Tier
+from shardwise.tools.plan import observer
+from shardwise.tools.plan.choice import Choice
+from shardwise.tools.plan.memory import Hardware, MemoryPlan, predict
+from shardwise.tools.plan.observe import ObservedStep, Script, observe_sizes
+from shardwise.tools.plan.record import StepRecord
 
 GOAL, LOW = 0.03, -0.02
 """A prediction is good within 3 %, and no more than 2 % too low."""

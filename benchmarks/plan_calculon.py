@@ -1,10 +1,8 @@
-"""Asks Calculon (Isaev et al., SC 2023) for the rows of Korthikanti et al. that come with it.
+"""Asks Calculon (Isaev et al., SC 2023) for the rows of Korthikanti et al. that it comes with.
 
-It is read from a folder with github.com/calculon-ai/calculon (Apache 2.0), which is no part of this
-repository: its own validation files say how each row was trained.
+It is read from a folder with github.com/calculon-ai/calculon (Apache 2.0), which is not part of
+this repository: its own validation files describe the training of each row.
 """
-
-from __future__ import annotations
 
 import importlib
 import logging
@@ -21,18 +19,17 @@ MODELS = {"22B": "megatron-22B", "175B": "gpt3-175B", "530B": "turing-530B", "1T
 TIMES = {"full": "full", "new": "seqsel"}
 """Its names of both columns of table 5."""
 
-
 SYSTEMS = {"tab5": "a100_80g.json", "fig1": "a100_80e.json"}
-"""The system that its validation takes for each."""
+"""The system of its validation of each."""
 
 
 def seconds(folder: Path | None, model: str, way: str) -> float:
-    """Seconds of a step of table 5; 0 without its folder."""
+    """Return the seconds of a step of table 5; 0 without its folder."""
     return 0.0 if folder is None else float(_stats(folder, model, "tab5", TIMES[way])["total_time"])
 
 
 def kept_gib(folder: Path | None, model: str, way: str) -> float:
-    """GiB of activations of figure 1, "none" or "seqsel"; 0 without its folder."""
+    """Return GiB of activations of figure 1, "none" or "seqsel"; 0 without its folder."""
     return 0.0 if folder is None else float(_stats(folder, model, "fig1", way)["act_space"]) / 2**30
 
 
@@ -51,7 +48,7 @@ def _stats(folder: Path, model: str, figure: str, way: str) -> dict[str, Any]:
 
 @cache
 def _imported(folder: Path) -> tuple[Any, Any]:
-    """Its modules. Its searches write tables with pandas, which need not be there for one run."""
+    """Import its modules. Its searches need pandas, a single run does not."""
     sys.path.insert(0, str(folder))
     lacks = find_spec("pandas") is None
     if lacks:

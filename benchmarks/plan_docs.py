@@ -1,7 +1,5 @@
 """Puts tables that commands have printed into docs/plan_accuracy.md, each in its own section."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -61,8 +61,7 @@ class TensorBytes(TorchDispatchMode):
 
     @property
     def current(self) -> int:
-        """Bytes of all that is alive."""
-        # Storages are asked each time, because the engine resizes some of them.
+        """Bytes of all living storages. Asked each time, because the engine resizes some."""
         alive = [reference() for reference in list(self._alive.values())]
         return sum(storage.nbytes() for storage in alive if storage is not None)
 

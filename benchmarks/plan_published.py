@@ -1,4 +1,4 @@
-"""Holds the planner's formulas and clock against published tables, and prints the errors.
+"""Compares the planner's formulas and clock with published tables, and prints the errors.
 
     python benchmarks/plan_published.py --docs            # and puts them into docs/plan_accuracy.md
     python benchmarks/plan_published.py --data FOLDER     # also vTrain's measured steps
@@ -6,12 +6,10 @@
 
 FOLDER has ground_truth_single.csv and ground_truth_multi.csv of github.com/VIA-Research/vTrain
 (MIT), which are not part of this repository. The efficiency of an A100 in the catalogue was fitted
-to every second of their rows; nothing was fitted to a row of a table here, but for what a caption
-says. "Constant" is the floor that any model must be under: one utilisation for all rows of the
-table, that of the fitted row, or else the median of all, which a planner would not have.
+to every second of their rows; to a row of a table here only what its caption says was fitted.
+"Constant" is the error that any model must undercut: one utilisation for all rows of the table,
+that of the fitted row, or else the median of all, which a planner would not have.
 """
-
-from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,11 +31,11 @@ from plan_systems import (
     work_of,
 )
 from plan_vtrain import vtrain_table
-from shardwise.placement import Placement
-from shardwise.planning.parallelism import Parallelism
-from shardwise.planning.stages import Bytes
-from shardwise.planning.transformer import Transformer
-from shardwise.planning.transformer_clock import Software
+from shardwise.layout.placement import Placement
+from shardwise.tools.plan.parallelism import Parallelism
+from shardwise.tools.plan.stages import Bytes
+from shardwise.tools.plan.transformer import Transformer
+from shardwise.tools.plan.transformer_clock import Software
 
 
 def main() -> None:
@@ -59,15 +57,15 @@ def main() -> None:
 
 
 def _tables(calculon: Path | None) -> Iterator[tuple[str, str, str, Iterable[Line]]]:
-    yield (
-        "ZeRO, table 1",
-        "Bytes of states by the cells of each row. Errors are digits that the paper cuts off.",
-        "GB",
-        zero_lines(),
-    )
+    yield "ZeRO, table 1", ZERO_CAPTION, "GB", zero_lines()
     yield "Megatron-LM (SC 2021), table 1", SC21_CAPTION, "s", sc21_lines()
-    yield "Megatron-LM (SC 2021), table 2, theirs", SC21_CAPTION_2, "s", sc21_second_lines()
-    yield "Megatron-LM (SC 2021), table 2, ZeRO-3", SC21_ZERO_CAPTION, "s", sc21_zero_lines()
+    yield "Megatron-LM (SC 2021), table 2, theirs", SC21_CAPTION_2, "s", sc21_second_lines("theirs")
+    yield (
+        "Megatron-LM (SC 2021), table 2, ZeRO-3",
+        SC21_ZERO_CAPTION,
+        "s",
+        sc21_second_lines("ZeRO-3"),
+    )
     kept, times = activation_lines(calculon), korthikanti_lines(calculon)
     yield "Korthikanti et al., activations", ACTIVATIONS_CAPTION, "GiB or %", kept
     yield "Korthikanti et al., seconds of a step", KORTHIKANTI_CAPTION, "s", times
@@ -77,14 +75,18 @@ def _tables(calculon: Path | None) -> Iterator[tuple[str, str, str, Iterable[Lin
     yield "torchtitan, Llama 3.1 8B", TORCHTITAN_CAPTION, "GiB", torchtitan_lines()
 
 
-def _rows(fields: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
+def _rows(fields: str, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
     for row in rows:
-        yield dict(zip(fields, row, strict=True))
+        yield dict(zip(fields.split(), row, strict=True))
+
+
+ZERO_CAPTION = (
+    "Bytes of states by the cells of each row. Errors are digits that the paper cuts off."
+)
 
 
 def zero_lines() -> Iterator[Line]:
-    """States with Adam in 16 bit, from the cells of each row: 2 bytes of parameters, 2 of
-    gradients, 12 of optimizer state; the paper cuts digits off."""
+    """States with Adam in 16 bit."""
     each = {"parameters": 2, "gradients": 2, "optimizer": 12}
     for ranks, sizes in tables.ZERO.items():
         for parameters, published in zip(tables.ZERO_SIZES, sizes, strict=True):
@@ -107,51 +109,48 @@ def sc21_lines() -> Iterator[Line]:
     for row in _rows(tables.SC21_FIELDS, tables.SC21):
         model = gpt(row["layers"], row["hidden"], row["heads"], 51200)
         data = row["gpus"] // row["tensor"] // row["pipeline"]
-        seconds = hardware_flops(model, row["batch"]) / row["gpus"] / row["teraflops"] / 1e12
         sizes = [b for b in (1, 2, 4, 8, 16) if row["batch"] % (data * b) == 0]
         predicted, micro = min(
             (seconds_of(model, megatron(row, data, b, "full"), row["gpus"]), b) for b in sizes
         )
-        name = f"{row['billions']:g}B on {row['gpus']}"
-        yield Line(name, seconds, predicted, work_of(model, row), f"micro-batch {micro}")
+        yield _sc21_line("", model, row, predicted, f"micro-batch {micro}")
 
 
+SC21_SHAPES = {174.6: (96, 12288, 96), 529.6: (105, 20480, 128)}
+SC21_CAPTION_2 = """Tensor 8, pipeline 12 and 35, without interleaving."""
 SC21_ZERO_CAPTION = """DeepSpeed's ZeRO-3 of that time, without model parallelism. Missed by far:
 the prediction gathers one unit ahead over all network cards of a host. The published times of 768
 devices and more are those of three passes over the parameters at 16 GB/s, about one card of the
 eight."""
 
 
-def sc21_zero_lines() -> Iterator[Line]:
-    """Table 2, ZeRO-3."""
-    for row in _rows(tables.SC21_ZERO_FIELDS, tables.SC21_ZERO):
+def sc21_second_lines(system: str) -> Iterator[Line]:
+    """Table 2: "theirs", tensor and pipeline parallelism, or "ZeRO-3"."""
+    zero = system == "ZeRO-3"
+    fields = tables.SC21_ZERO_FIELDS if zero else tables.SC21_THEIRS_FIELDS
+    for row in _rows(fields, tables.SC21_ZERO if zero else tables.SC21_THEIRS):
         model = gpt(*SC21_SHAPES[row["billions"]], 51200)
-        micros = row["batch"] // row["gpus"] // row["micro"]
-        run = Parallelism(
-            data=row["gpus"],
-            micro_batch=row["micro"],
-            micros=max(1, micros),
-            recompute="full",
-            placement=Placement.zero(3),
-        )
-        seconds = hardware_flops(model, row["batch"]) / row["gpus"] / row["teraflops"] / 1e12
-        name = f"{row['billions']:g}B on {row['gpus']}, ZeRO-3"
-        yield Line(name, seconds, seconds_of(model, run, row["gpus"]), work_of(model, row))
+        if zero:
+            run = Parallelism(
+                data=row["gpus"],
+                micro_batch=row["micro"],
+                micros=max(1, row["batch"] // row["gpus"] // row["micro"]),
+                recompute="full",
+                placement=Placement.zero(3),
+            )
+        else:
+            data = row["gpus"] // row["tensor"] // row["pipeline"]
+            run = megatron(row, data, row["micro"], "full")
+        yield _sc21_line(f", {system}", model, row, seconds_of(model, run, row["gpus"]))
 
 
-SC21_SHAPES = {174.6: (96, 12288, 96), 529.6: (105, 20480, 128)}
-SC21_CAPTION_2 = """Tensor 8, pipeline 12 and 35, without interleaving."""
-
-
-def sc21_second_lines() -> Iterator[Line]:
-    """Table 2, tensor and pipeline parallelism."""
-    for row in _rows(tables.SC21_THEIRS_FIELDS, tables.SC21_THEIRS):
-        model = gpt(*SC21_SHAPES[row["billions"]], 51200)
-        data = row["gpus"] // row["tensor"] // row["pipeline"]
-        run = megatron(row, data, row["micro"], "full")
-        seconds = hardware_flops(model, row["batch"]) / row["gpus"] / row["teraflops"] / 1e12
-        name = f"{row['billions']:g}B on {row['gpus']}, theirs"
-        yield Line(name, seconds, seconds_of(model, run, row["gpus"]), work_of(model, row))
+def _sc21_line(
+    name: str, model: Transformer, row: dict[str, Any], predicted: float, note: str = ""
+) -> Line:
+    """The published seconds follow from the published TFLOP/s of each device."""
+    published = hardware_flops(model, row["batch"]) / row["gpus"] / row["teraflops"] / 1e12
+    name = f"{row['billions']:g}B on {row['gpus']}{name}"
+    return Line(name, published, predicted, work_of(model, row), note)
 
 
 ACTIVATIONS_CAPTION = """Bytes that the first stage keeps, all layers of a pipeline's length of
@@ -258,7 +257,7 @@ def llama_lines() -> Iterator[Line]:
         (*row, each.model_flops(batch) / row[0] / row[7] / 1e12, batch, each)
         for row, batch, each in zip(tables.LLAMA3, batches, models, strict=True)
     ]
-    fields = [*tables.LLAMA3_FIELDS, "seconds", "batch", "model"]
+    fields = f"{tables.LLAMA3_FIELDS} seconds batch model"
 
     def predict(row: dict[str, Any], factor: float) -> float:
         run = Parallelism(
@@ -304,7 +303,7 @@ LLAMA = Software(0.0, 0.0, Bytes(gradient=4.0))
 
 
 def _first_fitted(
-    fields: Sequence[str], rows: Sequence[Sequence[Any]], key: str, model: Transformer, predict: Any
+    fields: str, rows: Sequence[Sequence[Any]], key: str, model: Transformer, predict: Any
 ) -> Iterator[Line]:
     """Lines whose first fits the factor that the others are predicted with."""
     first, *others = _rows(fields, rows)

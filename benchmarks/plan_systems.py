@@ -1,18 +1,16 @@
-"""How published systems train, as the planner's clock takes it; a published row and its table."""
-
-from __future__ import annotations
+"""Published systems as the planner's clock describes them; a published row and its table."""
 
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.planning.catalogue import Curve, read_catalogue
-from shardwise.planning.cluster import Cluster, parse_cluster
-from shardwise.planning.parallelism import Parallelism
-from shardwise.planning.stages import Bytes
-from shardwise.planning.transformer import Transformer
-from shardwise.planning.transformer_clock import Software, step_seconds, transformer_times
+from shardwise.tools.plan.catalogue import Curve, read_catalogue
+from shardwise.tools.plan.cluster import Cluster, parse_cluster
+from shardwise.tools.plan.parallelism import Parallelism
+from shardwise.tools.plan.stages import Bytes
+from shardwise.tools.plan.transformer import Transformer
+from shardwise.tools.plan.transformer_clock import Software, step_seconds, transformer_times
 
 CATALOGUE = read_catalogue(user=False)
 MEGATRON = Software(0.85e-3, 0.0, Bytes(gradient=2.0))
@@ -28,8 +26,8 @@ MEGATRON_WAY = {"overlap": False, "blocking_sends": True, "stages_last": True}
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table: what was published, what is predicted, and the model FLOPs of each device
-    in a second of it (0 where it is not a time)."""
+    """A row of a table: its published and its predicted figure, and the model FLOPs of each device
+    in the row's seconds (0 if the figure is not a time)."""
 
     name: str
     published: float
@@ -37,7 +35,7 @@ class Line:
     work: float = 0.0
     note: str = ""
     rival: float = 0.0
-    """What Calculon predicts; 0 where it was not asked."""
+    """Calculon's prediction; 0 if it was not asked."""
 
     @property
     def error(self) -> float:
@@ -65,13 +63,13 @@ def megatron(row: dict[str, Any], data: int, micro: int, recompute: str) -> Para
 
 
 def hardware_flops(model: Transformer, batch: int) -> float:
-    """FLOPs of a step with all recomputed: 96 B s l h²(1 + s/6h + V/16lh)."""
+    """Return the FLOPs of a step with all recomputed: 96 B s l h²(1 + s/6h + V/16lh)."""
     s, layers, h, words = model.sequence, model.layers, model.hidden, model.vocabulary
     return 96.0 * batch * s * layers * h * h * (1 + s / 6 / h + words / 16 / layers / h)
 
 
 def work_of(model: Transformer, row: dict[str, Any]) -> float:
-    """Model FLOPs of a device in a step."""
+    """Return the model FLOPs of a device in a step."""
     return model.model_flops(row["batch"]) / row["gpus"]
 
 
@@ -85,8 +83,8 @@ def seconds_of(
     software: Software = MEGATRON,
     between: float | None = None,
 ) -> float:
-    """Seconds of a step; matrix products reach `factor` times the catalogue's efficiency, and hosts
-    exchange `between` bytes/s for each device, where the catalogue's figure is not theirs."""
+    """Return the seconds of a step. Matrix products reach `factor` times the catalogue's
+    efficiency; hosts exchange `between` bytes/s for each device, by default the catalogue's."""
     cluster = parse_cluster(device, CATALOGUE)
     curve = Curve(
         tuple((s, min(1.0, e * factor)) for s, e in cluster.device.curves["matmul"].points)
@@ -99,7 +97,7 @@ def seconds_of(
 
 
 def markdown(title: str, caption: str, unit: str, lines: list[Line]) -> Iterator[str]:
-    """A table with its summary."""
+    """Yield a table with its summary."""
     yield f"\n## {title}\n\n{caption}\n"
     floors = constant(lines) if all(line.work for line in lines) else []
     rivals = any(line.rival for line in lines)
@@ -119,7 +117,7 @@ def markdown(title: str, caption: str, unit: str, lines: list[Line]) -> Iterator
 
 
 def _summary(lines: Sequence[Line], floors: Sequence[float]) -> str:
-    """The mean and the largest error, of rows that nothing was fitted to."""
+    """Return the mean and the largest error of the rows to which nothing was fitted."""
     own = [not line.note.startswith("fitted") for line in lines]
     errors = [abs(line.error) for line, counts in zip(lines, own, strict=True) if counts]
     text = f"\nMean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}"
@@ -136,8 +134,7 @@ def _summary(lines: Sequence[Line], floors: Sequence[float]) -> str:
 
 
 def constant(lines: Sequence[Line]) -> list[float]:
-    """The errors of one utilisation for all rows: that of the row that was fitted, else the median
-    of all."""
+    """Return the errors of one utilisation for all rows: the fitted row's, else the median."""
     fitted = [line for line in lines if line.note.startswith("fitted")]
     rate = statistics.median(line.work / line.published for line in fitted or lines)
     return [line.work / rate / line.published - 1 for line in lines]

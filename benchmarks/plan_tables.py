@@ -1,6 +1,6 @@
-"""Published tables that a plan is held against: what their papers print, nothing computed.
+"""Published tables that predictions are compared with: the papers' numbers, nothing computed.
 
-Each row's fields are named in the tuple above it.
+The string above each table names the fields of its rows.
 """
 
 ZERO = {
@@ -15,17 +15,7 @@ ZERO = {
 
 ZERO_SIZES = (7_500_000_000, 128_000_000_000, 1_000_000_000_000)
 
-SC21_FIELDS = [
-    "billions",
-    "heads",
-    "hidden",
-    "layers",
-    "tensor",
-    "pipeline",
-    "gpus",
-    "batch",
-    "teraflops",
-]
+SC21_FIELDS = "billions heads hidden layers tensor pipeline gpus batch teraflops"
 SC21 = (
     (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
     (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
@@ -40,7 +30,7 @@ SC21 = (
 )
 """Narayanan et al. (2021), table 1: sequences of 2048, 51200 words, A100."""
 
-SC21_ZERO_FIELDS = ["billions", "gpus", "batch", "micro", "teraflops"]
+SC21_ZERO_FIELDS = "billions gpus batch micro teraflops"
 SC21_ZERO = (
     (174.6, 384, 1536, 4, 144),
     (174.6, 768, 1536, 2, 88),
@@ -49,9 +39,9 @@ SC21_ZERO = (
     (529.6, 1120, 2240, 2, 98),
     (529.6, 2240, 2240, 1, 48),
 )
-"""Ibid., table 2: ZeRO-3 without model parallelism."""
+"""The same paper, table 2: ZeRO-3 without model parallelism."""
 
-SC21_THEIRS_FIELDS = ["billions", "gpus", "batch", "micro", "tensor", "pipeline", "teraflops"]
+SC21_THEIRS_FIELDS = "billions gpus batch micro tensor pipeline teraflops"
 SC21_THEIRS = (
     (174.6, 384, 1536, 1, 8, 12, 153),
     (174.6, 768, 1536, 1, 8, 12, 149),
@@ -60,27 +50,12 @@ SC21_THEIRS = (
     (529.6, 1120, 2240, 1, 8, 35, 167),
     (529.6, 2240, 2240, 1, 8, 35, 159),
 )
-"""Ibid., table 2: tensor 8 with a pipeline of 12, and of 35."""
+"""The same paper, table 2: tensor 8 with a pipeline of 12, and of 35."""
 
-KORTHIKANTI_FIELDS = [
-    "name",
-    "heads",
-    "hidden",
-    "layers",
-    "pipeline",
-    "interleaved",
-    "gpus",
-    "batch",
-    "micro",
-    "full",
-    "new",
-    "kept_gib",
-    "new_gib",
-    "sequence",
-    "selective",
-    "both",
-    "recomputed",
-]
+KORTHIKANTI_FIELDS = (
+    "name heads hidden layers pipeline interleaved gpus batch micro full new kept_gib new_gib "
+    "sequence selective both recomputed"
+)
 KORTHIKANTI = (
     ("22B", 64, 6144, 48, 1, 1, 8, 4, 4, 1.42, 1.10, 59.25, 9.56, 66.84, 49.42, 16.18, 7.64),
     ("175B", 96, 12288, 96, 8, 3, 64, 64, 1, 18.13, 13.75, 66.84, 12.35, 62.04, 56.53, 18.49, 8.71),
@@ -93,16 +68,7 @@ KORTHIKANTI = (
 with their two methods; GiB of activations of the first stage without anything and with both; what
 of it is left, in percent. Tensor 8."""
 
-LLAMA3_FIELDS = [
-    "gpus",
-    "tensor",
-    "context",
-    "pipeline",
-    "data",
-    "sequence",
-    "per_data",
-    "teraflops",
-]
+LLAMA3_FIELDS = "gpus tensor context pipeline data sequence per_data teraflops"
 LLAMA3 = (
     (8192, 8, 1, 16, 64, 8192, 32, 430),
     (16384, 8, 1, 16, 128, 8192, 16, 400),
@@ -110,7 +76,7 @@ LLAMA3 = (
 )
 """Llama team (2024), table 4: 405B on H100; sequences of a data rank in a step."""
 
-MEGASCALE_FIELDS = ["batch", "gpus", "megatron", "megascale"]
+MEGASCALE_FIELDS = "batch gpus megatron megascale"
 MEGASCALE = (
     (768, 256, 40.0, 32.0),
     (768, 512, 21.2, 16.5),

@@ -1,16 +1,14 @@
-"""Predicts the step time of configurations on this machine, and measures them beside that.
+"""Predicts the step time of configurations on this machine, and measures it.
 
     python benchmarks/plan_time.py [--ranks 1,2] [--zero 0,2] [--rounds 3] [--json FILE] [--docs]
 
 First `shardwise plan --calibrate` measures the machine: matrix products, memory, launches, links,
 none of them of a model. Then each configuration of step_time.py is planned for `--on here`, and
-trained. What the planner says of A on one rank is compared with what A takes there, and C and R are
-also predicted with that one factor ("scaled by A"): nothing of C and R is in either prediction. Of
-several rounds the least median counts, since what else the machine does only makes steps longer;
-`--docs` puts the table into docs/plan_accuracy.md.
+trained. The measured over the predicted step of A on one rank is a factor, with which C and R are
+also predicted ("scaled by A"): nothing of C and R is in either prediction. Of several rounds the
+least median counts, because other processes only make steps longer. `--docs` puts the table into
+docs/plan_accuracy.md.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -18,21 +16,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-import machine
+import figure
 import plan_docs
-from shardwise.placement import Placement
-from shardwise.planning.calibrate import calibrate
-from shardwise.planning.catalogue import read_catalogue
-from shardwise.planning.choice import Choice
-from shardwise.planning.clock import ScriptClock
-from shardwise.planning.cluster import parse_cluster
-from shardwise.planning.observe import ObservedStep, Script, observe_sizes
+from shardwise.layout.placement import Placement
+from shardwise.tools.plan.calibrate import calibrate
+from shardwise.tools.plan.catalogue import read_catalogue
+from shardwise.tools.plan.choice import Choice
+from shardwise.tools.plan.clock import ScriptClock
+from shardwise.tools.plan.cluster import parse_cluster
+from shardwise.tools.plan.observe import ObservedStep, Script, observe_sizes
 
 SCRIPT = Path(__file__).with_name("plan_step.py")
 FIRST = "A"
@@ -57,17 +55,25 @@ class Row:
         return scale * self.predicted / self.measured - 1
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Calibrate, predict, measure, print."""
-    options = _options()
+    parser = figure.parser(__doc__)
+    add = parser.add_argument
+    add("--configs", type=figure.words, default=["A", "C", "R"])
+    add("--ranks", type=figure.numbers, default=[1, 2])
+    add("--zero", type=figure.numbers, default=[0, 2])
+    add("--rounds", type=int, default=3)
+    add("--steps", type=int, default=12)
+    add("--hardware", type=Path, help="a calibration's file, in place of a new one")
+    add("--docs", action="store_true", help="write docs/plan_accuracy.md")
+    options = parser.parse_args(arguments)
+    facts = figure.begin()
     with tempfile.TemporaryDirectory() as folder:
         hardware = options.hardware or calibrate(Console(stderr=True), Path(folder) / "here.toml")
         rows = list(_rows(options, hardware))
-    lines = list(table(rows))
-    print("\n".join(lines))
-    if options.json:
-        told = {"machine": machine.describe(), "rows": [vars(row) for row in rows]}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    lines = table(rows, facts)
+    figure.show(*lines)
+    figure.keep(options, facts, rows=[vars(row) for row in rows])
     if options.docs:
         plan_docs.put(TITLE, lines)
 
@@ -93,6 +99,7 @@ def predict(step: ObservedStep, ranks: int, level: int, hardware: Path) -> float
 
 def measure(options: argparse.Namespace, name: str, ranks: int, level: int) -> float:
     """The median of a training's steps, in seconds; each rank has its share of the cores."""
+    # The calibration has measured all cores together, so a step must use all of them.
     threads = max(1, (os.cpu_count() or 1) // ranks)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
@@ -103,43 +110,33 @@ def measure(options: argparse.Namespace, name: str, ranks: int, level: int) -> f
         return float(json.loads(out.read_text()))
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The table, and how many rows are within the goals."""
+def table(rows: Sequence[Row], facts: Mapping[str, str]) -> list[str]:
+    """Return the table, and how many rows are within the goals."""
     first = next(row for row in rows if row.name == FIRST and row.ranks == 1)
     scale = first.measured / first.predicted
-    facts = machine.describe()
-    yield f"`{facts['command']}`: {facts['machine']}, {facts['date']}.\n"
-    yield f"Scaled by {FIRST} on one rank: {scale:.3f} times.\n"
-    yield "| configuration | ranks | row | measured, s | predicted | error | scaled by A | error |"
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
-    for row in rows:
-        yield (
-            f"| {row.name} | {row.ranks} | ZERO_{row.level} | {row.measured:.4f} "
-            f"| {row.predicted:.4f} | {row.error():+.1%} | {scale * row.predicted:.4f} "
-            f"| {row.error(scale):+.1%} |"
-        )
+    cells = [
+        [
+            row.name,
+            str(row.ranks),
+            f"ZERO_{row.level}",
+            f"{row.measured:.4f}",
+            f"{row.predicted:.4f}",
+            f"{row.error():+.1%}",
+            f"{scale * row.predicted:.4f}",
+            f"{row.error(scale):+.1%}",
+        ]
+        for row in rows
+    ]
     held_out = [row for row in rows if row.name != FIRST]
     good = sum(abs(row.error(scale)) <= GOALS.get(row.ranks, 0.10) for row in held_out)
-    yield (
+    head = ["ranks", "row", "measured, s", "predicted", "error", f"scaled by {FIRST}", "error"]
+    return [
+        f"`{facts['command']}`: {facts['machine']}, {facts['date']}.\n",
+        f"Scaled by {FIRST} on one rank: {scale:.3f} times.\n",
+        *figure.table(["configuration", *head], cells),
         f"\nGoal: 5 % at 1 rank, 10 % at 2; {good} of {len(held_out)} rows that nothing was scaled "
-        "by are within it."
-    )
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    numbers = lambda text: [int(each) for each in text.split(",")]  # noqa: E731
-    parser.add_argument("--configs", type=lambda text: text.split(","), default=["A", "C", "R"])
-    parser.add_argument("--ranks", type=numbers, default=[1, 2])
-    parser.add_argument("--zero", type=numbers, default=[0, 2])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--hardware", type=Path, help="a calibration's file, in place of a new one")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--docs", action="store_true")
-    return parser.parse_args()
+        "by are within it.",
+    ]
 
 
 if __name__ == "__main__":

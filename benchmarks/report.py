@@ -1,174 +1,218 @@
-"""One table of the result, on the screen and as JSON."""
+"""The table of one configuration in one setting: measured, as JSON, in Markdown, and its faults.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+Tables are made of the JSON, so that a command prints today what markdown.py prints of a result file
+next year.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.table import Table
-
+import machine
+import peaks
+from contenders import LIBRARIES, Contender
+from crew import Crew
+from figure import GB, MB, milliseconds, number, table
 from figures import AGREE, Line, disagreement, limit_scale, ratio
-from neighbours import remark
-from residents import MB
-from workloads import Workload, told
+from neighbours import Neighbours, remark
+from rounds import Budget, Plan, look_at_gpu, measure, weigh
+from workloads import Setting, Workload, told
 
-Column = tuple[str, Callable[[Line], str]]
+Row = Mapping[str, Any]
+"""A contender in a result file."""
+
+AGREE_ON_GPU = {"fp32": 1e-3, "tf32": 1e-2, "bf16-mixed": 5e-2, "bf16": 0.2}
+"""By precision, how far the losses of two contenders may be apart at a step: GPUs sum in no fixed
+order, and in bf16 three decimals are all there are."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result:
-    """The lines of one configuration at one number of ranks, one process first."""
+    """The lines of one workload at one number of ranks, the plain loop's first if it takes part."""
 
     workload: Workload
     ranks: int
-    cores: int
-    lines: list[Line]
+    lines: list[Line] = field(default_factory=list)
+    cores: int = field(default_factory=machine.cores)
+    setting: Setting = field(default_factory=Setting)
+    device: str = "cpu"
+    """The name of the device."""
+    flops: int = 0
+    """Of a step's forward and backward on the whole batch; 0 if unknown."""
     others: float | None = None
     """The share of the machine that other processes took meanwhile."""
 
-    @property
-    def scale(self) -> float:
-        return limit_scale(self.ranks, self.cores)
+    def line(self, key: str) -> Line | None:
+        """Return the line of a contender if it took part."""
+        return next((line for line in self.lines if line.key == key), None)
 
     @property
     def limit(self) -> float | None:
         """ms per step if the ranks shared one process's work and nothing else cost anything."""
-        alone = self.lines[0].median
-        return None if alone is None else alone * self.scale
-
-    def over_ranks(self, each: float | None, line: Line) -> float | None:
-        """A contender's bytes per rank, summed over its ranks."""
-        return None if each is None else each * (1 if line is self.lines[0] else self.ranks)
+        alone = self.line("plain")
+        # On a GPU one process has the whole device: a part of its step limits nothing.
+        if alone is None or alone.median is None or self.device != "cpu":
+            return None
+        return alone.median * limit_scale(self.ranks, self.cores)
 
     @property
-    def steps_compared(self) -> int:
-        """The number of steps after which the losses are shown."""
-        return max((len(line.losses) for line in self.lines), default=0)
+    def agree_within(self) -> float:
+        """Losses of contenders that did the same work differ by less."""
+        on_cpu_in_fp32 = self.setting == Setting()
+        return AGREE if on_cpu_in_fp32 else AGREE_ON_GPU[self.setting.precision]
 
-    def line(self, key: str) -> Line | None:
-        """The line of a contender, if it took part."""
-        return next((line for line in self.lines if line.key == key), None)
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures: those that were measured, and those that the tables show."""
+        return {
+            "configuration": told(self.workload),
+            "setting": asdict(self.setting),
+            "ranks": self.ranks,
+            "cores": self.cores,
+            "device": self.device,
+            "tflop_per_step": self.flops / 1e12,
+            "limit_ms": self.limit,
+            "share_of_other_processes": self.others,
+            "loss_disagreement": disagreement(self.lines),
+            "losses_agree": disagreement(self.lines) < self.agree_within,
+            "contenders": [self._line_json(line) for line in self.lines],
+        }
 
-    def over_limit(self, line: Line) -> float | None:
-        """This contender's step over the limit of the same round."""
-        return ratio(line, self.lines[0], self.scale)
+    def _line_json(self, line: Line) -> dict[str, Any]:
+        plain, scale = self.line("plain"), limit_scale(self.ranks, self.cores)
+        ranks = 1 if line.key == "plain" else self.ranks  # it is alone
+        flops = self.flops // self.ranks
+        return {
+            "key": line.key,
+            "label": line.label,
+            "note": line.note,
+            "median_ms": line.median,
+            "min_ms": line.fastest,
+            "over_ddp": ratio(line, self.line("ddp")),
+            "over_limit": ratio(line, plain, scale),
+            "over_plain": ratio(line, plain),
+            **self._over_own(line),
+            "mfu": peaks.mfu(flops, line.median, self.device, self.setting.precision),
+            "memory_bytes_per_rank": {
+                "after_imports": line.empty,
+                "between_steps": line.resident,
+                "peak": line.peak,
+            },
+            "peak_bytes": line.peak,
+            "peak_bytes_of_all_ranks": None if line.peak is None else line.peak * ranks,
+            **line.device,
+            "losses": line.losses,
+            "rounds_ms": line.rounds,
+        }
 
-    def over_ddp(self, line: Line) -> float | None:
-        """This contender's step over DDP's of the same round."""
-        return ratio(line, self.line("ddp"))
+    def _over_own(self, line: Line) -> dict[str, float | None]:
+        """Return the ratios of a library to itself over DDP and FSDP2, and to the engine's own loop
+        in the same row."""
+        library, _, zero = line.key.rpartition("-")
+        prefix = f"{library}-" if library in LIBRARIES else ""
+        # transformers' Trainer has no FSDP on the CPU: torch's own loop takes its place.
+        sharded = self.line(f"{prefix}fsdp2") or self.line("fsdp2")
+        engine = self.line(f"shardwise-{zero}") if prefix and zero.isdigit() else None
+        return {
+            "over_its_ddp": ratio(line, self.line(f"{prefix}ddp")),
+            "over_its_fsdp": ratio(line, sharded),
+            "over_engine": ratio(line, engine),
+        }
 
 
-def table(result: Result) -> Table:
-    """The table as rich draws it."""
-    limit = "" if result.limit is None else f" · limit {milliseconds(result.limit)} ms"
-    drawn = Table(
-        box=SIMPLE,
-        title=f"{result.workload.describe()} · {result.ranks} ranks{limit}",
-        title_justify="left",
-        title_style="bold",
+def measured(
+    result: Result,
+    takers: Sequence[Contender],
+    plan: Plan,
+    limit: float,
+    kept: Callable[[dict[str, Any]], None] = lambda result: None,
+    budget: Budget | None = None,
+) -> dict[str, Any]:
+    """Fill the table of `result`, and return its JSON; calls `kept` with it after each round."""
+    neighbours = Neighbours()
+    case = f"{result.workload.name}, {result.ranks} ranks, {result.setting.precision}"
+
+    def full(lines: list[Line]) -> dict[str, Any]:
+        return replace(result, lines=lines, others=neighbours.share()).as_json()
+
+    lines = measure(
+        takers,
+        plan,
+        lambda who: Crew(who, result.workload, result.ranks, limit, result.setting),
+        lambda turn: print(f"{case}, {turn}", file=sys.stderr, flush=True),
+        lambda lines: kept(full(lines)),
+        budget,
+        weigh if result.setting.device == "cpu" else look_at_gpu,
     )
-    columns = _columns(result)
-    drawn.add_column("", no_wrap=True)
-    for name, _ in columns:
-        drawn.add_column(name, justify="right")
-    for line in result.lines:
-        if line.note:
-            drawn.add_row(line.label, _short(line.note), *[""] * (len(columns) - 1), style="dim")
-        else:
-            drawn.add_row(line.label, *(show(line) for _, show in columns), style=_style(line))
-    return drawn
+    return full(lines)
 
 
-def remarks(result: Result) -> str:
-    """What a reader of the table has to know before believing it."""
-    said = f"losses agree to {disagreement(result.lines):.1e}"
-    return "; ".join(part for part in (said, remark(result.others)) if part)
+Columns = Sequence[tuple[str, Callable[[Row], str]]]
+
+ON_CPU: Columns = (
+    ("ms/step", lambda row: milliseconds(row["median_ms"])),
+    ("x DDP", lambda row: number(row["over_ddp"], ".2f")),
+    ("x limit", lambda row: number(row["over_limit"], ".2f")),
+    ("MB/rank, peak", lambda row: number(row["memory_bytes_per_rank"]["peak"], ".0f", MB)),
+    ("MB, all ranks", lambda row: number(row.get("peak_bytes_of_all_ranks"), ".0f", MB)),
+    ("loss", lambda row: number(row["losses"][-1] if row["losses"] else None, ".4f")),
+)
+
+BRIDGES: Columns = (
+    ("ms/step", lambda row: milliseconds(row["median_ms"])),
+    ("x DDP", lambda row: number(row["over_its_ddp"], ".3f")),
+    ("x FSDP", lambda row: number(row["over_its_fsdp"], ".3f")),
+    ("x engine", lambda row: number(row["over_engine"], ".3f")),
+)
+
+ON_GPU: Columns = (
+    ("ms/step", lambda row: milliseconds(row["median_ms"])),
+    ("spread", lambda row: _spread(row["rounds_ms"])),
+    ("x plain", lambda row: number(row["over_plain"], ".2f")),
+    ("MFU", lambda row: number(row["mfu"], ".1%")),
+    ("peak GB", lambda row: number(row["peak_bytes"], ".2f", GB)),
+    ("launches", lambda row: number(row.get("launches"), ".0f")),
+    ("syncs", lambda row: number(row.get("synchronisations"), ".1f")),
+    ("loss", lambda row: number(row["losses"][-1] if row["losses"] else None, ".4f")),
+)
 
 
-def as_json(results: Sequence[Result], machine: dict[str, str], method: dict[str, Any]) -> Any:
-    """Everything that was measured, and the figures that the tables show."""
-    return {"machine": machine, "method": method, "results": [_result_json(r) for r in results]}
+def _spread(rounds: Sequence[Sequence[float]]) -> str:
+    """How far apart the rounds' medians are, or within one round its steps, over the median."""
+    values = list(map(median, rounds)) if len(rounds) > 1 else [ms for r in rounds for ms in r]
+    middle = median(values) if values else 0.0
+    return f"{(max(values) - min(values)) / middle:.0%}" if middle else "-"
 
 
-def faults(results: Sequence[Result]) -> list[str]:
-    """What makes a run worthless: contenders that failed, or that did not do the same work."""
-    found = [
-        f"{result.workload.name}, {result.ranks} ranks: {line.label} {line.note}"
-        for result in results
-        for line in result.lines
-        if line.note.startswith("failed")
-    ]
+def markdown(result: Row, columns: Columns = ON_CPU) -> list[str]:
+    """Return the lines of a table, and of the remark below it."""
+    title = f"{result['configuration']['name']}, {result['ranks']} ranks"
+    if result["limit_ms"] is not None and columns is ON_CPU:
+        title += f" (limit {milliseconds(result['limit_ms'])} ms)"
+    rows = []
+    for row in result["contenders"]:
+        cells = [row["note"].splitlines()[0]] if row["note"] else [show(row) for _, show in columns]
+        rows.append([row["label"], *cells])
+    said = f"Losses agree to {result['loss_disagreement']:.1e}"
+    others = remark(result["share_of_other_processes"])
+    said += f"; {others}." if others else "."
+    return ["", *table([title, *(name for name, _ in columns)], rows), "", said]
+
+
+def faults(results: Sequence[Row]) -> list[str]:
+    """Return why a run is worthless: contenders that failed, or that did not do the same work."""
+    found = []
     for result in results:
-        apart = disagreement(result.lines)
-        if apart >= AGREE:
+        case = f"{result['configuration']['name']}, {result['ranks']} ranks"
+        found += [
+            f"{case}: {row['label']} {row['note']}"
+            for row in result["contenders"]
+            if row["note"].startswith("failed")
+        ]
+        if not result["losses_agree"]:
             found.append(
-                f"{result.workload.name}, {result.ranks} ranks: losses differ by {apart:.1e}, so "
-                "the contenders did not all do the same work"
+                f"{case}: losses differ by {result['loss_disagreement']:.1e}, so the contenders "
+                "did not all do the same work"
             )
     return found
-
-
-def _columns(result: Result) -> list[Column]:
-    return [
-        ("ms/step", lambda line: milliseconds(line.median)),
-        ("fastest", lambda line: milliseconds(line.fastest)),
-        ("x DDP", lambda line: _number(result.over_ddp(line), ".2f")),
-        ("x limit", lambda line: _number(result.over_limit(line), ".2f")),
-        ("MB/rank", lambda line: _number(line.resident, ".0f", MB)),
-        ("peak", lambda line: _number(line.peak, ".0f", MB)),
-        ("peak, all", lambda line: _number(result.over_ranks(line.peak, line), ".0f", MB)),
-        (
-            f"loss, {result.steps_compared} steps",
-            lambda line: _number(line.losses[-1] if line.losses else None, ".4f"),
-        ),
-    ]
-
-
-def _result_json(result: Result) -> dict[str, Any]:
-    return {
-        "configuration": told(result.workload),
-        "ranks": result.ranks,
-        "cores": result.cores,
-        "limit_ms": result.limit,
-        "share_of_other_processes": result.others,
-        "loss_disagreement": disagreement(result.lines),
-        "contenders": [_line_json(result, line) for line in result.lines],
-    }
-
-
-def _line_json(result: Result, line: Line) -> dict[str, Any]:
-    return {
-        "key": line.key,
-        "label": line.label,
-        "note": line.note,
-        "median_ms": line.median,
-        "min_ms": line.fastest,
-        "over_ddp": result.over_ddp(line),
-        "over_limit": result.over_limit(line),
-        "memory_bytes_per_rank": {
-            "after_imports": line.empty,
-            "between_steps": line.resident,
-            "peak": line.peak,
-        },
-        "peak_bytes_of_all_ranks": result.over_ranks(line.peak, line),
-        "losses": line.losses,
-        "rounds_ms": line.rounds,
-    }
-
-
-def milliseconds(value: float | None) -> str:
-    """Three figures or so: `712`, `7.1`."""
-    return _number(value, ".0f" if value is not None and value >= 100 else ".1f")
-
-
-def _number(value: float | None, form: str, unit: float = 1.0) -> str:
-    return "-" if value is None else format(value / unit, form)
-
-
-def _short(note: str) -> str:
-    """The first words of a note; the whole of it is printed below the tables."""
-    return note if note.startswith("not installed") else note.partition(":")[0]
-
-
-def _style(line: Line) -> str:
-    return "bold" if line.key.startswith("shardwise") else ""

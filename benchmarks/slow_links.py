@@ -3,12 +3,12 @@
     python benchmarks/slow_links.py --rates 10,100,none --json FILE
     python benchmarks/slow_links.py --rates 10,100 --formulas          # by arithmetic, at once
 
-Each rank is in a network namespace of its own (needs root); between them tbf limits what each end
-sends. It limits the rate alone: nothing is said of latency. Bytes are those that the interfaces
-count, beside what the method's formula says. A contender starts and takes its first steps before
-the link is limited: what is timed are steps as they go on.
+Each rank is in a separate network namespace (needs root); between them tbf limits the rate at
+which each end sends, and nothing else: latency is not simulated. Bytes are counted by the
+interfaces, and stand next to the method's formula. A contender starts and takes its first steps
+before the link is limited, so that no step of the start is timed.
 
-Methods that send in every step are timed over some steps, those that send every H steps over H
+Methods that send in every step are timed over some steps, methods that send every H steps over H
 neighbouring ones, of which one sends; with --late over H steps after H steps that fill the link.
 """
 
@@ -16,16 +16,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
-import machine
+import figure
 import slow_links_contenders as field_of
 import workloads
 from crew import Crew, CrewFailed, DoesNotFit, NotInstalled
@@ -42,8 +36,8 @@ LEAST = 2
 
 @dataclass
 class Line:
-    """What one contender showed at one rate; bytes are those of one end, as its interface counts
-    them. `note` says why there is nothing to show."""
+    """The figures of one contender at one rate; bytes as the interface of one end counts them.
+    `note` says why it has no figures."""
 
     key: str
     label: str
@@ -56,7 +50,7 @@ class Line:
     bytes: list[float] = field(default_factory=list)
     """Per step, by round."""
     between: int | None = None
-    """Bytes in all steps timed but those of a boundary and its neighbours, the most of a round."""
+    """Bytes of all timed steps without a boundary and its neighbours, the most of a round."""
     note: str = ""
 
     @property
@@ -64,45 +58,45 @@ class Line:
         """Seconds per step: the median over the rounds."""
         return median(self.seconds) if self.seconds else None
 
-    @property
-    def sent(self) -> float | None:
-        """Bytes per step: the median over the rounds."""
-        return median(self.bytes) if self.bytes else None
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and keep; 1 where a contender failed."""
+    """Measure, print and keep; 1 if a contender failed."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    sizes = {name: value for name, value in vars(options).items() if name in workloads.SIZES}
-    given = {name: value for name, value in sizes.items() if value is not None}
-    workload = workloads.changed(workloads.CONFIGURATIONS[options.config], given)
+    sizes = figure.sizes_in(options)
+    workload = workloads.changed(workloads.CONFIGURATIONS[options.config], sizes)
     assert isinstance(workload, Gpt)
     takers = field_of.chosen(options.contenders, workload, options.every, options.late)
     if not takers:
         parser.error(f"none of {','.join(options.contenders)} is one of {field_of.NAMES}")
-    about, neighbours, console = machine.describe(), Neighbours(), _console()
-    for name, value in about.items():
-        console.print(f"{name:>9}  {value}", highlight=False, soft_wrap=True)
-    if options.formulas:
-        console.print(_arithmetic(takers, options.rates, workload))
-        return 0
+    facts, neighbours = figure.begin(), Neighbours()
+    method = {name: getattr(options, name) for name in ("every", "late", "rounds")}
     lines = {(rate, t.key): _line(t, rate) for rate in options.rates for t in takers}
+    if options.formulas:
+        figure.show(*_arithmetic(takers, options.rates))
+        return 0
     try:
         for number in range(options.rounds):
             for rate in options.rates:
                 for taker in takers:
-                    console.print(f"round {number + 1}: {taker.label} at {_rate(rate)}")
+                    turn = f"round {number + 1}: {taker.label} at {_rate(rate)}"
+                    print(turn, file=sys.stderr, flush=True)
                     _turn(lines[rate, taker.key], taker, workload, options)
-                    _keep(list(lines.values()), workload, about, neighbours, options)
+                    figure.keep(
+                        options,
+                        facts,
+                        configuration=workloads.told(workload),
+                        method=method,
+                        share_of_other_processes=neighbours.share(),
+                        results=[asdict(x) | {"median_s": x.median} for x in lines.values()],
+                    )
     except NoNamespaces as error:
         parser.error(f"this needs network namespaces: {error}")
     for rate in options.rates:
-        console.print(_table(list(lines.values()), rate, workload))
-    console.print(remark(neighbours.share()), highlight=False)
+        figure.show("", *_table(list(lines.values()), rate))
+    figure.show("", remark(neighbours.share()))
     failed = [line for line in lines.values() if line.note]
-    for line in failed:
-        console.print(f"{line.label} at {_rate(line.rate)}: {line.note}", markup=False)
+    figure.show(*(f"{line.label} at {_rate(line.rate)}: {line.note}" for line in failed))
     return 1 if any(line.note.startswith("failed") for line in failed) else 0
 
 
@@ -111,23 +105,20 @@ def _line(taker: Sender, rate: float | None) -> Line:
     return Line(taker.key, taker.label, rate, taker.every, formula)
 
 
-def _arithmetic(takers: Sequence[Sender], rates: Sequence[float | None], workload: Gpt) -> Table:
-    """Seconds per step that the bytes of the formulas take on the link: no step is shorter, except
-    that with --late they pass beside the computing."""
-    table = Table(box=SIMPLE, title=workload.describe(), title_justify="left")
-    table.add_column("two islands, by formula", no_wrap=True)
+def _arithmetic(takers: Sequence[Sender], rates: Sequence[float | None]) -> list[str]:
+    """Return the seconds per step that the bytes of the formulas take on the link. No step is
+    shorter, except with --late, where bytes pass during the computation."""
     limits = [rate for rate in rates if rate is not None]
-    for name in ("MB/step", *(f"s at {_rate(rate)}" for rate in limits)):
-        table.add_column(name, justify="right")
+    rows = []
     for taker in takers:
         nbytes = _line(taker, None).formula
         seconds = [f"{nbytes * 8 / (rate * 1e6):.3f}" for rate in limits]
-        table.add_row(taker.label, f"{nbytes / 1e6:.3f}", *seconds)
-    return table
+        rows.append([taker.label, f"{nbytes / 1e6:.3f}", *seconds])
+    return figure.table(["two islands", "MB/step", *(f"s at {_rate(r)}" for r in limits)], rows)
 
 
 def _turn(line: Line, taker: Sender, workload: Gpt, options: argparse.Namespace) -> None:
-    """One start of a contender; one that failed once is not tried again."""
+    """Start a contender and time it; one that failed once is not tried again."""
     if line.note:
         return
     try:
@@ -137,6 +128,7 @@ def _turn(line: Line, taker: Sender, workload: Gpt, options: argparse.Namespace)
         ):
             stints = _Stints(crew, link)
             stints.take(WARM_UP)
+            # Not before: at 10 Mbit/s the broadcast of the first weights takes a minute.
             link.limit(line.rate)
             if taker.every > 1:
                 _periodic(line, taker, stints)
@@ -149,30 +141,31 @@ def _turn(line: Line, taker: Sender, workload: Gpt, options: argparse.Namespace)
 
 
 class _Stints:
-    """The steps that a crew took: when each ended, and what each stint of them has sent."""
+    """The steps that a crew took: when each ended, and the bytes of each stint."""
 
     def __init__(self, crew: Crew, link: Link) -> None:
         self._crew, self._link = crew, link
         self._ends: list[list[int]] = [[], []]
 
     def take(self, steps: int) -> int:
-        """Take so many steps; the bytes that one end has sent meanwhile, the larger of both."""
+        """Take some steps; return the bytes that one end has sent meanwhile, the larger of both."""
         before = self._link.sent()
         for known, new in zip(self._ends, self._crew.take(steps).ends, strict=True):
             known += new
         return max(b - a for a, b in zip(before, self._link.sent(), strict=True))
 
     def seconds(self, last: int) -> float:
-        """Seconds per step, over the `last` ones."""
+        """Return the seconds per step over the `last` ones."""
         return sum(step_times(self._ends)[-last:]) / last / 1e3
 
 
 def _steady(line: Line, stints: _Stints, options: argparse.Namespace) -> None:
-    """Time steps that are all alike, fewer where they are slow."""
+    """Time steps that are all the same, fewer if they are slow."""
     begun, counted = monotonic(), [stints.take(1)]
     while len(counted) < options.steps and (
         len(counted) < LEAST or monotonic() - begun < options.seconds
     ):
+        # One by one, so that a slow method stops after `--seconds`.
         counted.append(stints.take(1))
     line.seconds.append(stints.seconds(len(counted)))
     line.bytes.append(sum(counted) / len(counted))
@@ -180,10 +173,11 @@ def _steady(line: Line, stints: _Stints, options: argparse.Namespace) -> None:
 
 def _periodic(line: Line, taker: Sender, stints: _Stints) -> None:
     """Time as many neighbouring steps as a period has."""
-    if taker.late:  # fragments travel at any time: let the link be as full as it will be
+    if taker.late:  # fragments are in flight at any time: let the link fill up first
         stints.take(taker.every)
         sent = stints.take(taker.every)
     else:
+        # WARM_UP steps are over, so step number `every`, the boundary, is the next one after these.
         between = stints.take(taker.every - WARM_UP - 1)
         sent = between + stints.take(WARM_UP + 1)
         line.between = max(between, line.between or 0)
@@ -191,61 +185,35 @@ def _periodic(line: Line, taker: Sender, stints: _Stints) -> None:
     line.bytes.append(sent / taker.every)
 
 
-def _keep(
-    lines: Sequence[Line],
-    workload: Gpt,
-    about: dict[str, str],
-    neighbours: Neighbours,
-    options: argparse.Namespace,
-) -> None:
-    if not options.json:
-        return
-    written: dict[str, Any] = {
-        "machine": about,
-        "configuration": workloads.told(workload),
-        "method": {"every": options.every, "late": options.late, "rounds": options.rounds},
-        "share_of_other_processes": neighbours.share(),
-        "results": [asdict(line) | {"median_s": line.median} for line in lines],
-    }
-    machine.write_json(options.json, written)
-
-
-def _table(lines: Sequence[Line], rate: float | None, workload: Gpt) -> Table:
-    """One rate; how many times as fast as DDP each is, and its share of its speed without one."""
+def _table(lines: Sequence[Line], rate: float | None) -> list[str]:
+    """Return the table of one rate, with the speed over DDP's and over that without a limit."""
     here = [line for line in lines if line.rate == rate]
     free = {line.key: line.median for line in lines if line.rate is None}
-    title = f"{_rate(rate)}; {workload.describe()}"
-    table = Table(box=SIMPLE, title=title, title_justify="left")
-    table.add_column("two islands", no_wrap=True)
-    names = ("s/step", "x DDP", "of no limit", "MB/step", "formula", "ratio", "B between")
-    for name in names:
-        table.add_column(name, justify="right")
     ddp = next((line.median for line in here if line.key == "ddp"), None)
+    rows = []
     for line in here:
-        table.add_row(line.label, *_cells(line, ddp, free.get(line.key)))
-    return table
-
-
-def _cells(line: Line, ddp: float | None, free: float | None) -> list[str]:
-    if line.median is None or line.sent is None:
-        return [line.note.partition(":")[0]]
-    return [
-        f"{line.median:.3f}",
-        f"{ddp / line.median:.1f}" if ddp else "",
-        f"{free / line.median:.0%}" if free else "",
-        f"{line.sent / 1e6:.3f}",
-        f"{line.formula / 1e6:.3f}",
-        f"{line.sent / line.formula:.3f}",
-        "" if line.between is None else str(line.between),
-    ]
+        if line.median is None:
+            rows.append([line.label, line.note.partition(":")[0]])
+            continue
+        sent, alone = median(line.bytes), free.get(line.key)
+        rows.append(
+            [
+                line.label,
+                f"{line.median:.3f}",
+                f"{ddp / line.median:.1f}" if ddp else "",
+                f"{alone / line.median:.0%}" if alone else "",
+                f"{sent / 1e6:.3f}",
+                f"{line.formula / 1e6:.3f}",
+                f"{sent / line.formula:.3f}",
+                "" if line.between is None else str(line.between),
+            ]
+        )
+    names = ["s/step", "x DDP", "of no limit", "MB/step", "formula", "ratio", "B between"]
+    return figure.table([f"two islands, {_rate(rate)}", *names], rows)
 
 
 def _rate(rate: float | None) -> str:
     return "no limit" if rate is None else f"{rate:g} Mbit/s"
-
-
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=110)
 
 
 def _rates(text: str) -> list[float | None]:
@@ -253,28 +221,20 @@ def _rates(text: str) -> list[float | None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", default="A", choices=["A", "C"])
-    parser.add_argument("--rates", type=_rates, default="10,100,none", metavar="MBIT,...")
-    parser.add_argument(
-        "--contenders",
-        type=lambda text: text.split(","),
-        default="all",
-        metavar="NAME,...",
-        help=f"of {', '.join(field_of.NAMES)}",
-    )
-    parser.add_argument("--every", type=int, default=30, metavar="H", help="30")
-    parser.add_argument("--late", type=int, default=10, metavar="T", help="10")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=10, help="of those that send in each")
-    parser.add_argument("--seconds", type=float, default=60.0, help="or until these are over")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each stint")
-    parser.add_argument("--formulas", action="store_true", help="run nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    for name in ("width", "layers", "vocabulary", "sequence", "batch", "heads"):
-        parser.add_argument(f"--{name}", type=int)
+    parser = figure.parser(__doc__)
+    add = parser.add_argument
+    named = f"of {', '.join(field_of.NAMES)}"
+    add("--config", default="A", choices=["A", "C"])
+    add("--rates", type=_rates, default="10,100,none", metavar="MBIT,...")
+    add("--contenders", type=figure.words, default=["all"], metavar="NAME,...", help=named)
+    add("--every", type=int, default=30, metavar="H", help="30")
+    add("--late", type=int, default=10, metavar="T", help="10")
+    add("--rounds", type=int, default=1)
+    add("--steps", type=int, default=10, help="of those that send in each")
+    add("--seconds", type=float, default=60.0, help="or until these are over")
+    add("--limit", type=float, default=1800.0, help="seconds for each stint")
+    add("--formulas", action="store_true", help="run nothing")
+    figure.add_sizes(parser)
     return parser
 
 

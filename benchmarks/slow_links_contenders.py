@@ -1,20 +1,21 @@
-"""Who sends what over a slow link: the contenders of slow_links.py, and what formulas say of each.
+"""The contenders of slow_links.py, and the bytes of each by formula.
 
 Payload of one of two ranks, with P parameters in fp32:
 
     DDP, ZERO_0             4 P a step: of an all-reduce each sends half of the sum twice
-    PowerSGD, rank r        4 r (n + m) a step for a matrix of n x m, or as DDP where that is more
+    PowerSGD, rank r        4 r (n + m) a step for a matrix of n x m, or as DDP if that is more
     PostLocalSGD, DiLoCo    4 P in H steps
     islands                 the bytes of the wire in H steps: 4, 2, 1 + 4/256 or 1/2 + 4/256 each
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from contenders import Contender
-from shardwise.wire import BLOCK, Wire
+from shardwise.islands.wire import BLOCK, Wire
 from workloads import Gpt
 
 WIRES = {
@@ -23,11 +24,14 @@ WIRES = {
 }
 """Bytes of a value."""
 
-OUTER = (0.7, 0.9)
-"""Rate and momentum of the outer Nesterov, for those that have one."""
+RATE, MOMENTUM = 0.7, 0.9
+"""Of the outer Nesterov, for contenders that have one."""
 
 RANK = 4
 """Of PowerSGD."""
+
+NAMES = ("ddp", "power-sgd", "post-local-sgd", "torchft", "synchronous", *WIRES, "late")
+"""Words of --contenders; `late` is every wire with --late, int8-late one of them."""
 
 
 @dataclass(frozen=True)
@@ -50,72 +54,55 @@ class Sender:
         return self.contender.label
 
 
-NAMES = ("ddp", "power-sgd", "post-local-sgd", "torchft", "synchronous", *WIRES, "late")
-"""Words of --contenders; `late` is every wire with --late, int8-late one of them."""
-
-
 def chosen(names: Sequence[str], workload: Gpt, every: int, late: int) -> list[Sender]:
-    """Those of `names`, or all."""
-    ours = [_ours(wire, workload, every, 0) for wire in WIRES]
-    ours += [_ours(wire, workload, every, late) for wire in WIRES]
-    found = [*_peers(workload, every), *ours]
+    """Return the contenders with these `names`, or all."""
+    whole = 4.0 * workload.parameters
+
+    def taker(key: str, label: str, build: str, **options: Any) -> Contender:
+        return Contender(key=key, label=label, build=build, options=options, same_work=False)
+
+    def ours(wire: str, late: int) -> Sender:
+        made = taker(
+            f"{wire}-late" if late else wire,
+            f"Shardwise, H {every}, {wire}" + (f", late {late}" if late else ""),
+            "ours:build",
+            zero=0,
+            islands=2,
+            equal_every=every,
+            wire=wire,
+            late=late,
+            outer=f"nesterov:{RATE},{MOMENTUM}",
+        )
+        return Sender(made, WIRES[wire] * workload.parameters, every, late)
+
+    power = taker("power-sgd", f"torch PowerSGD, rank {RANK}", "torch_peers:power_sgd", rank=RANK)
+    local = taker(
+        "post-local-sgd",
+        f"torch PostLocalSGD, H {every}",
+        "torch_peers:post_local_sgd",
+        every=every,
+    )
+    diloco = taker(
+        "torchft", f"torchft DiLoCo, H {every}", "torchft", every=every, lr=RATE, momentum=MOMENTUM
+    )
+    found = [
+        Sender(taker("ddp", "torch DDP", "torch_peers:ddp"), whole),
+        Sender(power, 4.0 * sum(_compressed(shape, RANK) for shape in shapes(workload))),
+        Sender(local, whole, every),
+        Sender(diloco, whole, every),
+        Sender(taker("synchronous", "Shardwise ZERO_0", "ours:build", zero=0), whole),
+        *(ours(wire, 0) for wire in WIRES),
+        *(ours(wire, late) for wire in WIRES),
+    ]
     if list(names) == ["all"]:
         return found
     wanted = set(names) | ({f"{wire}-late" for wire in WIRES} if "late" in names else set())
     return [sender for sender in found if sender.key in wanted]
 
 
-def _peers(workload: Gpt, every: int) -> list[Sender]:
-    whole = 4.0 * workload.parameters
-    outer = {"lr": OUTER[0], "momentum": OUTER[1]}
-    return [
-        Sender(Contender(key="ddp", label="torch DDP", module="ddp"), whole),
-        Sender(
-            _made("power-sgd", f"torch PowerSGD, rank {RANK}", "power_sgd", rank=RANK),
-            power_sgd_bytes(workload, RANK),
-        ),
-        Sender(
-            _made(
-                "post-local-sgd", f"torch PostLocalSGD, H {every}", "post_local_sgd", every=every
-            ),
-            whole,
-            every,
-        ),
-        Sender(
-            _made("torchft", f"torchft DiLoCo, H {every}", "torchft", every=every, **outer),
-            whole,
-            every,
-        ),
-        Sender(_made("synchronous", "Shardwise ZERO_0", "shardwise", zero=0), whole),
-    ]
-
-
-def _ours(wire: str, workload: Gpt, every: int, late: int) -> Sender:
-    settings = {"islands": 2, "equal_every": every, "wire": wire, "late": late}
-    outer = f"nesterov:{OUTER[0]},{OUTER[1]}"
-    said = f", late {late}" if late else ""
-    made = _made(
-        f"{wire}-late" if late else wire,
-        f"Shardwise, H {every}, {wire}{said}",
-        "shardwise",
-        zero=0,
-        outer=outer,
-        **settings,
-    )
-    return Sender(made, WIRES[wire] * workload.parameters, every, late)
-
-
-def _made(key: str, label: str, module: str, **options: object) -> Contender:
-    return Contender(key=key, label=label, module=module, options=options, same_work=False)
-
-
-def power_sgd_bytes(workload: Gpt, rank: int) -> float:
-    """What PowerSGD sends of each step's gradients, 4 bytes a value: of a matrix of n x m two of
-    rank r, where these are less than half as many values (its least rate of compression is 2)."""
-    return 4.0 * sum(_compressed(shape, rank) for shape in shapes(workload))
-
-
 def _compressed(shape: tuple[int, ...], rank: int) -> int:
+    """Return the values that PowerSGD sends of a gradient: two thin matrices if these have less
+    than half as many values (its least rate of compression is 2)."""
     if len(shape) == 1:
         return shape[0]
     n, m = shape
@@ -124,7 +111,7 @@ def _compressed(shape: tuple[int, ...], rank: int) -> int:
 
 
 def shapes(workload: Gpt) -> list[tuple[int, ...]]:
-    """The shapes of the model's parameters, in their order."""
+    """Return the shapes of the model's parameters, in their order."""
     w = workload.width
     block: list[tuple[int, ...]] = [(w,), (w,), (3 * w, w), (3 * w,), (w, w), (w,), (w,), (w,)]
     block += [(4 * w, w), (4 * w,), (w, 4 * w), (w,)]

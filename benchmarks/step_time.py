@@ -1,213 +1,177 @@
-"""Step time and resident set of every row of Shardwise beside its peers, in one run.
+"""Step time and memory of every row of Shardwise and of its peers, in one run.
 
     python benchmarks/step_time.py --config A,C,R --ranks 2,4 --rows 0,1,2,3 --disk DIR \\
         --peers apart,ddp,zro,fsdp2,deepspeed,accelerate,lightning \\
         --json benchmarks/results/today.json --plot today.png
+    python benchmarks/step_time.py --config A --ranks 1,2,4,8 --peers ddp,fsdp2     # strong scaling
+    python benchmarks/step_time.py --config A --rows 0,3 --peers ddp,fsdp2 \\
+        --libraries accelerate,trainer,fabric,lightning --steps 10                  # the bridges
+    python benchmarks/step_time.py --config small --keep --rounds 20 --steps 20     # the hot path
+    python benchmarks/step_time.py --device cuda --config gpt2-124m --precision bf16-mixed,fp32
 
-All train the same model from the same weights on the same batches, in fp32 with torch's fused
-AdamW and one thread per rank; the loss after the same number of steps is shown, and the run fails
-when two differ in the fourth decimal.
+All train the same model from the same weights on the same batches with torch's fused AdamW; the run
+fails if two losses differ after the same number of steps (on CPUs, in the fourth decimal).
 
 A machine is never quiet, and it drifts by more than the contenders differ. So they take turns: in
-each round everyone is started, warms up, takes a few timed steps and leaves, another one first
-each time. Figures are medians over the rounds, ratios are taken within a round. Starting afresh
-is chosen over holding all alive between turns (--keep) because a start is itself a throw of the
-dice - where buffers lie, which pages are huge - that would otherwise be thrown once per contender
-and look like a property of it; because no idle thread of another can disturb; and because ten
-contenders at four ranks do not fit into memory. --keep is quicker, for a look.
+each round every contender starts, warms up, takes a few timed steps and leaves, another one first
+each time. Figures are medians over the rounds, ratios are taken within a round. Each turn has a
+fresh start, because the luck of a start (the place of buffers, the size of pages) would otherwise
+look like a property of the contender; because idle threads of others disturb; and
+because ten contenders at four ranks do not fit into memory. --keep holds all of them alive between
+their turns: quicker, for a look.
 
 A step lasts from the moment the last rank ended one to the moment the last rank ended the next.
 The limit is the step of one process with one thread on the whole batch, divided by the cores that
-the ranks can use: what remains if nothing but the arithmetic costs anything. *Ranks, no exchange*
-are as many processes, each on its rows, that update a part each and send nothing.
+the ranks can use: the time that remains if nothing but the arithmetic costs anything.
+
+With --libraries `x DDP` is the step over that of the same library with DDP, `x FSDP` over its
+FSDP2, and `x engine` over the loop of `sw.Engine` in the same row.
+
+On a GPU (--device cuda) steps are timed by events of the device, without a wait between them; then
+two more are profiled. Launches and synchronisations are those of a step, peak GB is the most that
+torch has allocated, MFU the FLOPs of a step by torch's counter over the device's peak (peaks.py).
+fp32 has TF32 off, for convolutions too; tf32 has it on. In bf16 plain PyTorch and DDP keep no fp32
+masters (8 bytes of a parameter); FSDP2 and Shardwise do.
 """
 
 import argparse
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 import contenders
+import crew
+import figure
 import machine
+import peaks
 import report
+import rounds
 import workloads
-from crew import Crew
-from figures import Line
-from neighbours import Neighbours
+from contenders import Contender
 from report import Result
-from rounds import Plan, measure
-from workloads import SIZES, Workload
+from rounds import Budget, Plan
+from workloads import Setting
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 1 when a contender failed or the losses differ."""
+    """Run the benchmark; 1 if a contender failed or the losses differ."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    on_gpu = options.device == "cuda"
+    options.ranks = options.ranks or ([1] if on_gpu else [2, 4])
     try:
-        disk = str(options.disk.resolve()) if options.disk else None
-        takers = contenders.chosen(options.peers, options.rows, options.transport, disk)
-        cases = _cases(options)
-    except ValueError as error:
+        takers = _contenders(options)
+        configurations = workloads.named(options.config, figure.sizes_in(options), options.ranks)
+        facts = machine.describe_device(crew.PYTHON) if on_gpu else {"device": "cpu"}
+    except (ValueError, RuntimeError) as error:
         parser.error(str(error))
     if options.plot and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install 'shardwise[examples]'.")
-    about = machine.describe()
-    console = _console()
-    for name, value in about.items():
-        console.print(f"{name:>9}  {value}", highlight=False, soft_wrap=True)
+    facts = figure.begin(**facts)
+    # Twenty steps on a GPU, in which ranks of ZERO_3 agree on their order of gathers.
+    warm_up = options.warm_up or (20 if on_gpu else rounds.WARM_UP)
+    plan = Plan(rounds=options.rounds, steps=options.steps, keep=options.keep, warm_up=warm_up)
+    cases = [
+        (workload, ranks, setting)
+        for workload in configurations
+        for ranks in options.ranks
+        for setting in _settings(options, ranks)
+    ]
+    results: list[dict[str, Any]] = []
+    method = asdict(plan) | {"traced_steps": rounds.TRACED}
+    budget = Budget(60 * options.minutes)
+
+    def kept(result: dict[str, Any]) -> None:
+        figure.keep(options, facts, method=method, results=[*results, result])
+
     try:
-        results = _run(takers, cases, options, console, about)
+        for workload, ranks, setting in cases:
+            flops = peaks.flops(workload) if setting != Setting() else 0
+            result = Result(
+                workload=workload, ranks=ranks, setting=setting, device=facts["device"], flops=flops
+            )
+            found = report.measured(result, takers, plan, options.limit, kept, budget)
+            figure.show(f"{workload.describe()}; {setting.describe()}")
+            figure.show(*report.markdown(found, _columns(options)), "")
+            results.append(found)
+            if options.plot:
+                import plot  # matplotlib is only needed for this
+
+                plot.save(results, options.plot, f"{facts['machine']} · {facts['versions']}")
     except KeyboardInterrupt:
-        console.print("Interrupted; what was measured is written.")
-        return 130
+        print("Interrupted; the figures so far are written.")
     faults = report.faults(results)
-    for fault in faults:
-        console.print(fault, style="red", highlight=False, soft_wrap=True, markup=False)
+    figure.show(*(f"FAILED {fault}" for fault in faults))
     return 1 if faults else 0
 
 
-def _run(
-    takers: Sequence[contenders.Contender],
-    cases: Sequence[tuple[Workload, int]],
-    options: argparse.Namespace,
-    console: Console,
-    about: dict[str, str],
-) -> list[Result]:
-    """Measure case after case; a table is printed when it is complete, and figures are written
-    after every round: a run that is cut leaves what it measured."""
-    plan = _plan(options)
-    results: list[Result] = []
-    with _progress(console) as progress:
-        task = progress.add_task("", total=len(cases) * plan.rounds * len(takers))
-        for workload, ranks in cases:
-            neighbours, before = Neighbours(), len(results)
-
-            def kept(lines: list[Line], w=workload, r=ranks, n=neighbours, b=before) -> None:
-                results[b:] = [Result(w, r, machine.cores(), lines, n.share())]
-                _write_figures(results, about, options)
-
-            measure(
-                takers,
-                plan,
-                lambda who, w=workload, r=ranks: Crew(who, w, r, options.limit),
-                _teller(progress, task, f"{workload.name}, {ranks} ranks"),
-                kept,
-            )
-            console.print(report.table(results[-1]))
-            console.print(report.remarks(results[-1]) + "\n", highlight=False, soft_wrap=True)
-            _draw(results, about, options)
-    return results
+def _columns(options: argparse.Namespace) -> report.Columns:
+    if options.libraries:
+        return report.BRIDGES
+    return report.ON_GPU if options.device == "cuda" else report.ON_CPU
 
 
-def _teller(progress: Progress, task: Any, case: str) -> Callable[[str], None]:
-    begun = progress.tasks[task].completed
-
-    def told(turn: str) -> None:
-        nonlocal begun
-        progress.update(task, completed=begun, description=f"{case}, {turn}")
-        begun += 1
-
-    return told
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    )
+def _contenders(options: argparse.Namespace) -> list[Contender]:
+    """Return the contenders of a table: one process first, for the limit. Raises ValueError."""
+    # By default all peers; on a GPU the peers that need no setup there.
+    peers = ["ddp", "fsdp2"] if options.device == "cuda" else list(contenders.PEERS)
+    chosen = contenders.chosen(peers if options.peers is None else options.peers)
+    ours = [contenders.row(zero, over) for over in options.transport for zero in options.rows]
+    if options.timeline:
+        ours = [each for taker in ours for each in (taker, contenders.timed(taker))]
+    if options.disk:
+        disk = f"nvme:{options.disk.resolve()}"
+        ours += [contenders.offloaded(zero, disk) for zero in options.rows if zero]
+    for library in options.libraries:
+        ours += contenders.bridged(library, options.rows)
+    return [contenders.PLAIN, *chosen, *ours]
 
 
-def _console() -> Console:
-    """The screen; written to a file, the tables keep a width that fits them."""
-    return Console() if sys.stdout.isatty() else Console(width=110)
+def _settings(options: argparse.Namespace, ranks: int) -> list[Setting]:
+    # On CPUs each rank has one thread, so that the limit means the same at every number of ranks.
+    threads = max(1, machine.cores() // ranks) if options.device == "cuda" else 1
+    compiled = "inductor" if options.compile else ""
+    return [
+        Setting(device=options.device, precision=precision, compiled=compiled, threads=threads)
+        for precision in options.precision
+    ]
 
 
-def _plan(options: argparse.Namespace) -> Plan:
-    return Plan(rounds=options.rounds, steps=options.steps, keep=options.keep)
-
-
-def _write_figures(
-    results: Sequence[Result], about: dict[str, str], options: argparse.Namespace
-) -> None:
-    if options.json:
-        machine.write_json(options.json, report.as_json(results, about, asdict(_plan(options))))
-
-
-def _draw(results: Sequence[Result], about: dict[str, str], options: argparse.Namespace) -> None:
-    if options.plot:
-        import plot  # matplotlib is only needed for this
-
-        plot.save(results, options.plot, f"{about['machine']} · {about['versions']}")
-
-
-def _cases(options: argparse.Namespace) -> list[tuple[Workload, int]]:
-    """The configurations as the flags change them, at each number of ranks."""
-    given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    unknown = [name for name in options.config if name not in workloads.CONFIGURATIONS]
-    if unknown:
-        known = ", ".join(workloads.CONFIGURATIONS)
-        raise ValueError(f"No such configuration: {', '.join(unknown)}. There are {known}.")
-    chosen = [workloads.CONFIGURATIONS[name] for name in options.config]
-    if alien := [name for name in given if not any(hasattr(each, name) for each in chosen)]:
-        raise ValueError(f"No chosen configuration has a --{alien[0]}.")
-    chosen = [workloads.changed(workload, given) for workload in chosen]
-    cases = [(workload, ranks) for workload in chosen for ranks in options.ranks]
-    for workload, ranks in cases:
-        workloads.check(workload, ranks)
-    return cases
+def _precisions(text: str) -> list[str]:
+    named = figure.words(text)
+    if unknown := [name for name in named if name not in workloads.PRECISIONS]:
+        known = ", ".join(workloads.PRECISIONS)
+        raise argparse.ArgumentTypeError(f"{unknown[0]} is not among {known}")
+    return named
 
 
 def _parser() -> argparse.ArgumentParser:
-    summary, _, method = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=method, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", type=words, default=["A", "C", "R"], metavar="A,C,R")
-    parser.add_argument("--ranks", type=numbers, default=[2, 4], metavar="2,4")
-    parser.add_argument("--rows", type=numbers, default=[0, 1, 2, 3], metavar="0,1,2,3")
-    parser.add_argument("--transport", type=words, default=["auto"], metavar="auto,gloo")
-    parser.add_argument("--disk", type=Path, metavar="DIR", help="rows with states on a disk too")
-    parser.add_argument("--peers", type=words, default=list(contenders.PEERS), metavar="ddp,...")
-    parser.add_argument("--rounds", type=positive, default=5, metavar="N")
-    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="timed, per round")
-    parser.add_argument("--keep", action="store_true", help="hold all alive between their turns")
-    parser.add_argument(
-        "--limit", type=float, default=300.0, metavar="S", help="per turn, then fail"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (PNG, SVG or PDF)")
-    sizes = parser.add_argument_group("any other configuration: change the named one")
-    for name in SIZES:
-        sizes.add_argument(f"--{name}", type=positive, metavar="N")
+    parser = figure.parser(__doc__)
+    add = parser.add_argument
+    add("--config", type=figure.words, default=["A", "C", "R"], metavar="A,C,R")
+    add("--ranks", type=figure.numbers, metavar="2,4", help="default 2,4; on a GPU 1")
+    add("--rows", type=figure.numbers, default=[0, 1, 2, 3], metavar="0,1,2,3")
+    add("--transport", type=figure.words, default=["auto"], metavar="auto,gloo")
+    add("--disk", type=Path, metavar="DIR", help="rows with states on a disk too")
+    add("--timeline", action="store_true", help="rows with a timeline that is recorded too")
+    add("--peers", type=figure.words, metavar="ddp,...", help="default all; on a GPU ddp,fsdp2")
+    add("--libraries", type=figure.words, default=[], metavar="fabric,...", help="the bridges")
+    add("--rounds", type=figure.positive, default=5, metavar="N")
+    add("--steps", type=figure.positive, default=5, metavar="N", help="timed, per round")
+    add("--warm-up", type=figure.positive, metavar="N", help="steps before them: 3, on a GPU 20")
+    add("--keep", action="store_true", help="hold all alive between their turns")
+    add("--limit", type=float, default=300.0, metavar="S", help="per turn, then fail")
+    add("--minutes", type=float, default=math.inf, help="for all; later turns are left out")
+    add("--plot", type=Path, metavar="FILE", help="draw them (PNG, SVG or PDF)")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--precision", type=_precisions, default=["fp32"], metavar="P,Q")
+    add("--compile", action="store_true", help="each block, by inductor")
+    figure.add_sizes(parser)
     return parser
-
-
-def words(text: str) -> list[str]:
-    """A flag's value `a,b`."""
-    return [word for word in text.split(",") if word not in ("", "none")]
-
-
-def numbers(text: str) -> list[int]:
-    """A flag's value `1,2`."""
-    return [int(word) for word in words(text)]
-
-
-def positive(text: str) -> int:
-    """A flag's value from 1 on."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
 
 
 if __name__ == "__main__":

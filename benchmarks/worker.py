@@ -1,19 +1,18 @@
 """One rank of one contender: `python worker.py FD SPEC`, started by crew.py.
 
-It builds, says so, and then sleeps in a read of its socket until it is told to take some steps:
-an idle rank uses no processor. Messages are lines of JSON. When the socket ends, so does the rank.
+It builds, says so, and then sleeps in a read of its socket until it receives a number of steps: an
+idle rank uses no processor. When the socket ends, so does the rank.
 """
 
 import importlib
 import json
 import os
-import resource
-import socket
 import sys
 import time
 import traceback
 from dataclasses import asdict
 from itertools import cycle
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -21,47 +20,47 @@ from torch import Tensor
 
 import device_trace
 from job import Job, Step
-from residents import own_memory
+from residents import resident
 from workloads import Setting, understood
 
 
 def main(fd: int, spec: dict[str, Any]) -> None:
-    """Serve the crew until it hangs up."""
-    with socket.socket(fileno=fd) as connection, connection.makefile("rw") as channel:
+    """Serve the crew until it closes the socket."""
+    with Connection(fd) as crew:
         try:
-            _serve(channel, spec)
-        except BrokenPipeError:
-            pass  # the crew has hung up: that is the end of the run, and nobody is left to tell
+            _serve(crew, spec)
+        except (EOFError, BrokenPipeError):
+            pass  # the crew has closed its end: the run is over, and nobody reads a message
         except ModuleNotFoundError as error:
-            _say(channel, missing=error.name)
+            crew.send({"missing": error.name})
         except BaseException as error:
-            kind = "full" if _is_of_memory(error) else "error"
-            _say(channel, **{kind: traceback.format_exc()})
-    # Without ceremony: a peer's exit handlers may wait for ranks that have already gone.
+            kind = "full" if _is_out_of_memory(error) else "error"
+            crew.send({kind: traceback.format_exc()})
+    # Exit at once: a peer's exit handlers may wait for ranks that have already ended.
     os._exit(0)
 
 
-def _serve(channel: Any, spec: dict[str, Any]) -> None:
+def _serve(crew: Connection, spec: dict[str, Any]) -> None:
     workload = understood(spec["job"].pop("workload"))
     setting = Setting(**spec["job"].pop("setting"))
     torch.set_num_threads(setting.threads)
     _choose_arithmetic(setting.precision)
     if setting.compiled:
         _let_blocks_be_compiled()
-    contender = importlib.import_module(f"contenders.{spec['module']}")
+    file, _, function = spec["build"].partition(":")
+    build = getattr(importlib.import_module(f"contenders.{file}"), function or "build")
     job = Job(**spec["job"], workload=workload, setting=setting)
-    empty = own_memory()
-    job.told["used"] = _used
+    empty = resident()
     if job.on_gpu:
         torch.cuda.set_device(job.device)
         job.told["peak"] = torch.cuda.max_memory_allocated
-    step = contender.build(job, **spec["options"])
+    step = build(job, **spec["options"])
     if job.on_gpu:
         torch.cuda.empty_cache()  # others may train before this rank's turn
-    _say(channel, ready=True, empty=empty)
+    crew.send({"empty": empty})
     batches = cycle(job.batches())
-    for line in channel:
-        asked = json.loads(line)
+    while True:
+        asked = crew.recv()
         if asked.get("release") and job.on_gpu:
             torch.cuda.empty_cache()
         if asked.get("traced"):
@@ -71,97 +70,83 @@ def _serve(channel: Any, spec: dict[str, Any]) -> None:
         else:
             taken = _take(step, batches, asked["steps"], DeviceClock() if job.on_gpu else Clock())
         taken["losses"] = [loss.item() for loss in taken["losses"]]
-        told = {name: ask() for name, ask in job.told.items()}
-        _say(channel, **taken, updates=job.updates, told=told)
-        job.updates.clear()
-
-
-def _used() -> dict[str, float]:
-    """What this process has cost the machine so far: page faults, and ms of processors."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {"faults": usage.ru_minflt, "cpu": 1e3 * (usage.ru_utime + usage.ru_stime)}
+        crew.send(taken | {"told": {name: ask() for name, ask in job.told.items()}})
 
 
 def _choose_arithmetic(precision: str) -> None:
-    """Have a GPU multiply fp32 in fp32, or in TF32 where that is the precision.
+    """Have a GPU multiply fp32 in fp32, or in TF32 if that is the precision.
 
-    Of torch's switches these are the two that set all others with them: set one by one they
-    contradict each other, and whoever reads those (the compiler does) gets an error.
+    Of torch's switches these are the two that set all others with them. Set one by one they
+    contradict each other, and reading them (the compiler does) raises an error.
     """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
 def _let_blocks_be_compiled() -> None:
-    """Blocks of one class are one function to the compiler, which compiles it for a few shapes and
-    then gives up, or for shapes of any size; here each shape gets its own graph."""
+    """Compile each shape of a block. All blocks of a class are one function to the compiler, which
+    would compile it for a few shapes and then give up, or for shapes of any size."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.automatic_dynamic_shapes = False
 
 
-def _is_of_memory(error: BaseException) -> bool:
-    """Whether it says that a device's memory, or what is pinned of the host's, is not enough."""
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the device's memory, or the host's pinned memory, is not enough."""
     words = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 class Clock:
-    """The moments (ns, alike on all processes of a host) at which the host has ended steps."""
+    """The moments of the ends of steps on the host, in ns on the clock of the machine."""
 
     def __init__(self) -> None:
         self._ends: list[int] = []
 
     def step_ended(self) -> None:
-        """Take down a moment."""
+        """Record a moment."""
         self._ends.append(time.monotonic_ns())
 
     def ends(self) -> list[int]:
-        """All of them."""
+        """Return all of them."""
         return self._ends
 
 
 class DeviceClock:
-    """The moments at which a GPU has ended steps. The host asks when all are over: in a loop that
-    waits after each step, host and device would not work beside each other as a user's do."""
+    """The moments of the ends of steps on a GPU.
+
+    The host reads them after the last step: in a loop that waits after each step, host and device
+    would not work in parallel as in a user's loop.
+    """
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         torch.cuda.synchronize()
-        self._begun = self._mark()
+        self.step_ended()
         self._origin = time.monotonic_ns()
 
     def step_ended(self) -> None:
-        """Mark the end of what the device was asked for."""
-        self._events.append(self._mark())
-
-    def ends(self) -> list[int]:
-        """All moments, when the device has come to the last."""
-        torch.cuda.synchronize()
-        after = (self._begun.elapsed_time(event) for event in self._events)
-        return [self._origin + int(1e6 * ms) for ms in after]
-
-    @staticmethod
-    def _mark() -> torch.cuda.Event:
+        """Record an event behind all work that was submitted."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return event
+        self._events.append(event)
+
+    def ends(self) -> list[int]:
+        """Wait for the last event; return all moments."""
+        torch.cuda.synchronize()
+        begun, *events = self._events
+        return [self._origin + int(1e6 * begun.elapsed_time(event)) for event in events]
 
 
 def _take(step: Step, batches: Any, steps: int, clock: Clock | DeviceClock) -> dict[str, Any]:
-    """Train `steps` steps; the losses, on the device, and the moments that the steps ended at."""
+    """Train `steps` steps; return the losses, on the device, and the moments of their ends."""
     losses: list[Tensor] = []
     for _ in range(steps):
         loss = step(*next(batches))
         clock.step_ended()
         losses.append(loss.detach())
     return {"ends": clock.ends(), "losses": losses}
-
-
-def _say(channel: Any, **message: Any) -> None:
-    channel.write(json.dumps(message) + "\n")
-    channel.flush()
 
 
 if __name__ == "__main__":

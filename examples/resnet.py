@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 import batches
 import shardwise as sw
 from screen import Screen
-from shardwise.scaling.estimates import rate
+from shardwise.tools.scale.estimates import rate
 from sizes import add_flags, run_each
 
 STAGES = (3, 4, 6, 3)

@@ -16,7 +16,7 @@ import griffe
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-from shardwise import cli
+from shardwise.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "src" / "shardwise"

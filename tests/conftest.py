@@ -12,10 +12,10 @@ import hypothesis
 import pytest
 import torch
 
-from shardwise import world as worlds
-from shardwise.collectives import Solo
-from shardwise.launch.identity import Identity
-from shardwise.world import World
+from shardwise.comm import Solo
+from shardwise.net.identity import Identity
+from shardwise.world import world as worlds
+from shardwise.world.world import World
 from tests.disk import make_own, on_a_disk, remove_own, wait_until
 from tests.distributed.group import Groups
 from tests.system.components import VARIABLE

@@ -1,194 +1,147 @@
-"""Who takes part. One file per contender; each has `build(job, **options)`, which returns the
+"""The table of contenders. Each names a function `build(job, **options)`, which returns the
 function that trains one step: (inputs, targets) to this rank's loss.
 
-This table is read by the process that starts the ranks, so nothing here imports torch or a peer:
-a peer that is not installed fails in its own rank and is reported as such.
+The process that starts the ranks reads this table, so nothing here imports torch or a peer: a peer
+that is not installed fails in its own rank, and its line says so.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One line of the table: the file that builds it, and with which options."""
+    """One line of a table: the file and function that build it, and their options."""
 
     key: str
     label: str
-    module: str
+    build: str
+    """`file:function` in this folder; the function may be left out if it is `build`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     alone: bool = False
-    """Runs as one process on the whole batch, whatever the number of ranks."""
+    """Runs as one process on the whole batch at every number of ranks."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for its ranks, beside those that all get."""
+    """Variables for its ranks, in addition to those that all get."""
     one_batch: bool = False
     """Its ranks are one replica of the model: each gets the whole batch."""
     same_work: bool = True
-    """Its losses are those of everyone else, or the run is worthless."""
+    """Its losses must equal all others', or the run is worthless."""
 
 
-PLAIN = Contender(key="plain", label="one process", module="plain", alone=True)
+def _one(key: str, label: str, build: str, **options: Any) -> Contender:
+    return Contender(key=key, label=label, build=build, options=options)
 
-APART = Contender(key="apart", label="ranks, no exchange", module="apart", same_work=False)
+
+PLAIN = replace(_one("plain", "one process", "torch_peers:plain"), alone=True)
+
+FSDP2 = _one("fsdp2", "FSDP2", "torch_peers:fsdp2", reshard=True)
+
+FSDP2_ON_HOST = _one(
+    "fsdp2-cpu", "FSDP2, CPU offload", "torch_peers:fsdp2", reshard=True, offload=True
+)
 
 PEERS = {
-    "apart": [APART],
-    "ddp": [Contender(key="ddp", label="torch DDP", module="ddp")],
-    "zro": [Contender(key="zro", label="DDP + ZeroRedundancy", module="zero_redundancy")],
-    "fsdp2": [
-        Contender(key="fsdp2", label="FSDP2", module="fsdp2", options={"reshard": True}),
+    "apart": [
         Contender(
-            key="fsdp2-keep", label="FSDP2, no reshard", module="fsdp2", options={"reshard": False}
-        ),
-    ],
-    "deepspeed": [
-        Contender(
-            key=f"deepspeed-{stage}",
-            label=f"DeepSpeed ZeRO-{stage}",
-            module="deepspeed",
-            options={"stage": stage},
+            key="apart", label="ranks, no exchange", build="torch_peers:apart", same_work=False
         )
+    ],
+    "ddp": [_one("ddp", "torch DDP", "torch_peers:ddp")],
+    "zro": [_one("zro", "DDP + ZeroRedundancy", "torch_peers:zero_redundancy")],
+    "fsdp2": [FSDP2, _one("fsdp2-keep", "FSDP2, no reshard", "torch_peers:fsdp2", reshard=False)],
+    "deepspeed": [
+        _one(f"deepspeed-{stage}", f"DeepSpeed ZeRO-{stage}", "deepspeed", stage=stage)
         for stage in range(4)
     ],
     "adopted": [
-        Contender(
-            key=f"adopted-{stage}",
-            label=f"shardwise.deepspeed, {stage}",
-            module="deepspeed",
-            options={"stage": stage, "library": "shardwise.deepspeed"},
+        _one(
+            f"adopted-{stage}",
+            f"shardwise.deepspeed, {stage}",
+            "deepspeed",
+            stage=stage,
+            library="shardwise.deepspeed",
         )
         for stage in range(4)
     ],
-    "accelerate": [Contender(key="accelerate", label="Accelerate", module="accelerate")],
-    "lightning": [Contender(key="lightning", label="Lightning Fabric", module="lightning")],
-    "horovod": [Contender(key="horovod", label="shardwise.horovod", module="horovod")],
+    "accelerate": [_one("accelerate", "Accelerate", "libraries:accelerate")],
+    "lightning": [_one("lightning", "Lightning Fabric", "libraries:fabric")],
 }
-"""A name of --peers, and the lines it stands for."""
+"""A name of --peers, and its lines."""
 
 LIBRARIES = {
-    "accelerate": ("Accelerate", "accelerate"),
-    "trainer": ("transformers' Trainer", "trainer"),
-    "fabric": ("Fabric", "lightning"),
-    "lightning": ("Lightning's Trainer", "lightning_trainer"),
+    "accelerate": ("Accelerate", "libraries:accelerate"),
+    "trainer": ("transformers' Trainer", "libraries:trainer"),
+    "fabric": ("Fabric", "libraries:fabric"),
+    "lightning": ("Lightning's Trainer", "libraries:lightning_trainer"),
 }
-"""The libraries that have a bridge: what they are called, and the file that builds them."""
+"""The libraries that have a bridge: their labels, and who builds them."""
 
 WITHOUT_FSDP = ("trainer",)
-"""Those that take no FSDP on the CPU, nor a model that FSDP2 has sharded."""
+"""Libraries that take no FSDP on the CPU, nor a model that FSDP2 has sharded."""
 
 
 def bridged(library: str, rows: Sequence[int]) -> list[Contender]:
-    """A library as it comes, over DDP and FSDP2, and over the `rows` of Shardwise."""
-    label, module = LIBRARIES[library]
-    stock = ["ddp"] if library in WITHOUT_FSDP else ["ddp", "fsdp2"]
-    names = {"ddp": "DDP", "fsdp2": "FSDP2"}
-    return [
-        Contender(
-            key=f"{library}-{under}",
-            label=f"{label}, {names[under]}",
-            module=module,
-            options={"under": under},
-        )
-        for under in stock
-    ] + [
-        Contender(
-            key=f"{library}-{zero}",
-            label=f"{label}, Shardwise ZERO_{zero}",
-            module=module,
-            options={"under": "shardwise", "zero": zero},
+    """Return a library over DDP and FSDP2, and over the `rows` of Shardwise. Raises ValueError."""
+    if library not in LIBRARIES:
+        raise ValueError(f"No such library: {library}. There are {', '.join(LIBRARIES)}.")
+    label, build = LIBRARIES[library]
+    stock = {"ddp": "DDP"} | ({} if library in WITHOUT_FSDP else {"fsdp2": "FSDP2"})
+    found = [
+        _one(f"{library}-{under}", f"{label}, {name}", build, under=under)
+        for under, name in stock.items()
+    ]
+    return found + [
+        _one(
+            f"{library}-{zero}",
+            f"{label}, Shardwise ZERO_{zero}",
+            build,
+            under="shardwise",
+            zero=zero,
         )
         for zero in rows
     ]
 
 
-OFFLOADED = {
-    "fsdp2": [
-        Contender(
-            key="fsdp2-cpu",
-            label="FSDP2, CPU offload",
-            module="fsdp2",
-            options={"reshard": True, "offload": True},
-        )
-    ],
-    "deepspeed": [
-        Contender(
-            key="deepspeed-3-cpu",
-            label="DeepSpeed ZeRO-3, optimizer on cpu",
-            module="deepspeed",
-            options={"stage": 3, "offload": "cpu"},
-        )
-    ],
-}
-"""What is beside states that rest on the host: by name, as PEERS."""
-
-
-def copies(megabytes: int) -> list[Contender]:
-    """Bare copies of so much between pinned memory and the device: one way, and both at once."""
-    ways = {"up": "to the device", "down": "to the host", "up-down": "both ways at once"}
-    return [
-        Contender(
-            key=f"copies-{way}",
-            label=f"copies {words}, pinned",
-            module="copies",
-            options={"up": "up" in way, "down": "down" in way, "megabytes": megabytes},
-            alone=True,
-            same_work=False,
-        )
-        for way, words in ways.items()
-    ]
-
-
 def row(zero: int, transport: str = "auto") -> Contender:
-    """Our own contender for one row of the placement table; `transport` as of --transport."""
+    """Return our own contender for one row of the placement table."""
     over = "" if transport == "auto" else f", {transport}"
-    return Contender(
-        key=f"shardwise-{zero}{over.replace(', ', '-')}",
-        label=f"Shardwise ZERO_{zero}{over}",
-        module="shardwise",
-        options={"zero": zero, "transport": transport},
+    return _one(
+        f"shardwise-{zero}{over.replace(', ', '-')}",
+        f"Shardwise ZERO_{zero}{over}",
+        "ours:build",
+        zero=zero,
+        transport=transport,
     )
 
 
-def on_host(zero: int) -> Contender:
-    """The row with all that may rest on the host: gradients and optimizer state, and parameters
-    where they are sharded."""
+def timed(taker: Contender) -> Contender:
+    """Return the contender with a timeline that is recorded."""
+    return replace(
+        taker,
+        key=f"{taker.key}-timeline",
+        label=f"{taker.label}, timeline",
+        environment={"SHARDWISE_TIMELINE": "timeline.json"},
+    )
+
+
+def offloaded(zero: int, tier: str) -> Contender:
+    """Return a row with all states on `tier` ("cpu" or "nvme:FOLDER") that may be there: gradients
+    and optimizer state, and parameters if they are sharded."""
     states = ["optimizer", "params"] if zero == 3 else ["optimizer"]
-    return Contender(
-        key=f"shardwise-{zero}-cpu",
-        label=f"Shardwise ZERO_{zero}, {' and '.join(states)} on cpu",
-        module="shardwise",
-        options={"zero": zero} | {f"offload_{state}": "cpu" for state in states},
+    kind = tier.partition(":")[0]
+    words = f"{' and '.join(states)} on cpu" if kind == "cpu" else kind
+    return _one(
+        f"shardwise-{zero}-{kind}",
+        f"Shardwise ZERO_{zero}, {words}",
+        "ours:build",
+        zero=zero,
+        **{f"offload_{state}": tier for state in states},
     )
 
 
-def on_disk(zero: int, folder: str) -> Contender:
-    """The row with all that may rest on a disk in `folder`: the optimizer state, and parameters
-    where they are sharded."""
-    offloaded = {"offload_optimizer": f"nvme:{folder}"}
-    if zero == 3:
-        offloaded["offload_params"] = f"nvme:{folder}"
-    return Contender(
-        key=f"shardwise-{zero}-nvme",
-        label=f"Shardwise ZERO_{zero}, nvme",
-        module="shardwise",
-        options={"zero": zero} | offloaded,
-    )
-
-
-def chosen(
-    peers: Sequence[str],
-    rows: Sequence[int],
-    transports: Sequence[str] = ("auto",),
-    disk: str | None = None,
-) -> list[Contender]:
-    """The contenders of a table: one process first, for the limit. Raises ValueError.
-
-    With a folder on a `disk`, each row that shards its optimizer state also with that there.
-    """
-    unknown = [peer for peer in peers if peer not in PEERS]
-    if unknown:
+def chosen(names: Sequence[str]) -> list[Contender]:
+    """Return the lines of the peers with these names. Raises ValueError."""
+    if unknown := [name for name in names if name not in PEERS]:
         raise ValueError(f"No such peer: {', '.join(unknown)}. There are {', '.join(PEERS)}.")
-    ours = [row(zero, transport) for transport in transports for zero in rows]
-    ours += [on_disk(zero, disk) for zero in rows if zero and disk is not None]
-    return [PLAIN, *(line for peer in peers for line in PEERS[peer]), *ours]
+    return [line for name in names for line in PEERS[name]]

@@ -12,20 +12,21 @@ from torchft.process_group import ProcessGroupGloo
 from job import Job, Step
 
 LONG = timedelta(minutes=20)
-"""Its own limits end a transfer over a slow link."""
+"""Its own limits would end a transfer over a slow link."""
 
 
 def build(job: Job, *, every: int, lr: float, momentum: float) -> Step:
-    beside = dist.TCPStore(job.address, job.port, job.size, is_master=job.rank == 0)
+    """DiLoCo that averages every `every` steps."""
+    common = dist.TCPStore(job.address, job.port, job.size, is_master=job.rank == 0)
     if job.rank == 0:
-        house = LighthouseServer(bind="[::]:29600", min_replicas=job.size, join_timeout_ms=60_000)
-        job.told["lighthouse"] = lambda: house.address()  # which also keeps it alive
-        beside.set("lighthouse", f"http://{job.address}:29600")
-    lighthouse = beside.get("lighthouse").decode()
+        server = LighthouseServer(bind="[::]:29600", min_replicas=job.size, join_timeout_ms=60_000)
+        job.told["lighthouse"] = lambda: server.address()  # which also keeps it alive
+        common.set("lighthouse", f"http://{job.address}:29600")
+    host = job.addresses[job.rank]
+    own = dist.TCPStore(host, 29700, is_master=True, wait_for_workers=False)
     model = job.plain_model()
     optimizer = job.optimizer(model.parameters())
     outer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, nesterov=True)
-    own = dist.TCPStore(job.addresses[job.rank], 29700, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=LONG),
         min_replica_size=job.size,
@@ -33,17 +34,17 @@ def build(job: Job, *, every: int, lr: float, momentum: float) -> Step:
         load_state_dict=lambda state: None,
         state_dict=dict,
         replica_id=str(job.rank),
-        store_addr=job.addresses[job.rank],
+        store_addr=host,
         store_port=29700,
         rank=0,
         world_size=1,
-        lighthouse_addr=lighthouse,
-        hostname=job.addresses[job.rank],
+        lighthouse_addr=common.get("lighthouse").decode(),
+        hostname=host,
         connect_timeout=LONG,
         quorum_timeout=LONG,
         timeout=LONG,
         init_sync=False,
     )
     DiLoCo(manager, [model], optimizer, outer, every, pin_memory=False).__enter__()
-    job.told["store"] = lambda: own.host
+    job.told["store"] = lambda: own.host  # keeps it alive
     return job.plain_step(model, optimizer)

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from shardwise import errors, lr
     from shardwise.data.loader import Loader
     from shardwise.engine import Engine, Engines
-    from shardwise.initialize import init
-    from shardwise.launch_function import launch
+    from shardwise.launch.function import launch
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
     from shardwise.parallel.tensor.attention import Attention
     from shardwise.parallel.tensor.cross_entropy import cross_entropy
-    from shardwise.planning.plan_command import plan
-    from shardwise.world import World, start_timeline, stop_timeline
-    from shardwise.world import current as world
+    from shardwise.tools.plan.plan_command import plan
+    from shardwise.world.initialize import init
+    from shardwise.world.world import World, start_timeline, stop_timeline
+    from shardwise.world.world import current as world
 
 __version__ = "0.1.0"
 """Kept here, since the package also runs from a copy of its files, without installed metadata."""
@@ -51,16 +51,16 @@ _HOMES = {
     "Engines": "shardwise.engine",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
-    "World": "shardwise.world",
-    "init": "shardwise.initialize",
+    "World": "shardwise.world.world",
+    "init": "shardwise.world.initialize",
     "on_meta": "shardwise.model.meta",
-    "plan": "shardwise.planning.plan_command",
-    "start_timeline": "shardwise.world",
-    "stop_timeline": "shardwise.world",
+    "plan": "shardwise.tools.plan.plan_command",
+    "start_timeline": "shardwise.world.world",
+    "stop_timeline": "shardwise.world.world",
 }
 
 if "SHARDWISE_LAUNCH_REPORTS" in os.environ:  # in a rank: a refusal may come before `sw.init`
-    import_module("shardwise.launch.error_file").watch_before_joining()
+    import_module("shardwise.net.error_file").watch_before_joining()
 
 
 def __getattr__(name: str) -> Any:
@@ -72,7 +72,7 @@ def __getattr__(name: str) -> Any:
     from importlib.util import find_spec
 
     # `from shardwise import` would ask this function for the module, without end.
-    other_libraries = import_module("shardwise.other_libraries")
+    other_libraries = import_module("shardwise.messages.other_libraries")
     said = f"module 'shardwise' has no attribute {name!r}"
     hint = other_libraries.hint(name)
     if hint is None or find_spec(f"shardwise.{name}") is not None:

@@ -16,7 +16,7 @@ def main() -> int:
     )
     if is_ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from shardwise.cli import main as run
+    from shardwise.cli.main import main as run
 
     if is_ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)

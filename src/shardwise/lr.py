@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.errors import ConfigError, ModelError
-from shardwise.world import current as current_world
+from shardwise.world.world import current as current_world
 
 SCALINGS = ("linear", "sqrt", "none")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import MetricsError, UsageError
-from shardwise.world import World
-from shardwise.world import current as current_world
+from shardwise.world.world import World
+from shardwise.world.world import current as current_world
 
 Number = float | Tensor
 

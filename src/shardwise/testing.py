@@ -33,15 +33,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError, UsageError
-from shardwise.randomness import seed_everything
-from shardwise.verify import runs, verdicts
-from shardwise.verify.flags import placement_of
-from shardwise.verify.flow import Verification
-from shardwise.verify.placements import Placement
-from shardwise.verify.plan import Plan
-from shardwise.verify.records import Training
-from shardwise.verify.runs import Run, RunFailed, Script, WarmRanks
-from shardwise.verify.verdicts import Verdict
+from shardwise.tools.verify import runs, verdicts
+from shardwise.tools.verify.flags import placement_of
+from shardwise.tools.verify.flow import Verification
+from shardwise.tools.verify.placements import Placement
+from shardwise.tools.verify.plan import Plan
+from shardwise.tools.verify.records import Training
+from shardwise.tools.verify.runs import Run, RunFailed, Script, WarmRanks
+from shardwise.tools.verify.verdicts import Verdict
+from shardwise.world.randomness import seed_everything
 
 Made = tuple[nn.Module, torch.optim.Optimizer, Sequence[Any], Callable[..., Tensor]]
 

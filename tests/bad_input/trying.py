@@ -158,7 +158,7 @@ def _serve(given: Input, folder: Path, environ: dict[str, str]) -> NoReturn:
 
 
 def _command(given: Input) -> int:
-    from shardwise import cli
+    from shardwise.cli import main as cli
     from shardwise.launch import one_host
 
     one_host._once = _be_rank
@@ -167,9 +167,9 @@ def _command(given: Input) -> int:
 
 def _be_rank(job: Any, command: Any, console: Any, *rest: Any) -> Any:
     """Instead of starting the one rank that is asked for, become it."""
-    from shardwise.launch import environment, network
-    from shardwise.launch.identity import Identity
-    from shardwise.launch.restarts import Ending
+    from shardwise.net import environment, network
+    from shardwise.net.identity import Identity
+    from shardwise.net.restarts import Ending
 
     del command, rest
     job.outputs(console)

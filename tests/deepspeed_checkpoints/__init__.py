@@ -1,7 +1,7 @@
 """The model, optimizer and batches of the checkpoints in this folder, which DeepSpeed 0.19.8 wrote.
 
-`benchmarks/deepspeed_checkpoints.py` made each folder: STEPS steps on the batches of `batch`, a
-save, and MORE steps whose losses stand in its `losses.json`. The tests load a folder and train the
+`python -m tests.deepspeed_checkpoints` made each folder: STEPS steps on the batches of `batch`, a
+save, and MORE steps, whose losses are in its `losses.json`. The tests load a folder and train the
 same steps.
 """
 

@@ -62,7 +62,7 @@ def _train(case: Case, rank: int, told: int, faults: int) -> NoReturn:
     import torch
 
     import shardwise as sw
-    from shardwise import world as worlds
+    from shardwise.world import world as worlds
 
     torch.set_num_threads(1)
     said: dict[str, Any] = {"kind": "", "message": "", "time": 0.0}

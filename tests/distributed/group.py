@@ -26,8 +26,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
 
-from shardwise.launch import environment
-from shardwise.launch.identity import Identity
+from shardwise.net import environment
+from shardwise.net.identity import Identity
 from tests.distributed import worker
 from tests.distributed.worker import Outcome
 

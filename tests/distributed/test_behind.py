@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint import schema
 from shardwise.engine.island_report import Report
-from shardwise.printable import in_bytes
+from shardwise.messages.printable import in_bytes
 from tests.distributed.test_islands import (
     ROWS,
     STEPS,
@@ -523,7 +523,7 @@ def test_what_is_not_finite_can_be_mended(group):
 
 def dropped_case(world):
     """Engines that go without a close leave nothing behind but what is on its way of the last."""
-    from shardwise.states import delayed_sums
+    from shardwise.islands import delayed_sums
 
     left = []
     for _ in range(3):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.collectives import hybrid_shard
+from shardwise.comm import hybrid_shard
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
-from shardwise.states import storage
+from shardwise.states.storage import storage
 from tests.disk import on_a_disk
 from tests.distributed.test_engine import ROWS, batch
 

@@ -10,10 +10,11 @@ from operator import add
 import pytest
 import torch
 
-from shardwise import sum_tree
-from shardwise.bucket_layout import even_cuts
-from shardwise.collectives import Sum, gloo, gloo_exchange, listeners, ordered_sums
+from shardwise.comm import Sum, gloo, gloo_exchange, ordered_sums
 from shardwise.errors import CollectiveError, PeerLost
+from shardwise.layout import sum_tree
+from shardwise.layout.bucket_layout import even_cuts
+from shardwise.net import listeners
 
 TRANSPORTS = ["shared", "gloo"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]

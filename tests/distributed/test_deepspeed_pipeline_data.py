@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from shardwise import initialize
 from shardwise.errors import UsageError
+from shardwise.world import initialize
 from tests.distributed.test_deepspeed_pipeline import (
     LENGTH,
     MICRO,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.collectives import hybrid_shard
+from shardwise.comm import hybrid_shard
 from shardwise.errors import (
     BrokenView,
     ConfigError,

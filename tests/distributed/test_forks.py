@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.collectives import arena
-from shardwise.collectives.shared_buffers import SharedBuffers
-from shardwise.collectives.shared_work import READY
-from shardwise.collectives.socket_mesh import MeshMessage
+from shardwise.comm import arena
+from shardwise.comm.shared_buffers import SharedBuffers
+from shardwise.comm.shared_work import READY
+from shardwise.comm.socket_mesh import MeshMessage
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 transports = pytest.mark.parametrize("transport", ["shared", "gloo"])

@@ -11,8 +11,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import shardwise as sw
-from shardwise.collectives import shared_work
-from shardwise.states import bucket_reducer, gradients
+from shardwise.comm import shared_work
+from shardwise.states.gradients import bucket_reducer, gradients
 from tests.distributed.sharded import batch
 
 WIDE = 160

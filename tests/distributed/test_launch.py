@@ -12,8 +12,8 @@ import torch._dynamo  # forked ranks would each import it with their first optim
 from torch import nn
 
 import shardwise as sw
-from shardwise import launch_function
 from shardwise.errors import ConfigError, LaunchError, RankFailed, UsageError
+from shardwise.launch import function as launch_function
 
 STEPS = 4
 
@@ -276,7 +276,7 @@ class TestRefusals:
 
 
 def test_package_of_the_launcher_stays_importable():
-    from shardwise.launch import environment
+    from shardwise.net import environment
 
     assert sw.launch is sys.modules["shardwise.launch"]
     assert sw.launch.environment is environment

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.states import storage, storage_factory
+from shardwise.states.storage import storage, storage_factory
 from shardwise.tiers.copy_stream import CopyStream
 from tests.disk import on_a_disk
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import shardwise as sw
-from shardwise.common_calls import CommonCalls
 from shardwise.errors import DataError, UsageError
+from shardwise.world.common_calls import CommonCalls
 from tests.distributed.test_seed import begin, plainly
 
 SIZES = (1, 2, 3)

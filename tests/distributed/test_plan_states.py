@@ -5,15 +5,15 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.bucket_layout import ALIGNMENT
-from shardwise.placement import Placement
-from shardwise.planning.choice import Choice
-from shardwise.planning.engine_parts import note_spec, recorded
-from shardwise.planning.layout import lay_out
-from shardwise.planning.memory import Hardware, predict
-from shardwise.planning.plans import _rounding, saved_bytes
-from shardwise.planning.record import StepRecord
-from shardwise.planning.search import Line
+from shardwise.layout.bucket_layout import ALIGNMENT
+from shardwise.layout.placement import Placement
+from shardwise.tools.plan.choice import Choice
+from shardwise.tools.plan.engine_parts import note_spec, recorded
+from shardwise.tools.plan.layout import lay_out
+from shardwise.tools.plan.memory import Hardware, predict
+from shardwise.tools.plan.plans import _rounding, saved_bytes
+from shardwise.tools.plan.record import StepRecord
+from shardwise.tools.plan.search import Line
 
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.common_random_stream import CommonRandomStream
+from shardwise.world.common_random_stream import CommonRandomStream
 
 GUIDE = Path(__file__).parents[2] / "docs" / "porting.md"
 _SECTION = re.compile(

@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from shardwise import initialize
-from shardwise.common_random_stream import CommonRandomStream
 from shardwise.config import Settings
 from shardwise.errors import ConfigError, DataError, UsageError
+from shardwise.world import initialize
+from shardwise.world.common_random_stream import CommonRandomStream
 from tests.distributed.group import RankFailed
 
 SIZES = (1, 2, 3)

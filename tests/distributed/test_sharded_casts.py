@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.states import saved_references
+from shardwise.states.parameters import saved_references
 from tests.distributed.sharded import by_turns, every_size, on, sharded
 
 full = pytest.mark.full

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from shardwise.collectives import Gloo
-from shardwise.collectives.agreed_order import SETTLED
+from shardwise.comm import Gloo
+from shardwise.comm.agreed_order import SETTLED
 from shardwise.errors import OrderError
 from tests.distributed.sharded import (
     Branches,

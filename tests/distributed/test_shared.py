@@ -13,9 +13,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from shardwise.bucket_layout import even_cuts
-from shardwise.collectives import shared_buffers, shared_memory, shared_work
+from shardwise.comm import shared_buffers, shared_memory, shared_work
 from shardwise.errors import PeerLost
+from shardwise.layout.bucket_layout import even_cuts
 
 CPU = torch.device("cpu")
 LARGE = 300_000

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.collectives import HostStaged
+from shardwise.comm import HostStaged
 from tests.distributed import test_collectives as cases
 
 CPU = torch.device("cpu")

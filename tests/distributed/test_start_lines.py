@@ -10,7 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.engine import start_lines
-from shardwise.printable import in_bytes
+from shardwise.messages.printable import in_bytes
 from tests.disk import on_a_disk
 from tests.distributed.test_engine import ROWS
 

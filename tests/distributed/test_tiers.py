@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.errors import ModelError, TierError
-from shardwise.states import storage
+from shardwise.states.storage import storage
 from tests.disk import on_a_disk
 from tests.distributed.sharded import Block, Stack
 from tests.distributed.test_engine import (

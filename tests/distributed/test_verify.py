@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.verify.placements import Placement
-from shardwise.verify.verdicts import Verdict, sentences
+from shardwise.tools.verify.placements import Placement
+from shardwise.tools.verify.verdicts import Verdict, sentences
 from tests.distributed.verified import judged
 
 SCRIPTS = Path(__file__).parents[1] / "system" / "scripts"

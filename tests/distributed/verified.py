@@ -13,15 +13,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from shardwise import config, world
-from shardwise.launch import environment
-from shardwise.verify import records, script
-from shardwise.verify.flow import Verification
-from shardwise.verify.placements import Placement
-from shardwise.verify.plan import Plan
-from shardwise.verify.records import Training
-from shardwise.verify.runs import Run, RunFailed, Script, command
-from shardwise.verify.verdicts import Result
+from shardwise import config
+from shardwise.net import environment
+from shardwise.tools.verify import records, script
+from shardwise.tools.verify.flow import Verification
+from shardwise.tools.verify.placements import Placement
+from shardwise.tools.verify.plan import Plan
+from shardwise.tools.verify.records import Training
+from shardwise.tools.verify.runs import Run, RunFailed, Script, command
+from shardwise.tools.verify.verdicts import Result
+from shardwise.world import world
 from tests.distributed.group import FORKED, Origin, _Rank
 
 LIMIT = 120.0
@@ -48,7 +49,7 @@ def make(run: Run, words: str) -> Training:
 def _run(run: Run, words: str, folder: Path) -> None:
     size = 1 if run.placement is None else run.placement.size or 1
     arguments = command(run, folder)
-    arguments = arguments[arguments.index("shardwise.verify.script") + 1 :]
+    arguments = arguments[arguments.index("shardwise.tools.verify.script") + 1 :]
     settings = {"arguments": arguments, "flags": _flags(run, folder), "environ": dict(run.environ)}
     known = environment.draw_secret()
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:

@@ -15,7 +15,7 @@ import torch.distributed.pipelining
 import torch.utils.data  # noqa: F401
 
 import shardwise
-import shardwise.cli
+import shardwise.cli.main
 import shardwise.deepspeed
 import shardwise.horovod
 

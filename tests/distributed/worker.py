@@ -82,14 +82,14 @@ def serve(connection: Connection, settings: dict[str, Any]) -> None:
 def _join(settings: dict[str, Any]) -> Any:
     import torch
 
-    import shardwise.initialize
+    import shardwise.world.initialize
 
     hosts = settings.pop("hosts", None)
     if hosts is not None:
         name = f"host{hosts[int(os.environ['SHARDWISE_LAUNCH_RANK'])]}"
         socket.gethostname = lambda: name
     torch.set_num_threads(1)
-    world = shardwise.initialize.init(
+    world = shardwise.world.initialize.init(
         **{"seed": 0, "device": "cpu", "quiet": True, "timeout": SECONDS_A_COLLECTIVE_MAY_WAIT}
         | settings
     )
@@ -128,9 +128,9 @@ def _run(world: Any, case: bytes) -> Outcome:
 def _reset(world: Any) -> None:
     import torch
 
-    from shardwise import randomness
-    from shardwise.common_calls import CommonCalls
-    from shardwise.current_batch import CurrentBatch
+    from shardwise.world import randomness
+    from shardwise.world.common_calls import CommonCalls
+    from shardwise.world.current_batch import CurrentBatch
 
     gc.collect()
     world.current_batch, world.engines = CurrentBatch(), 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.collectives import Solo
+from shardwise.comm import Solo
 from tests.disk import on_a_disk
 
 needs_gpu = pytest.mark.skipif(

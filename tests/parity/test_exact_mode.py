@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.states import storage
-from shardwise.states.exact_squared_sums import GRAIN
+from shardwise.states.gradients.exact_squared_sums import GRAIN
+from shardwise.states.storage import storage
 from tests.disk import on_a_disk
 from tests.parity import exact_problems
 from tests.parity.pairwise import pairwise

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.bucket_layout import even_cuts
-from shardwise.states import storage
+from shardwise.layout.bucket_layout import even_cuts
+from shardwise.states.storage import storage
 from tests.disk import on_a_disk
 from tests.parity.pairwise import pairwise
 from tests.parity.plain import Trained

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.bucket_layout import padding
-from shardwise.states.bucket_reducer import IN_FLIGHT
+from shardwise.layout.bucket_layout import padding
+from shardwise.states.gradients.bucket_reducer import IN_FLIGHT
 
 FORMULAS = {
     ("fp32", 0): (16, 0),

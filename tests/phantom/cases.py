@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
-from shardwise.bucket_layout import even_cuts
-from shardwise.collectives import Solo
-from shardwise.mesh import Mesh
+from shardwise.comm import Solo
+from shardwise.layout.bucket_layout import even_cuts
 from shardwise.model.offloaded_tensor import HostTarget, OffloadTarget, StagedDiskTarget
-from shardwise.states.host_storage import HostStorage
+from shardwise.states.storage.host_storage import HostStorage
 from shardwise.tiers import device_spool, host_window
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.nvme import Store
 from shardwise.tiers.spool import Spool
-from shardwise.world import World
+from shardwise.world.mesh import Mesh
+from shardwise.world.world import World
 from tests.gpu import test_activations
 from tests.gpu.training import CLASSES, Model, tiers
 

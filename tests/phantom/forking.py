@@ -13,7 +13,12 @@ SERVER = forkserver.ForkServer()
 SERVER.set_forkserver_preload(
     [
         *("tests.phantom.warm", "torch._dynamo", "torch.distributed.pipelining"),
-        *("torch.utils.data", "shardwise.engine", "shardwise.initialize", "shardwise.data.loader"),
+        *(
+            "torch.utils.data",
+            "shardwise.engine",
+            "shardwise.world.initialize",
+            "shardwise.data.loader",
+        ),
         *("pytest", "tests.distributed.worker", "tests.phantom.cases", "tests.phantom.report"),
     ]
 )

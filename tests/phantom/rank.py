@@ -34,7 +34,7 @@ def main(
     """Be a rank, as `tests.distributed.worker.main`, whose launcher shows it one GPU."""
     if "torch" not in sys.modules:  # else this was forked from a process that has one
         become()
-    from shardwise.launch import launcher_detection
+    from shardwise.net.launchers import detection as launcher_detection
     from tests.distributed import worker
 
     identify = launcher_detection.identify

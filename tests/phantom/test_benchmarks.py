@@ -1,4 +1,4 @@
-"""The steps of scripts/gpu, run on the simulated device at sizes that say nothing.
+"""The benchmarks of a GPU, run on the simulated device at sizes that say nothing.
 
 Every figure that such a device has must come out: launches, synchronisations, bytes, losses. Of
 time it has none. What it does not run (DDP and FSDP2, which reach into CUDA itself, and
@@ -23,9 +23,8 @@ import torch
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
-GPT = "--width 32 --layers 2 --vocabulary 64 --sequence 8 --batch 4"
-RESNET = "--width 8 --image 32 --classes 4 --batch 2"
-ONCE = "--rounds 1 --steps 2 --peers none"
+GPT = "--config gpt2-124m --width 32 --layers 2 --vocabulary 64 --sequence 8 --batch 4"
+ONCE = "--rounds 1 --steps 2"
 
 
 @pytest.fixture
@@ -52,148 +51,70 @@ def modules(monkeypatch) -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
-def step(name: str, scale: str, python: Path | str, folder: Path, code: int = 0, **environ: str):
-    """What a step wrote: its figures, and its text."""
+def step_time(python: Path | str, flags: str, folder: Path):
+    """Return the result of `step_time.py` with these flags, and its text."""
+    path = folder / "figures.json"
     done = subprocess.run(
-        [ROOT / "scripts" / "gpu", name],
-        env=os.environ | {"PYTHON": str(python), "SCALE": scale, "FOLDER": str(folder)} | environ,
+        [python, BENCHMARKS / "step_time.py", *flags.split(), "--json", path],
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    (path,) = folder.glob(f"*-gpu-{name}.json")
-    assert path.with_suffix(".txt").read_text() in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text()), done.stdout
 
 
-def assert_figures(line, *, trains=True):
-    """Whether a contender has each figure that the simulated device knows."""
-    assert line["note"] == ""
-    assert line["peak_bytes"] > 0
-    assert line["launches"] is not None
-    assert line["synchronisations"] <= 1
-    assert line["rounds_ms"]
-    if trains:
-        assert line["launches"] > 0
-        assert len(line["losses"]) == 22
-        assert line["losses"][-1] < line["losses"][0]
-
-
-@pytest.mark.parametrize(
-    ("name", "scale"),
-    [
-        ("gpt-125m", f"{GPT} {ONCE} --rows 3 --precision bf16-mixed"),
-        pytest.param(
-            "gpt-1.3b", f"{GPT} {ONCE} --rows 0,1,2,3 --precision fp32,bf16", marks=pytest.mark.full
-        ),
-        pytest.param(
-            "resnet50", f"{RESNET} {ONCE} --rows 1 --precision fp32", marks=pytest.mark.full
-        ),
-    ],
-    ids=lambda value: value.partition(" ")[0],
-)
-def test_one_device(python, tmp_path, name, scale):
-    figures, shown = step(name, scale, python, tmp_path)
+def test_one_device(python, tmp_path):
+    flags = f"--device cuda {GPT} {ONCE} --rows 0,3 --peers none --precision fp32,bf16-mixed"
+    figures, shown = step_time(python, flags, tmp_path)
     assert figures["machine"]["device"] == "a simulated device"
+    assert len(figures["results"]) == 2
     for result in figures["results"]:
         assert result["tflop_per_step"] > 0
-        plain, *ours = result["contenders"]
-        assert plain["synchronisations"] == 0
-        for line in (plain, *ours):
+        assert result["contenders"][0]["synchronisations"] == 0
+        for line in result["contenders"]:
+            assert line["note"] == ""
             assert line["label"] in shown
-            assert line["mfu"] is None  # nobody knows what this device can do
-            if name != "resnet50":
-                assert_figures(line)
-        assert all(line["launches"] > 0 for line in ours)
+            assert line["mfu"] is None  # nobody knows the peak of this device
+            assert line["peak_bytes"] > 0
+            assert line["launches"] > 0
+            assert line["synchronisations"] <= 1
+            assert len(line["losses"]) == 22
+            assert line["losses"][-1] < line["losses"][0]
         assert result["loss_disagreement"] < 0.05
 
 
-def test_states_on_the_host(python, tmp_path):
-    """Bytes both ways, beside copies that only copy."""
-    scale = f"{GPT} {ONCE} --rows 3 --peers copies --copy-mb 1 --precision fp32"
-    figures, _ = step("offload", scale, python, tmp_path)
-    (result,) = figures["results"]
-    by_key = {line["key"]: line for line in result["contenders"]}
-    assert list(by_key) == [
-        "plain",
-        "copies-up",
-        "copies-down",
-        "copies-up-down",
-        "shardwise-3-cpu",
-    ]
-    for key, line in by_key.items():
-        if key.startswith("copies"):
-            assert line["note"] == ""
-            for way in ("up", "down"):
-                assert line[way]["bytes"] == (2**20 if way in key else 0)
-    parameters = 4 * (2 * (12 * 32**2 + 13 * 32) + (2 * 64 + 8 + 2) * 32)
-    ours = by_key["shardwise-3-cpu"]
-    assert ours["down"]["bytes"] >= parameters  # gradients
-    assert ours["up"]["bytes"] >= 2 * parameters  # for forward, and for backward
-    assert ours["losses"] == pytest.approx(by_key["plain"]["losses"], abs=1e-4)
-
-
-def test_the_largest_model(python, tmp_path):
-    scale = f"{GPT} --contenders plain --first 1 --most 2".replace("--layers 2 ", "")
-    figures, shown = step("largest", scale, python, tmp_path)
-    (found,) = figures["tried"].values()
-    assert list(found["runs"]) == ["1", "2"]
-    assert found["runs"]["2"]["peak"] > found["runs"]["1"]["peak"] > 0
-    assert not found["cut"]
-    assert "plain, 2 layers:" in shown
-
-
 @pytest.mark.full
-def test_the_largest_model_with_states_on_the_host(python, tmp_path):
-    sizes = {"width": 32, "batch": 2, "vocabulary": 64, "sequence": 8, "most": 1}
-    flags = [f"--{name}={value}" for name, value in sizes.items()] + ["--folder", tmp_path]
-    done = subprocess.run(
-        [python, BENCHMARKS / "largest.py", *flags, "--contenders", "ZERO_3 + cpu"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ZERO_3 + cpu, 1 layers:" in done.stdout
-
-
-def on_the_cpu(name: str, scale: str, folder: Path):
-    figures, _ = step(name, f"{scale} --device cpu", sys.executable, folder)
+@pytest.mark.parametrize("how", ["fp32 --compile", "bf16", "bf16-mixed"])
+def test_the_peers_do_the_same_work(tmp_path, how):
+    flags = f"{GPT} {ONCE} --ranks 1 --rows 0 --peers ddp,fsdp2 --precision {how}"
+    figures, _ = step_time(sys.executable, flags, tmp_path)
     (result,) = figures["results"]
-    for line in result["contenders"]:
+    plain, *others = result["contenders"]
+    assert [line["key"] for line in others] == ["ddp", "fsdp2", "fsdp2-keep", "shardwise-0"]
+    for line in others:
         assert line["note"] == ""
         assert line["median_ms"] > 0
-        assert line["losses"] == pytest.approx(result["contenders"][0]["losses"], rel=2e-2)
-    return [line["key"] for line in result["contenders"]]
+        assert line["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
-def test_the_peers_do_the_same_work(tmp_path, precision):
-    scale = f"{GPT} {ONCE} --rows 0 --peers ddp,fsdp2 --precision {precision}"
-    assert on_the_cpu("gpt-125m", scale, tmp_path) == ["plain", "ddp", "fsdp2", "shardwise-0"]
-
-
-@pytest.mark.full
-def test_compiled(tmp_path):
-    scale = f"{GPT} {ONCE} --config gpt-125m --rows 2 --peers ddp,fsdp2 --precision fp32"
-    assert on_the_cpu("compile", scale, tmp_path) == ["plain", "ddp", "fsdp2", "shardwise-2"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["sanitizer", *(pytest.param(n, marks=pytest.mark.full) for n in ("tests", "two-ranks"))],
-)
-def test_tests_that_all_are_skipped_are_no_success(tmp_path, name):
+def test_tests_that_all_are_skipped_are_no_success(tmp_path):
     """Without a GPU; on the simulated device test_gpu.py runs them."""
-    figures, shown = step(name, "", sys.executable, tmp_path, code=1, CUDA_VISIBLE_DEVICES="")
-    assert figures["tests"]["passed"] == figures["tests"]["failed"] == 0
-    assert figures["tests"]["skipped"] >= 20
-    assert figures["tests"]["sanitizer"] == (name == "sanitizer")
-    assert "needs a GPU" in shown
+    environ = {"PYTHON": sys.executable, "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu", "sanitizer"],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "gpu: failed: sanitizer" in done.stderr
+    assert "needs a GPU" in done.stdout
+    assert " skipped in " in done.stdout
+    assert (tmp_path / "sanitizer.txt").read_text() in done.stdout
 
 
 def test_a_step_that_there_is_not(tmp_path):
@@ -201,47 +122,7 @@ def test_a_step_that_there_is_not(tmp_path):
         [ROOT / "scripts" / "gpu", "speed"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert "no such step: speed; there are tests two-ranks sanitizer resnet50" in done.stderr
-
-
-SUITE = """
-    import time
-
-    import pytest
-
-    def test_right():
-        pass
-
-    def test_wrong():
-        assert 1 == 2
-
-    @pytest.mark.skip(reason="no moon")
-    def test_skipped():
-        pass
-
-    def test_long():
-        time.sleep(60)
-"""
-
-
-def test_a_suite_stops_with_its_budget_and_tells_what_it_ran(tmp_path):
-    (tmp_path / "test_it.py").write_text(textwrap.dedent(SUITE))
-    path = tmp_path / "figures.json"
-    flags = ["--json", path, "--budget", "7", "--", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, BENCHMARKS / "suite.py", *flags, "--rootdir", tmp_path, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    told = json.loads(path.read_text())["tests"]
-    assert [told[name] for name in ("passed", "failed", "skipped")] == [1, 1, 1]
-    assert told["stopped_by_the_budget"]
-    assert told["seconds"] < 60
-    assert "test_it::test_wrong: assert 1 == 2" in done.stdout
-    assert "no moon" in done.stdout
+    assert "no such step: speed; there are tests two-ranks sanitizer first" in done.stderr
 
 
 # -- what needs no device ---------------------------------------------------------------------
@@ -301,7 +182,7 @@ def test_a_profile_that_saw_no_device_has_no_figures(modules):
     seen = importlib.import_module("device_trace").seen_in(EVENTS[:1])
     assert seen.launches is seen.synchronisations is seen.copies["up"].nbytes is None
     line = importlib.import_module("figures").Line("a", "a")
-    importlib.import_module("device_report").look(
+    importlib.import_module("figures").add_device_figures(
         line, 2, [{"peak": 5}], [dataclasses.asdict(seen)]
     )
     assert line.peak == 5
@@ -322,14 +203,15 @@ def test_a_profile_that_cannot_be_read_leaves_the_steps(modules, monkeypatch):
 
 
 def test_per_step_and_of_the_rank_that_has_most(modules):
-    line = importlib.import_module("figures").Line("a", "a")
+    figures = importlib.import_module("figures")
+    line = figures.Line("a", "a")
     copies = {"count": 4, "nbytes": 8_000_000_000, "took": 200_000.0, "hidden": 0.9}
     none = {"count": 0, "nbytes": 0, "took": 0.0, "hidden": None}
     seen = [
         {"launches": n, "synchronisations": 2, "copies": {"up": copies, "down": none}}
         for n in (10, 20)
     ]
-    importlib.import_module("device_report").look(line, 2, [{"peak": 5}, {"peak": 7}], seen)
+    figures.add_device_figures(line, 2, [{"peak": 5}, {"peak": 7}], seen)
     assert line.peak == 7
     assert line.device["launches"] == 10
     assert line.device["synchronisations"] == 1
@@ -361,9 +243,6 @@ def test_flops_are_those_of_the_formula(modules):
 @pytest.mark.parametrize(
     ("name", "millions"),
     [
-        ("resnet50", 25.56),
-        ("gpt-125m", 163.1),
-        ("gpt-1.3b", 1416.3),
         ("gpt2-124m", 124.5),
         ("llama-1.1b", 1100.0),
     ],
@@ -379,14 +258,15 @@ def test_the_models_have_the_size_of_their_names(modules, name, millions):
 
 
 RANK = """
-    import json, os, signal, socket, sys, time
+    import json, os, signal, sys, time
+    from multiprocessing.connection import Connection
 
     *_, fd, spec = sys.argv
-    channel = socket.socket(fileno=int(fd)).makefile("rw")
-    say = lambda **message: (channel.write(json.dumps(message) + chr(10)), channel.flush())
+    crew = Connection(int(fd))
+    say = lambda **message: crew.send(message)
     ends = json.loads(spec)["options"]["ends"]
     if ends == "gone":
-        say(ready=True, empty=None)
+        say(empty=None)
         sys.exit("no more")
     elif ends == "full":
         say(full="Traceback: ...\\ntorch.OutOfMemoryError: CUDA out of memory.")
@@ -415,7 +295,7 @@ def test_why_a_contender_has_no_figures(modules, tmp_path, ends, note):
     )
     (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
     crew.PYTHON = [sys.executable, str(tmp_path / "rank.py")]
-    taker = contenders.Contender(key="a", label="a", module="a", options={"ends": ends})
+    taker = contenders.Contender(key="a", label="a", build="a", options={"ends": ends})
     budget = rounds.Budget(1 if ends == "never" else 60)
     lines = {"a": figures.Line("a", "a")}
 
@@ -432,7 +312,7 @@ def test_a_rank_that_is_gone_is_a_failure_of_its_contender(modules, tmp_path):
     crew, contenders, workloads = map(importlib.import_module, ("crew", "contenders", "workloads"))
     (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
     crew.PYTHON = [sys.executable, str(tmp_path / "rank.py")]
-    taker = contenders.Contender(key="a", label="a", module="a", options={"ends": "gone"})
+    taker = contenders.Contender(key="a", label="a", build="a", options={"ends": "gone"})
     with crew.Crew(taker, workloads.CONFIGURATIONS["A"], 1, 30) as ranks:
         ranks._processes[0].wait()
         for ask in (ranks.release, ranks.release, lambda: ranks.take(1)):
@@ -440,50 +320,52 @@ def test_a_rank_that_is_gone_is_a_failure_of_its_contender(modules, tmp_path):
                 ask()
 
 
-def test_who_cannot_be_profiled_keeps_his_times(modules):
-    device, report, figures, workloads, rounds, crew = map(
+def test_times_stay_if_nobody_may_profile(modules):
+    report, figures, workloads, rounds, crew, contenders = map(
         importlib.import_module,
-        ("device", "device_report", "figures", "workloads", "rounds", "crew"),
+        ("report", "figures", "workloads", "rounds", "crew", "contenders"),
     )
 
     class Unseen:
-        """A crew in whose system nobody may profile."""
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
+        """A crew on a system where nobody may profile."""
 
         def take(self, steps, traced=False):
             if traced:
                 raise crew.CrewFailed("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
             ends = [[1_000_000 * n for n in range(steps)]]
-            return crew.Stint(ends, [[2.0] * steps], [[]], [{}])
+            return crew.Stint(ends, [[2.0] * steps], [{}])
 
     line = figures.Line("a", "A")
-    result = report.DeviceResult(
-        workload=workloads.ON_A_DEVICE["gpt-125m"],
+    result = report.Result(
+        workload=workloads.ON_A_DEVICE["gpt2-124m"],
         setting=workloads.Setting(device="cuda"),
         ranks=1,
         device="NVIDIA H200",
         flops=10**9,
         lines=[line],
     )
-    taker = importlib.import_module("contenders").Contender(key="a", label="A", module="a")
-    device.Crew = lambda *_: Unseen()
-    plan, console = rounds.Plan(rounds=1, steps=2), device.Console(quiet=True)
-    device._round(0, result, [taker], plan, 60.0, rounds.Budget(), console)
-    assert line.median == 1.0
-    assert result.mfu(line) == pytest.approx(1 / 66.9, rel=1e-3)
-    assert "A was not profiled: CUPTI_ERROR" in "".join(report.remarks(result))
-    assert report.as_json(result)["contenders"][0]["median_ms"] == 1.0
-    report.table(result, offloaded=True)
+    taker = contenders.Contender(key="a", label="A", build="a")
+    plan = rounds.Plan(rounds=1, steps=2)
+    rounds.take_round(
+        0,
+        [taker],
+        {"a": line},
+        plan,
+        lambda taker: contextlib.nullcontext(Unseen()),
+        lambda turn: None,
+        rounds.look_at_gpu,
+    )
+    written = result.as_json()
+    (row,) = written["contenders"]
+    assert row["median_ms"] == 1.0
+    assert row["mfu"] == pytest.approx(1 / 66.9, rel=1e-3)
+    assert "CUPTI_ERROR" in row["not_profiled"]
+    assert "| A | 1.0 |" in "".join(report.markdown(written, report.ON_GPU))
 
 
 def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
     rounds, figures, contenders = map(importlib.import_module, ("rounds", "figures", "contenders"))
-    takers = [contenders.Contender(key=key, label=key, module=key) for key in "ab"]
+    takers = [contenders.Contender(key=key, label=key, build=key) for key in "ab"]
     lines = {"a": figures.Line("a", "a", rounds=[[1.0]]), "b": figures.Line("b", "b")}
     told: list[str] = []
     plan = rounds.Plan(rounds=2, steps=1)
@@ -502,10 +384,10 @@ def test_a_look_may_come_after_the_last_round(modules):
 
     class Ready:
         def take(self, steps):
-            return crew.Stint([list(range(steps))], [[1.0] * steps], [[]], [{"peak": 9}])
+            return crew.Stint([list(range(steps))], [[1.0] * steps], [{"peak": 9}])
 
     line, looks = figures.Line("a", "A"), []
-    taker = contenders.Contender(key="a", label="A", module="a")
+    taker = contenders.Contender(key="a", label="A", build="a")
     plan = rounds.Plan(rounds=2, steps=2, look_after=2)
     for number in range(2):
         rounds.take_round(
@@ -578,7 +460,7 @@ def assert_all_equal(step):
 
 
 def test_gpu_first_on_the_simulated_device(python, tmp_path):
-    steps = ("right", "uncompiled", "offload", "save")
+    steps = ("right", "uncompiled", "offload", "save", "largest")
     figures, shown, code = first(python, tmp_path, *steps)
     steps = figures["steps"]
     # The simulated device runs neither FSDP2 nor the wrappers of DDP: each of them is one line of
@@ -594,9 +476,17 @@ def test_gpu_first_on_the_simulated_device(python, tmp_path):
         assert lines[key]["peak_bytes"] > 0
     lines = assert_trained(steps["offload"], "plain", "shardwise-2-cpu", "shardwise-3-cpu")
     assert lines["shardwise-2-cpu"]["down"]["bytes"] > 0
+    parameters = 4 * (2 * (2 * 32 * (32 + 16 + 1) + 3 * 32 * 64) + (2 * 64 + 1) * 32)
+    ours = lines["shardwise-3-cpu"]
+    assert ours["down"]["bytes"] >= parameters  # gradients
+    assert ours["up"]["bytes"] >= 2 * parameters  # for forward, and for backward
     rows = steps["save"]["rows"]
     assert rows["foreground"]["bytes"] > 0
     assert rows["background"]["stall_ms"] >= rows["background"]["call_ms"] > 0
+    for row in steps["largest"]["rows"].values():
+        assert row["error"] == ""
+        assert row["layers"] == 2
+        assert row["peak_bytes"] > 0
 
 
 def test_gpu_first_on_the_cpu(warm_host, monkeypatch, tmp_path):

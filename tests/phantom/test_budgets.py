@@ -56,7 +56,7 @@ ON_HOST = [
 def test_with_states_on_the_host_it_waits_for_what_comes_down(phantom, settings, events):
     """Once for each bucket's gradients, and before an update writes what goes up."""
     for waits, _, buckets in phantom(2, cases.one_step, settings):
-        others = {k: n for k, n in waits.items() if "states/host_storage.py" not in k}
+        others = {k: n for k, n in waits.items() if "states/storage/host_storage.py" not in k}
         assert sum(others.values()) <= 1, others
         assert sum(waits.values()) - 1 <= events * buckets, waits
 

@@ -8,11 +8,11 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from shardwise.collectives import ElasticRun, IslandLink, Solo
-from shardwise.launch.island_desk import IslandDesk
+from shardwise.comm import ElasticRun, IslandLink, Solo
 from shardwise.launch.island_hub import IslandHub
-from shardwise.launch.island_membership import Membership
-from shardwise.launch.island_place import IslandPlace
+from shardwise.net.island_desk import IslandDesk
+from shardwise.net.island_membership import Membership
+from shardwise.net.island_place import IslandPlace
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="--elastic-islands needs Linux")
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from shardwise.collectives import host_staged, nccl
+from shardwise.comm import host_staged, nccl
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.device_spool import DeviceSpool
 from shardwise.tiers.spool import Spool
@@ -99,20 +99,24 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("engine/initial_values.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/gradient_weighting.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/exchange.py",), "zero 0"),
-    rarely(COLLECTIVE, ("states/bucket_reducer.py",), "zero 0"),
-    rarely(COLLECTIVE, ("states/bucket_reducer.py",), "zero 3"),
+    rarely(COLLECTIVE, ("states/gradients/bucket_reducer.py",), "zero 0"),
+    rarely(COLLECTIVE, ("states/gradients/bucket_reducer.py",), "zero 3"),
     often(COLLECTIVE, ("engine/step.py",), "zero 2, averaged"),
-    rarely(COLLECTIVE, ("states/ema.py",), "zero 2, averaged"),
-    rarely(COLLECTIVE, ("states/interval_gather.py",), "zero 2, averaged"),
-    often(COLLECTIVE, ("states/bucket_gathers.py", "states/unshard.py"), "zero 3"),
-    rarely(COLLECTIVE, ("states/sharded_parameters.py",), "zero 3"),
+    rarely(COLLECTIVE, ("states/optimizer/ema.py",), "zero 2, averaged"),
+    rarely(COLLECTIVE, ("states/optimizer/interval_gather.py",), "zero 2, averaged"),
+    often(
+        COLLECTIVE,
+        ("states/parameters/bucket_gathers.py", "states/parameters/unshard.py"),
+        "zero 3",
+    ),
+    rarely(COLLECTIVE, ("states/parameters/sharded_parameters.py",), "zero 3"),
     rarely(COLLECTIVE, ("model/buffers.py",), "BatchNorm"),
     rarely(COLLECTIVE, ("model/batch_norm_statistics.py",), "SyncBatchNorm"),
     rarely(COLLECTIVE, ("model/sync_batch_norm.py",), "SyncBatchNorm"),
-    rarely(COLLECTIVE, ("collectives/nccl.py",), "exact"),
-    often(RECORD, ("collectives/nccl.py",), "a sum waited for elsewhere"),
-    rarely(RECORD, ("collectives/nccl.py",), "a short sum waited for elsewhere"),
-    rarely(RECORD, ("collectives/nccl.py",), "a sum that nobody waits for"),
+    rarely(COLLECTIVE, ("comm/nccl.py",), "exact"),
+    often(RECORD, ("comm/nccl.py",), "a sum waited for elsewhere"),
+    rarely(RECORD, ("comm/nccl.py",), "a short sum waited for elsewhere"),
+    rarely(RECORD, ("comm/nccl.py",), "a sum that nobody waits for"),
     rarely(COLLECTIVE, ("parallel/tensor/region_collectives.py",), "tensor"),
     rarely(COLLECTIVE, ("parallel/tensor/split_model.py",), "tensor"),
     rarely(
@@ -120,27 +124,31 @@ LEFT_OUT = [
         ("parallel/pipeline/channels.py", "parallel/pipeline/pipeline_group.py"),
         "pipeline",
     ),
-    rarely(COLLECTIVE, ("collectives/base.py", "parallel/pipeline/channels.py"), "pipeline"),
+    rarely(COLLECTIVE, ("comm/base.py", "parallel/pipeline/channels.py"), "pipeline"),
     rarely(COLLECTIVE, ("parallel/pipeline/parameter_ownership.py",), "pipeline"),
     rarely(COLLECTIVE, ("data/batch_schedule.py",), "loaded"),
     rarely(COLLECTIVE, ("horovod/execution.py",), "horovod"),
     often(COLLECTIVE, ("horovod/basics.py",), "horovod"),
-    rarely(EVENT, (BESIDE, "states/bucket_gathers.py", "states/unshard.py"), "states on the host"),
-    rarely(EVENT, (BESIDE, "states/host_storage.py"), "gradients on the host"),
-    rarely(EVENT, (BESIDE, "states/bucket_reducer.py"), "gradients on the host"),
-    rarely(EVENT, (BESIDE, "states/bucket_gathers.py"), "states on a disk"),
+    rarely(
+        EVENT,
+        (BESIDE, "states/parameters/bucket_gathers.py", "states/parameters/unshard.py"),
+        "states on the host",
+    ),
+    rarely(EVENT, (BESIDE, "states/storage/host_storage.py"), "gradients on the host"),
+    rarely(EVENT, (BESIDE, "states/gradients/bucket_reducer.py"), "gradients on the host"),
+    rarely(EVENT, (BESIDE, "states/parameters/bucket_gathers.py"), "states on a disk"),
     rarely(EVENT, (SIDE, "horovod/operation_handle.py"), "horovod"),
     rarely(EVENT, (SIDE, HVD), "horovod"),
     rarely(RECORD, (SIDE, "horovod/operation_handle.py"), "horovod"),
     often(RECORD, (SIDE, HVD), "horovod"),
     often(
         SYNCHRONIZE,
-        ("states/host_storage.py", "states/offload_read_ahead.py"),
+        ("states/storage/host_storage.py", "states/optimizer/offload_read_ahead.py"),
         "states on the host",
     ),
     often(SYNCHRONIZE, ("tiers/nvme.py", "phantom/cases.py"), "a buffer lent again"),
     often(SYNCHRONIZE, ("tiers/staging.py", "tiers/nvme.py"), "gradients on a disk"),
-    rarely(EVENT, (BESIDE, "states/storage.py"), "gradients on a disk"),
+    rarely(EVENT, (BESIDE, "states/storage/storage.py"), "gradients on a disk"),
     often(SYNCHRONIZE, ("tiers/pieces.py", "tiers/device_spool.py"), "activations on a disk"),
     rarely(EVENT, (BESIDE, "tiers/pieces.py", "tiers/device_spool.py"), "activations on a disk"),
     rarely(
@@ -161,11 +169,15 @@ LEFT_OUT = [
 UNSEEN = [
     # Parameters in the host's memory are written by the host alone: two copies that read them
     # need no order, and the host has waited for both before it writes.
-    (EVENT, (BESIDE, "states/sharded_bucket.py"), "states on the host"),
+    (EVENT, (BESIDE, "states/parameters/sharded_bucket.py"), "states on the host"),
     # What comes down is a part of a bucket that lives as long as the engine.
-    (RECORD, (BESIDE, "states/host_storage.py"), "gradients on the host"),
+    (RECORD, (BESIDE, "states/storage/host_storage.py"), "gradients on the host"),
     # Nothing is on its way any more when state is given back: the update has waited for it.
-    (SYNCHRONIZE, ("states/host_storage.py", "states/interval_gather.py"), "states on the host"),
+    (
+        SYNCHRONIZE,
+        ("states/storage/host_storage.py", "states/optimizer/interval_gather.py"),
+        "states on the host",
+    ),
 ]
 """Left out, they are not found, for the reason that stands above each."""
 

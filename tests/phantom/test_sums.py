@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from shardwise.bucket_layout import even_cuts
-from shardwise.collectives import Sum
-from shardwise.states.bucket_reducer import IN_FLIGHT, BucketReducer
+from shardwise.comm import Sum
+from shardwise.layout.bucket_layout import even_cuts
+from shardwise.states.gradients.bucket_reducer import IN_FLIGHT, BucketReducer
 from tests.phantom import cases
 
 LONG = 1 << 17

@@ -22,7 +22,7 @@ def of_training(waits):
 
 ON_DISK = [
     # The sums are on the device and the update is made on the CPU: each bucket's comes down.
-    ({"zero": 1}, {"optimizer": "nvme"}, {"states/host_storage.py"}),
+    ({"zero": 1}, {"optimizer": "nvme"}, {"states/storage/host_storage.py"}),
     # The sums are on the disk, too, and a thread brought them there.
     ({"zero": 2}, {"optimizer": "nvme"}, set()),
     ({"zero": 2}, {"optimizer": "device", "gradients": "nvme"}, set()),

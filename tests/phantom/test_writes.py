@@ -5,7 +5,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import BrokenView
-from shardwise.states import lost_writes
+from shardwise.states.parameters import lost_writes
 from tests.distributed.test_sharded_touch import ERRORS, WRITES
 from tests.phantom import cases
 

@@ -16,7 +16,7 @@ _known: dict[CodeType, str] = {}
 
 
 class Lines(tuple[tuple[str, int], ...]):
-    """Files and lines, the innermost first; in words `states/storage.py:12 < engine/step.py:34`."""
+    """Files and lines, the innermost first; as text `tiers/nvme.py:12 < engine/step.py:34`."""
 
     __slots__ = ()
 

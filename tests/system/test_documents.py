@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import pytest
 
-from shardwise import cli
+from shardwise.cli import main as cli
 from tests.disk import on_a_disk
 from tests.system.documents import DOCUMENTS, LANGUAGES, ROOT, blocks, name, python_of
 from tests.system.launcher import Launcher, script

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from shardwise.checkpoint.atomic_folders import complete
-from shardwise.launch.restarts import SAVED
 from shardwise.launch.ssh.command import AGENT
+from shardwise.net.restarts import SAVED
 from tests.system.lab import Lab
 from tests.system.launcher import Launcher, script
 from tests.system.test_elastic_islands import Watched, back_at, ends, is_away, plain

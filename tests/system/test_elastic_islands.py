@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.atomic_folders import complete
-from shardwise.launch.restarts import SAVED
+from shardwise.net.restarts import SAVED
 from tests.system.launcher import LIMIT, Launcher, Ran, script
 from tests.system.test_restarts import rank_of
 

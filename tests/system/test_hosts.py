@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.restarts import SAVED
+from shardwise.net.restarts import SAVED
 from tests.system.conftest import HIDDEN
 from tests.system.lab import PORT, Lab
 from tests.system.launcher import Launcher, script

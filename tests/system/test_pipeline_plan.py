@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise.pipeline_plan import command
+from shardwise.tools.pipeline_plan import command
 from tests.system.launcher import Launcher, script
 from tests.system.test_launchers import EXAMPLES
 

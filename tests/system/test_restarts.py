@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.checkpoint.atomic_folders import complete
-from shardwise.launch.restarts import SAVED
+from shardwise.net.restarts import SAVED
 from tests.system.components import need
 from tests.system.launcher import Launcher, Ran, script
 from tests.system.warm import WarmPython

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli, config
+from shardwise import config
+from shardwise.cli import main as cli
 from shardwise.launch.failure_report import unjoined_copies
 from tests.system.control_group import little_memory
 from tests.system.launcher import LIMIT, Launcher, Ran, script

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.verify.runs import Run, Script, WarmRanks, command
+from shardwise.tools.verify.runs import Run, Script, WarmRanks, command
 from tests.system.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no rank is forked")

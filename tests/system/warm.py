@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwise.verify.rank_client import SEATS, socket_path
+from shardwise.tools.verify.rank_client import SEATS, socket_path
 from tests.disk import wait_until
 
 ROOT = Path(__file__).parents[2]

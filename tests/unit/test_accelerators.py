@@ -10,26 +10,26 @@ import torch
 
 import shardwise
 from shardwise.horovod import streams
-from shardwise.randomness import GeneratorStates, generator_of
+from shardwise.world.randomness import GeneratorStates, generator_of
 
 SOURCES = Path(shardwise.__file__).parent
 CUDA_ALONE = {
-    "collectives/connect.py": "NCCL is for GPUs of CUDA and ROCm",
-    "collectives/nccl.py": "the same",
+    "comm/connect.py": "NCCL is for GPUs of CUDA and ROCm",
+    "comm/nccl.py": "the same",
     "config/settings.py": "ranks are put on these devices: the transports are NCCL and Gloo",
     "deepspeed/accelerator.py": "DeepSpeed's own accelerator: that of NCCL or of Gloo",
-    "doctor/checks.py": "names the GPUs that NCCL has",
+    "tools/doctor/checks.py": "names the GPUs that NCCL has",
     "horovod/basics.py": "the version of NCCL",
     "horovod/script_checks.py": "quotes a line of Horovod's guide",
-    "initialize.py": "gives each rank a device that NCCL can use",
-    "launch_function.py": "a fork after CUDA was used is refused",
+    "world/initialize.py": "gives each rank a device that NCCL can use",
+    "launch/function.py": "a fork after CUDA was used is refused",
     "lightning/adoption.py": "Lightning's name for the device that ranks are put on",
     "lightning/training.py": "the same, the other way round",
     "model/meta/deferred_init.py": "torch's attribute, for what users ask",
-    "other_libraries.py": "quotes a setting of ours",
+    "messages/other_libraries.py": "quotes a setting of ours",
     "parallel/tensor/torch_functions.py": "a list of torch's attributes",
-    "planning/calibration_worker.py": "the memory of a GPU that ranks are put on",
-    "states/optimizer_kind.py": "fused kernels whose arithmetic is known to be the same",
+    "tools/plan/calibration_worker.py": "the memory of a GPU that ranks are put on",
+    "states/optimizer/optimizer_kind.py": "fused kernels whose arithmetic is known to be the same",
     "tiers/copy_stream.py": "events that a thread can wait for without spinning are CUDA's",
 }
 """Files that may ask for it, and why."""

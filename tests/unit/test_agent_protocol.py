@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch.error_file import ErrorReport
 from shardwise.launch.failure_report import ExitStatus
 from shardwise.launch.local_workers import HostTask
-from shardwise.launch.progress import Progress
 from shardwise.launch.ssh import protocol
 from shardwise.launch.worker import WorkerStreams
+from shardwise.net.error_file import ErrorReport
+from shardwise.net.progress import Progress
 from tests.bad_input.drawing import _ANSWERS, _MESSAGES, _garbled
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.collectives.agreed_order import SETTLED, AgreedOrder, with_unseen
+from shardwise.comm.agreed_order import SETTLED, AgreedOrder, with_unseen
 from shardwise.errors import OrderError
 
 NAMES = ["rest", "a", "b", "c", "d"]

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.errors import LaunchError
 from shardwise.launch import allocations
-from shardwise.launch.hosts import Host
+from shardwise.net.hosts import Host
 
 TWO = (Host("n1", 2), Host("n2", 2))
 NAMES = (Host("n1"), Host("n2"))

@@ -12,21 +12,21 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "design").glob("*.md"))]
 
 
-def test_the_picture_of_floors_is_what_imports_are_held_to() -> None:
-    picture = re.search(r"^```text\n(floor .+?)^```", PAGES[0].read_text(), re.M | re.S)
+def test_layers_in_architecture_are_those_that_imports_are_checked_against() -> None:
+    picture = re.search(r"^```text\n(layer .+?)^```", PAGES[0].read_text(), re.M | re.S)
     assert picture
-    floors: list[set[str]] = []
+    layers_listed: list[set[str]] = []
     for line in picture[1].splitlines():
-        if found := re.match(r"floor (\d+) ", line):
-            floors.append(set())
+        if found := re.match(r"layer (\d+) ", line):
+            layers_listed.append(set())
             number = int(found[1])
-        rooms = re.split(r"\s{2,}", line[10:])[0].split(", ")
-        floors[-1] |= {room.removesuffix("/").removesuffix(".py") for room in rooms}
+        names = re.split(r"\s{2,}", line[10:])[0].split(", ")
+        layers_listed[-1] |= {name.removesuffix("/").removesuffix(".py") for name in names}
     assert number == 0
-    assert len(floors) == int(picture[1].split()[1]) + 1
+    assert len(layers_listed) == int(picture[1].split()[1]) + 1
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = contracts["contracts"][0]["layers"]
-    assert floors == [set(layer.split(" | ")) for layer in layers]
+    assert layers_listed == [set(layer.split(" | ")) for layer in layers]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -48,7 +48,7 @@ def test_files_that_a_package_lists_exist(package: Path) -> None:
 
 
 def test_no_files_import_each_other_in_a_circle_not_even_for_types() -> None:
-    """import-linter leaves imports for types out, and looks at floors, not at the rooms of one."""
+    """import-linter leaves imports for types out, and does not look inside a layer."""
     source = ROOT / "src" / "shardwise"
     files = {
         ".".join(path.relative_to(source.parent).with_suffix("").parts): path
@@ -79,4 +79,4 @@ def test_python_is_started_in_one_place():
         for path in source.rglob("*.py")
         if re.search(r'(executable|python), "-m"', path.read_text())
     }
-    assert found == {"launch/program.py"}
+    assert found == {"net/python_command.py"}

@@ -8,7 +8,7 @@ import torch
 
 import shardwise as sw
 from shardwise.engine import Engine
-from shardwise.world import World
+from shardwise.world.world import World
 from tests.unit.two_engines import engines, step
 
 __all__ = ["engines"]

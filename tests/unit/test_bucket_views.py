@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.bucket_layout import Spec, lay_out
-from shardwise.states.bucket_reducer import BucketViews
-from shardwise.states.named_parameters import NamedParameter
+from shardwise.layout.bucket_layout import Spec, lay_out
+from shardwise.states.gradients.bucket_reducer import BucketViews
+from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 def form(sizes):

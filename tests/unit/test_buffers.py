@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.collectives import Solo
-from shardwise.current_batch import Batch
+from shardwise.comm import Solo
+from shardwise.layout.sum_tree import MicroShards
 from shardwise.model.buffers import EVERY, FIRST, Buffers
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
-from shardwise.sum_tree import MicroShards
+from shardwise.world.current_batch import Batch
 
 
 def changed(buffers: Buffers) -> list[str]:

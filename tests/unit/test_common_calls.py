@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.common_calls import SHARE, CommonCalls
 from shardwise.engine.usage_checks import check_calls
 from shardwise.errors import UsageError
+from shardwise.world.common_calls import SHARE, CommonCalls
 
 
 class Ranks:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise.current_batch import Batch, CurrentBatch, StreamShape
 from shardwise.errors import UsageError
+from shardwise.world.current_batch import Batch, CurrentBatch, StreamShape
 
 PLAN = StreamShape(batch_size=4, micro_batches=1, steps_per_epoch=None)
 FOUR, TWO, NONE = Batch(samples=4), Batch(samples=2), Batch(samples=0)

@@ -10,7 +10,7 @@ from shardwise import config
 from shardwise.data import Loader
 from shardwise.data.batch_cuts import MicroShardCut, ShareCut
 from shardwise.errors import DataError, UsageError
-from shardwise.sum_tree import MicroShards, node_sizes
+from shardwise.layout.sum_tree import MicroShards, node_sizes
 
 
 @pytest.mark.parametrize(

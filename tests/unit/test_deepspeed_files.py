@@ -10,10 +10,9 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner
 
-from shardwise.checkpoint.commands import checkpoint
+from shardwise.checkpoint.commands import checkpoint, zero_to_fp32
 from shardwise.checkpoint.deepspeed import inert
 from shardwise.checkpoint.deepspeed.as_checkpoint import client_state, fields_of, opened, verify
-from shardwise.checkpoint.deepspeed.commands import zero_to_fp32
 from shardwise.checkpoint.deepspeed.flat_groups import Cut, each_by_itself, end_to_end
 from shardwise.checkpoint.deepspeed.folders import find
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch

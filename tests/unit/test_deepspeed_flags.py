@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from shardwise import cli
+from shardwise.cli import main as cli
 from shardwise.errors import LaunchError
 from shardwise.launch import deepspeed_flags, start
 from shardwise.launch.deepspeed_flags import Asked, adopts, run_words, with_local_rank
-from shardwise.launch.hosts import from_file
+from shardwise.net.hosts import from_file
 
 HOSTS = "node1 slots=4\nalice@node2 slots=4\n"
 

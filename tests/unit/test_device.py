@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardwise.errors import LaunchError
-from shardwise.initialize import _device, _share_cores
-from shardwise.launch.identity import Identity
+from shardwise.net.identity import Identity
+from shardwise.world.initialize import _device, _share_cores
 
 
 @pytest.fixture

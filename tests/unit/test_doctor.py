@@ -8,11 +8,12 @@ import pytest
 from rich.console import Console
 
 from shardwise.config import Settings
-from shardwise.doctor import checks, findings
-from shardwise.doctor.checks import Check
-from shardwise.doctor.network import Speed
-from shardwise.launch import identity, launcher_detection
-from shardwise.placement import Tier
+from shardwise.layout.placement import Tier
+from shardwise.net import identity
+from shardwise.net.launchers import detection as launcher_detection
+from shardwise.tools.doctor import checks, findings
+from shardwise.tools.doctor.checks import Check
+from shardwise.tools.doctor.network import Speed
 
 HOSTS = {
     "node1": [Check("torch", "2.9.0"), Check("open files", "256", fault="too few: raise it.")],

@@ -20,9 +20,9 @@ from shardwise.errors import (
     ShardwiseError,
     UsageError,
 )
-from shardwise.launch import environment, error_file
-from shardwise.launch.error_file import refusal_sentence
-from shardwise.world import World
+from shardwise.net import environment, error_file
+from shardwise.net.error_file import refusal_sentence
+from shardwise.world.world import World
 
 
 class Careless(torch.nn.Linear):

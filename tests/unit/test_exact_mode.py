@@ -8,12 +8,12 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import config
-from shardwise.collectives import Solo
+from shardwise.comm import Solo
 from shardwise.config import Settings
 from shardwise.engine.exact_mode import ExactAggregation, shards_of
 from shardwise.engine.step_statistics import Aggregation
 from shardwise.errors import ConfigError, UsageError
-from shardwise.sum_tree import MicroShards
+from shardwise.layout.sum_tree import MicroShards
 
 
 @pytest.mark.parametrize(

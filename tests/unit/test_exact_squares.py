@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.states.exact_squared_sums import GRAIN, exact_row, exact_total
-from shardwise.states.storage import MemoryStorage
+from shardwise.states.gradients.exact_squared_sums import GRAIN, exact_row, exact_total
+from shardwise.states.storage.storage import MemoryStorage
 
 GRAINS = 40
 

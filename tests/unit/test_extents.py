@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.extents import Extents
+from shardwise.layout.extents import Extents
 from shardwise.tiers.host_memory import PAGE
 
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import fingerprints
-from shardwise.fingerprints import Fingerprint
+from shardwise.layout import fingerprints
+from shardwise.layout.fingerprints import Fingerprint
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.model.precision import PRESETS, ForwardPrecision, cast_models, is_cast, widen_states
-from shardwise.verify.script import Promoting
+from shardwise.tools.verify.script import Promoting
 
 
 class Casts(nn.Module):

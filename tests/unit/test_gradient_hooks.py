@@ -6,7 +6,7 @@ from torch import nn
 
 from shardwise.engine import gradient_hooks
 from shardwise.errors import UsageError
-from shardwise.states.named_parameters import NamedParameter
+from shardwise.states.parameters.named_parameters import NamedParameter
 
 LINEAR = {
     "mask": lambda grad: grad * torch.arange(4).remainder(2),

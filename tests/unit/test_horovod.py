@@ -17,11 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import shardwise.horovod as hvd
-from shardwise import authentication
-from shardwise.authentication import Seals
-from shardwise.collectives import Solo
-from shardwise.collectives.base import Handle as Sent
-from shardwise.collectives.ordered_sums import PLAIN
+from shardwise.comm import Solo
+from shardwise.comm.base import Handle as Sent
+from shardwise.comm.ordered_sums import PLAIN
 from shardwise.errors import BadCall, HorovodInternalError, LaunchError
 from shardwise.horovod import background, functions, links, mpi_ops, script_checks
 from shardwise.horovod.background import BackgroundThread
@@ -38,6 +36,8 @@ from shardwise.horovod.links import Link, send_up_to
 from shardwise.horovod.operation_handle import MARGIN, OperationHandle
 from shardwise.horovod.script_checks import ScriptComparison
 from shardwise.horovod.streams import StreamEvent
+from shardwise.net import authentication
+from shardwise.net.authentication import Seals
 
 
 def reduction(name, process_set=0, **more):

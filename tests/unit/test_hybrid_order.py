@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.collectives.base import PLAIN, Handle, Solo, Sum
-from shardwise.collectives.hybrid_shard import HybridShard
+from shardwise.comm.base import PLAIN, Handle, Solo, Sum
+from shardwise.comm.hybrid_shard import HybridShard
 
 
 class Recorded(Solo):

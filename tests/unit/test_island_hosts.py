@@ -15,12 +15,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch import network
 from shardwise.launch.failure_report import ExitStatus
-from shardwise.launch.hosts import Host, Share
-from shardwise.launch.island_desk import Contribution, IslandDesk
 from shardwise.launch.island_hub import IslandHub
-from shardwise.launch.island_membership import Membership
 from shardwise.launch.island_workers import IslandWorkers
 from shardwise.launch.local_workers import HostTask, RankExit
 from shardwise.launch.ssh import agents, island_hosts, protocol, transfers
@@ -31,6 +27,10 @@ from shardwise.launch.ssh.remote_desk import RemoteDesk
 from shardwise.launch.ssh.remote_host import RemoteHost
 from shardwise.launch.ssh.remote_island import IslandHost, RemoteIsland
 from shardwise.launch.worker import WorkerStreams
+from shardwise.net import network
+from shardwise.net.hosts import Host, Share
+from shardwise.net.island_desk import Contribution, IslandDesk
+from shardwise.net.island_membership import Membership
 
 SILENT = SshOptions(folder="/", python="python", ssh=("sh", "-c", "exec cat > /dev/null", "ssh"))
 """An ssh that says nothing, and ends with its input."""

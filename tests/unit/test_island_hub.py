@@ -19,14 +19,14 @@ from typing import Any, NoReturn
 
 import pytest
 
-from shardwise.collectives import island_link
-from shardwise.collectives.island_link import IslandLink
+from shardwise.comm import island_link
+from shardwise.comm.island_link import IslandLink
 from shardwise.errors import CollectiveError, LaunchError
-from shardwise.launch.island_desk import Contribution, Delivery, IslandDesk, Key
 from shardwise.launch.island_hub import Desk, IslandHub
-from shardwise.launch.island_membership import Membership
-from shardwise.launch.island_place import IslandPlace
 from shardwise.launch.island_workers import allow_files
+from shardwise.net.island_desk import Contribution, Delivery, IslandDesk, Key
+from shardwise.net.island_membership import Membership
+from shardwise.net.island_place import IslandPlace
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 

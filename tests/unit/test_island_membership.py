@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shardwise.launch.island_membership import BOUNDARY, Answer, Arrival, Membership, admission
+from shardwise.net.island_membership import BOUNDARY, Answer, Arrival, Membership, admission
 
 HERE, THERE = Arrival(label=f"{BOUNDARY} after step 4"), Arrival(label="a barrier")
 

@@ -12,10 +12,10 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
-from shardwise import authentication
-from shardwise.launch.island_desk import Key
 from shardwise.launch.ssh import transfers
 from shardwise.launch.ssh.transfers import NOTHING, Fetches, Server
+from shardwise.net import authentication
+from shardwise.net.island_desk import Key
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 

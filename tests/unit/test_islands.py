@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from shardwise.config import Settings, check_islands
+from shardwise.config.outer_optimizer import IslandRule, Outer, StalenessRule
 from shardwise.engine.islands import Report, _check_reports
 from shardwise.errors import ConfigError, ModelMismatch, UsageError
-from shardwise.initialize import _island_count, _mesh
-from shardwise.mesh import Mesh
-from shardwise.outer_optimizer import IslandRule, Outer, StalenessRule
+from shardwise.world.initialize import _island_count, _mesh
+from shardwise.world.mesh import Mesh
 
 
 def test_islands_are_the_outermost_axis():

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, error_file, failure_report, program, resources
-from shardwise.launch.error_file import ErrorReport
+from shardwise.launch import failure_report, program, resources
 from shardwise.launch.failure_report import ExitStatus, Verdict
-from shardwise.launch.identity import Identity
 from shardwise.launch.resources import HostMemory
 from shardwise.launch.signals import SignalSchedule
+from shardwise.net import environment, error_file
+from shardwise.net.error_file import ErrorReport
+from shardwise.net.identity import Identity
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import launcher_detection
+from shardwise.net.launchers import detection as launcher_detection
 
 Rank = tuple[int, int]
 Environ = dict[str, str]

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
-from shardwise.launch import failure_report, flags, hosts
+from shardwise.cli import main as cli
+from shardwise.launch import failure_report, flags
 from shardwise.launch.worker_output import WorkerLog
+from shardwise.net import hosts
 
 SCRIPT = "train.py"
 

@@ -12,17 +12,12 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import (
-    elastic,
-    environment,
-    launcher_detection,
-    private_files,
-    processes,
-    rendezvous_file,
-    slurm,
-)
-from shardwise.launch.identity import Identity
-from shardwise.launch.rendezvous_file import RendezvousFile
+from shardwise.launch import elastic
+from shardwise.net import environment, private_files, rendezvous_file
+from shardwise.net.identity import Identity
+from shardwise.net.launchers import detection as launcher_detection
+from shardwise.net.launchers import processes, slurm
+from shardwise.net.rendezvous_file import RendezvousFile
 from tests.unit import launcher_environments as environments
 
 OWN = {
@@ -160,7 +155,7 @@ OF_OTHERS = (
 )
 
 NAME_LAUNCHER = (
-    "from shardwise.launch import rendezvous_file; print(rendezvous_file.name_by_process())"
+    "from shardwise.net import rendezvous_file; print(rendezvous_file.name_by_process())"
 )
 ALONE = Identity(launcher="python")
 SLURM_TASK = Identity(

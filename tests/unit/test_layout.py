@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.bucket_layout import (
+from shardwise.layout.bucket_layout import (
     ALIGNMENT,
     Bucket,
     Piece,

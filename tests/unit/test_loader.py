@@ -26,11 +26,11 @@ from torch.utils.data import (
 )
 
 from shardwise import config
-from shardwise import world as worlds
 from shardwise.data import Loader, batch_schedule, source
 from shardwise.data.steps import to_device
 from shardwise.engine import Engine
 from shardwise.errors import DataError, UsageError
+from shardwise.world import world as worlds
 
 # torch compares num_workers with the cores of this machine, which is not the point here
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

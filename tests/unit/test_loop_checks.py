@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import world
 from shardwise.errors import UsageError
-from shardwise.step_log import StepLog
-from shardwise.world import World
+from shardwise.world import world
+from shardwise.world.step_log import StepLog
+from shardwise.world.world import World
 
 
 def trained(steps: list[int]) -> sw.Engine:

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardwise.current_batch import Batch
 from shardwise.engine.gradient_weighting import LossWeight, divisor_of, weigh
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.engine.loss_terms import LossTerms, Term
 from shardwise.errors import UsageError
+from shardwise.world.current_batch import Batch
 
 LOSS = torch.tensor(2.0)
 ONE, OTHER = Batch(samples=8), Batch(samples=8)

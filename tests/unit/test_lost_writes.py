@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwise.states.lost_writes import CHUNK, integers, total
+from shardwise.states.parameters.lost_writes import CHUNK, integers, total
 
 
 @pytest.mark.parametrize("numel", [1, CHUNK, 2 * CHUNK + 3])

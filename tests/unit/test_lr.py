@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 import shardwise as sw
 from shardwise import lr
 from shardwise.errors import ConfigError, ModelError
-from shardwise.world import World
+from shardwise.world.world import World
 
 BASE = 0.1
 

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, failure_report, hosts, network
+from shardwise.launch import failure_report
 from shardwise.launch.console import Console
-from shardwise.launch.error_file import ErrorReport
 from shardwise.launch.failure_report import ExitStatus, Verdict
-from shardwise.launch.hosts import Host, Share
 from shardwise.launch.job import Job, dry_run_words
 from shardwise.launch.ssh import agents, command, protocol
 from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.worker_output import WorkerOutput, open_logs
+from shardwise.net import environment, hosts, network
+from shardwise.net.error_file import ErrorReport
+from shardwise.net.hosts import Host, Share
 
 TWO = [Host("h1", 4), Host("h2", 4)]
 WAY = SshOptions(folder="/home/me/my work", python="/opt/py")
@@ -179,7 +180,7 @@ class TestInterface:
 
     def test_a_loopback_that_is_down_is_named_at_once(self) -> None:
         """As in a new network namespace."""
-        listen = "from shardwise.launch import network; network.listen('127.0.0.1', 0)"
+        listen = "from shardwise.net import network; network.listen('127.0.0.1', 0)"
         if (
             shutil.which("unshare") is None
             or subprocess.run(["unshare", "--net", "true"]).returncode

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.checkpoint.byte_ranges import Extent, of_whole
 from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
-from shardwise.shards import Shard, even_ranges
+from shardwise.layout.byte_ranges import Extent, of_whole
+from shardwise.layout.shards import Shard, even_ranges
+from shardwise.world.mesh import Mesh
 
 
 def test_tensor_ranks_are_neighbours():

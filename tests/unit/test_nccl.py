@@ -1,6 +1,6 @@
 """What can be told of NCCL's calls without a device."""
 
-from shardwise.collectives.nccl import _Working
+from shardwise.comm.nccl import _Working
 
 
 class Work:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.collectives.nccl import Nccl
+from shardwise.comm.nccl import Nccl
 from shardwise.launch import failure_report, nccl_watchdog
 from shardwise.launch.failure_report import ExitStatus, Verdict
 from shardwise.launch.nccl_watchdog import Failed, Waited, parse, users_line

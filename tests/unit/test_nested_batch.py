@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise.errors import DataError
-from shardwise.nested_batch import Rows
+from shardwise.world.nested_batch import Rows
 
 Pair = namedtuple("Pair", "x, name")
 

@@ -19,7 +19,11 @@ metadata.Distribution.from_name = missing
 
 def test_commands_start():
     said = subprocess.run(
-        [sys.executable, "-c", f"{MISSING}\nfrom shardwise.cli import main\nmain(['--version'])"],
+        [
+            sys.executable,
+            "-c",
+            f"{MISSING}\nfrom shardwise.cli.main import main\nmain(['--version'])",
+        ],
         capture_output=True,
         text=True,
         check=False,

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.collectives import Solo
+from shardwise.comm import Solo
 from shardwise.errors import TierError
-from shardwise.placement import Tier
-from shardwise.states.storage_factory import StorageFactory
+from shardwise.layout.placement import Tier
+from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.tiers.direct_io import CHUNK
 from shardwise.tiers.nvme import Store
 from tests.disk import MB, drain, on_a_disk, pattern, put, slow, sweep, take, wait_until

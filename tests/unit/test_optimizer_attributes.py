@@ -5,8 +5,8 @@ import torch
 from torch import optim
 
 from shardwise.errors import ModelError
-from shardwise.states.optimizer_attributes import FollowedAttributes, write_back
-from shardwise.states.optimizer_kind import bare_copy
+from shardwise.states.optimizer.optimizer_attributes import FollowedAttributes, write_back
+from shardwise.states.optimizer.optimizer_kind import bare_copy
 
 
 class Counting(optim.SGD):

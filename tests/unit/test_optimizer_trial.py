@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from shardwise.states import optimizer_kind, optimizer_trial
-from shardwise.states.optimizer_trial import OptimizerKinds, examine
+from shardwise.states.optimizer import optimizer_kind, optimizer_trial
+from shardwise.states.optimizer.optimizer_trial import OptimizerKinds, examine
 
 CPU = torch.device("cpu")
 

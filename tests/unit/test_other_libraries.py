@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
 from shardwise import config
-from shardwise.cli import main
+from shardwise.cli.main import main
 from shardwise.deepspeed.engine import DeepSpeedEngine
 from shardwise.errors import ConfigError
-from shardwise.other_libraries import HintsAtAttributes, hint
+from shardwise.messages.other_libraries import HintsAtAttributes, hint
 
 OURS = {
     name

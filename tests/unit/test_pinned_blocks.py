@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.collectives import Solo
-from shardwise.placement import Tier
-from shardwise.states.storage_factory import StorageFactory
+from shardwise.comm import Solo
+from shardwise.layout.placement import Tier
+from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.tiers.copy_stream import ALIGNED, CopyStream, packed
 
 KB, MB = 1 << 10, 1 << 20

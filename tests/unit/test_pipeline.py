@@ -9,8 +9,8 @@ from torch import nn
 
 from shardwise.config import SCHEDULES
 from shardwise.errors import ConfigError, ModelError
-from shardwise.mesh import Mesh
 from shardwise.parallel.pipeline import Action, actions_of, partition, schedule
+from shardwise.world.mesh import Mesh
 from tests.parity.problems import GPT, MLP
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from shardwise.errors import PlacementError
-from shardwise.placement import STATES, Placement, Spread, Tier
+from shardwise.layout.placement import STATES, Placement, Spread, Tier
 
 LEGAL = {
     (): "ZERO_0",

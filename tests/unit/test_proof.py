@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise import authentication
-from shardwise.collectives.store import ClientStore, HostStore, KeyValueTable, role_of
 from shardwise.errors import LaunchError
-from shardwise.launch import environment
+from shardwise.net import authentication, environment
+from shardwise.net.store import ClientStore, HostStore, KeyValueTable, role_of
 from tests.disk import wait_until
 
 KNOWN = b"what all ranks of this run know"
@@ -280,7 +279,7 @@ class TestTable:
             return answer(*given)
 
         monkeypatch.setattr(HostStore, "_answer", late)
-        monkeypatch.setattr("shardwise.collectives.store.DRAWN_OUT", 0.05)
+        monkeypatch.setattr("shardwise.net.store.DRAWN_OUT", 0.05)
         with pytest.raises(dist.DistStoreError, match="rank 0 has not answered"):
             reaching.check(["nowhere"])
         busy.set()

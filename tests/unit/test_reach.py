@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from shardwise.collectives import socket_mesh
+from shardwise.comm import socket_mesh
 
 
 @pytest.fixture

@@ -16,11 +16,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.collectives import rendezvous
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, rendezvous_file
-from shardwise.launch.identity import Identity
-from shardwise.launch.rendezvous_file import RendezvousFile
+from shardwise.net import environment, rendezvous, rendezvous_file
+from shardwise.net.identity import Identity
+from shardwise.net.rendezvous_file import RendezvousFile
 
 FIRST = Identity(launcher="Slurm", size=2, node=0, address="n1", job="slurm 1.0 0")
 SECOND = replace(FIRST, rank=1, node=1)
@@ -70,7 +69,7 @@ class TestNote:
     def test_a_run_that_is_ended_leaves_none(self, tmp_path: Path) -> None:
         code = (
             "import sys, time; from pathlib import Path\n"
-            "from shardwise.launch import rendezvous_file as files\n"
+            "from shardwise.net import rendezvous_file as files\n"
             "note = files.RendezvousFile(addresses=(), port=1, host='h', pid=1)\n"
             "with files.written(Path(sys.argv[1]), note): print('left', flush=True); time.sleep(60)"
         )

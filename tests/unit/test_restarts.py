@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import progress, restarts
-from shardwise.launch.environment import RANK_VARIABLE, REPORTS_VARIABLE
-from shardwise.launch.progress import Progress, ProgressWriter
-from shardwise.launch.restarts import Ending, Failure, Restarts
-from shardwise.preemption import Preemption
+from shardwise.net import progress, restarts
+from shardwise.net.environment import RANK_VARIABLE, REPORTS_VARIABLE
+from shardwise.net.progress import Progress, ProgressWriter
+from shardwise.net.restarts import Ending, Failure, Restarts
+from shardwise.world.preemption import Preemption
 
 
 def failure(step: int, kept: int = 0, *, resumes: bool = True) -> Failure:

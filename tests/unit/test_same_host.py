@@ -5,9 +5,9 @@ import socket
 import pytest
 import torch
 
-from shardwise.collectives import Solo, connect, same_host
+from shardwise.comm import Solo, connect, same_host
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.launch.identity import Identity
+from shardwise.net.identity import Identity
 
 
 class Told(Solo):

@@ -17,15 +17,16 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 import shardwise as sw
-from shardwise.cli import main
+from shardwise.cli.main import main
+from shardwise.config import Settings
 from shardwise.horovod.context import SampleCounter
-from shardwise.scaling import measure, plots, records, report, runs
-from shardwise.scaling.estimates import Rate, rate, student
-from shardwise.scaling.records import Measured, TooFew
-from shardwise.scaling.report import ScalingReport
-from shardwise.scaling.runs import MeasuredRun, ScalingPlan
-from shardwise.step_log import StepLog
-from shardwise.world import World
+from shardwise.tools.scale import measure, plots, records, report, runs
+from shardwise.tools.scale.estimates import Rate, rate, student
+from shardwise.tools.scale.records import Measured, TooFew
+from shardwise.tools.scale.report import ScalingReport
+from shardwise.tools.scale.runs import MeasuredRun, ScalingPlan
+from shardwise.world.step_log import StepLog
+from shardwise.world.world import World
 
 QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 19: 2.093, 100: 1.984}
 
@@ -212,7 +213,7 @@ class TestStepLog:
 
 def test_a_batch_of_each_worker(solo: World) -> None:
     solo.size = 3
-    solo.settings = sw.world.config.Settings(batch="worker")
+    solo.settings = Settings(batch="worker")
     data = torch.utils.data.TensorDataset(torch.ones(60, 2))
     assert sw.Loader(data, batch_size=5).batch_size == 15
     with pytest.raises(sw.errors.DataError, match="--batch worker cannot make larger"):

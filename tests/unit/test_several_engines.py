@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.engine import Engine
 from shardwise.engine import engines as several
 from shardwise.errors import CheckpointNotWritten
-from shardwise.world import World
+from shardwise.world.world import World
 from tests.unit.two_engines import engines, step
 
 __all__ = ["engines"]

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.collectives import socket_mesh
+from shardwise.comm import socket_mesh
 from shardwise.errors import LaunchError
 from shardwise.horovod.elastic import CommitFile
-from shardwise.launch import environment, private_files
+from shardwise.net import environment, private_files
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="only root may become another user"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engine.tracking import Tracking
+from shardwise.checkpoint.tracking import Tracking
 from shardwise.errors import UsageError
 
 
@@ -71,7 +71,7 @@ class Loaderlike(nn.Module):
 
 
 def test_what_another_engine_tracks_is_tracked() -> None:
-    from shardwise.current_batch import CurrentBatch, StreamShape
+    from shardwise.world.current_batch import CurrentBatch, StreamShape
 
     feed = CurrentBatch()
     stream = feed.open(

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import sum_tree
 from shardwise.errors import ConfigError
-from shardwise.states.gradient_accumulator import GradientAccumulator
-from shardwise.states.storage import MemoryStorage
-from shardwise.sum_tree import MicroShards
+from shardwise.layout import sum_tree
+from shardwise.layout.sum_tree import MicroShards
+from shardwise.states.gradients.gradient_accumulator import GradientAccumulator
+from shardwise.states.storage.storage import MemoryStorage
 
 
 def joined(one, other):

@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise import fingerprints, tensor_log
 from shardwise.errors import LaunchError
 from shardwise.launch.flags import ADOPTED
+from shardwise.layout import fingerprints
 from shardwise.model.module_records import tensors_beside
-from shardwise.tensor_log import Part, TensorLog
 from shardwise.testing import _imported, _train_plain
-from shardwise.verify import (
+from shardwise.tools.verify import (
     causes,
     flow,
     learning_rates,
@@ -30,16 +29,18 @@ from shardwise.verify import (
     suspects,
     verdicts,
 )
-from shardwise.verify.causes import Suspect
-from shardwise.verify.command import LOGS, _log_folder
-from shardwise.verify.comparing import compare
-from shardwise.verify.flow import Verification
-from shardwise.verify.placements import Placement
-from shardwise.verify.plan import Plan
-from shardwise.verify.records import Fed, Step, Training, Whole
-from shardwise.verify.report import Report
-from shardwise.verify.runs import Run, RunFailed, Script, command, large_imports
-from shardwise.verify.verdicts import Verdict
+from shardwise.tools.verify.causes import Suspect
+from shardwise.tools.verify.command import LOGS, _log_folder
+from shardwise.tools.verify.comparing import compare
+from shardwise.tools.verify.flow import Verification
+from shardwise.tools.verify.placements import Placement
+from shardwise.tools.verify.plan import Plan
+from shardwise.tools.verify.records import Fed, Step, Training, Whole
+from shardwise.tools.verify.report import Report
+from shardwise.tools.verify.runs import Run, RunFailed, Script, command, large_imports
+from shardwise.tools.verify.verdicts import Verdict
+from shardwise.world import tensor_log
+from shardwise.world.tensor_log import Part, TensorLog
 
 
 def whole(values: Tensor, *others: Tensor) -> Whole:
@@ -584,7 +585,7 @@ class TestVerdicts:
         assert judged(tmp_path, make, against=original).verdict is Verdict.BITS
         assert (runs[0].script, runs[0].placement) == (original, None)
         words = command(runs[0], tmp_path)
-        assert words[1:4] == ["-P", "-m", "shardwise.verify.script"]
+        assert words[1:4] == ["-P", "-m", "shardwise.tools.verify.script"]
         assert words[5:] == ["plain.py", "--epochs", "1"]
         assert "run" in command(runs[1], tmp_path)
 

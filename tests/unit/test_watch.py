@@ -15,12 +15,13 @@ from operator import attrgetter
 import pytest
 
 import shardwise
-from shardwise import authentication, batch_rows, initialize, world
 from shardwise.errors import CollectiveError, PeerLost
+from shardwise.net import authentication
 from shardwise.watch import hang_report, process_status, wait_graph
 from shardwise.watch.status_server import StatusServer
 from shardwise.watch.wait_graph import Abort, RankStatus, named
 from shardwise.watch.waits import Waits
+from shardwise.world import batch_rows, initialize, world
 
 
 def waits(rank, *missing, verb="engine.backward", line="train.py:71", **more):

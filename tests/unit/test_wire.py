@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.wire import BLOCK, Wire
+from shardwise.islands.wire import BLOCK, Wire
 
 DTYPES = (torch.float32, torch.float64)
 SIZES = (0, 1, 2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise import preemption
 from shardwise.engine import Engine
-from shardwise.world import World
+from shardwise.world import preemption
+from shardwise.world.world import World
 
 
 @pytest.fixture

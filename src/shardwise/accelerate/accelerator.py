@@ -34,7 +34,7 @@ from shardwise.config import OF_THE_ENGINE
 from shardwise.deepspeed.written_files import KeptBeside
 from shardwise.engine.initial_values import make_alike
 from shardwise.errors import UsageError
-from shardwise.other_libraries import hint
+from shardwise.messages.other_libraries import hint
 
 _PREPARED_LISTS = ("_models", "_optimizers", "_schedulers", "_dataloaders")
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.bridging.trained_engine import Trained
+from shardwise.checkpoint.file_system import replace_file
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 
 MARK = "shardwise.json"
@@ -40,18 +41,10 @@ def save(engines: Sequence[sw.Engine], folder: Path, world: sw.World) -> None:
     if None in paths or world.settings.trial:
         return  # no room, which was said; or a trial, which leaves no trace
     if world.is_main:
-        _write(folder / MARK, {"engines": [os.path.relpath(str(p), folder) for p in paths]})
+        mark = {"engines": [os.path.relpath(str(p), folder) for p in paths]}
+        replace_file(folder / MARK, json.dumps(mark, indent=1).encode())
         _remove_older(homes, paths)
     world.barrier()
-
-
-def _write(path: Path, fields: dict[str, Any]) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w") as file:
-        json.dump(fields, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def _remove_older(homes: Sequence[Path], kept: Sequence[Path | None]) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise import initialize
 from shardwise.config import FIELDS, OF_THE_ENGINE, Settings, resolve, sources
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
-from shardwise.launch import error_file
+from shardwise.net import error_file
+from shardwise.world import initialize
 
 SETTINGS = frozenset(FIELDS)
 """The keywords of a bridge that are settings of Shardwise."""

@@ -72,19 +72,18 @@ def lost(folder: Path) -> list[Found]:
     DOCUMENT that is a file. Oldest step first."""
     if not folder.is_dir():
         return []
-    return sorted(
-        Found(int(named[1]), path)
-        for path in folder.iterdir()
-        if (named := _STEP.fullmatch(path.name)) and not _has_document(path) and _holds(path)
-    )
-
-
-def _holds(path: Path) -> bool:
-    """Whether anything is there; what cannot be looked into may hold anything."""
-    try:
-        return next(path.iterdir(), None) is not None
-    except OSError:
-        return True
+    found = []
+    for path in folder.iterdir():
+        named = _STEP.fullmatch(path.name)
+        if not named or _has_document(path):
+            continue
+        try:
+            is_empty = next(path.iterdir(), None) is None
+        except OSError:  # a folder that cannot be read may hold anything
+            is_empty = False
+        if not is_empty:
+            found.append(Found(int(named[1]), path))
+    return sorted(found)
 
 
 def lacks_document(path: Path) -> bool:
@@ -145,8 +144,9 @@ class Draft:
         """
         if not self.folder.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            sync(self.folder.parent)
+            file_system.sync(self.folder.parent)
         self._sweep()
+        # Files are sparse until they are written, so a full disk would show only halfway.
         if self.nbytes > self._free():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self._partial.mkdir()
@@ -160,14 +160,21 @@ class Draft:
         """
         if self.path != self._partial:
             for path in sorted(self.path.iterdir()):
-                _copy(path, self._partial / path.name)
+                with path.open("rb") as source, (self._partial / path.name).open("wb") as file:
+                    shutil.copyfileobj(source, file, 8 * 2**20)
+                    file.flush()
+                    os.fsync(file.fileno())
         for name, data in documents.items():
-            _write(self._partial / name, data)
-        sync(self._partial)
+            file_system.write_synced(self._partial / name, data)
+        # Contents and names must be on the disk before the rename is: after a power failure a
+        # folder with the final name has to be whole.
+        file_system.sync(self._partial)
+        # No rename replaces a folder that is not empty, so there are two. A kill between them
+        # leaves the older one hidden; `complete` still finds it, and the next save restores it.
         if os.path.lexists(self.final):
             self.final.rename(self._replaced)
         self._partial.rename(self.final)
-        sync(self.folder)
+        file_system.sync(self.folder)
         self._remove(self._replaced)
         if self.path != self._partial:
             self._remove(self.path)
@@ -221,6 +228,7 @@ class Draft:
         removed."""
         older = [found for found in complete(self.folder) if found.step <= self.step]
         for found in older[:-keep]:
+            # Renamed first: a kill while its files are removed must not leave what looks complete.
             gone = file_system.gone_name(self.folder, found.step)
             try:
                 found.path.rename(gone)
@@ -236,6 +244,7 @@ class Draft:
             if not hidden:
                 continue
             named = self.folder / f"step-{hidden[1]}"
+            # A save was killed between its two renames: this is the only one of its step.
             if hidden[2] == "replaced" and not os.path.lexists(named):
                 path.rename(named)
             elif not self._remove(path) and hidden[2] != "gone":
@@ -247,15 +256,6 @@ class Draft:
         if why is not None:
             self.left.append(why)
         return why is None
-
-
-def sync(path: Path) -> None:
-    """Return when what stands in folder `path` is on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _takes_offsets(folder: Path) -> bool:
@@ -274,18 +274,3 @@ def _takes_offsets(folder: Path) -> bool:
         os.close(fd)
         path.unlink()
     return True
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file from its beginning to its end, onto the disk."""
-    with source.open("rb") as data, target.open("wb") as file:
-        shutil.copyfileobj(data, file, 8 * 2**20)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

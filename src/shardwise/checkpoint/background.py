@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Draft
-from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.checksum import ChecksumPart
 from shardwise.checkpoint.writer import Tensor, TensorSink, Writer
+from shardwise.layout.byte_ranges import ByteRange
 from shardwise.timeline import Row, span
 
 RESERVED = 4096
@@ -114,13 +114,20 @@ class BackgroundSave(threading.Thread):
 
     def _complete(self) -> None:
         """On rank 0: when all have left their notes, the checkpoint gets its name."""
+        # All of them, also after a failure: a rank that still writes must not lose its folder.
         notes = [self._note_of(rank) for rank in range(self._size)]
         failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
         if not failed:
             try:
+                # Before the rename: a complete checkpoint has no notes in it.
                 for rank in range(self._size):
                     _path(self.draft.path, f"rank-{rank}").unlink()
-                self._finish([_sums(note["sums"]) for note in notes])
+                self._finish(
+                    [
+                        {(kind, name): [ChecksumPart(*p) for p in ps] for kind, name, ps in sums}
+                        for sums in (note["sums"] for note in notes)
+                    ]
+                )
             except Exception as error:  # the same
                 failed = [f"Rank 0: {self._said(error)}"]
         if failed:
@@ -133,6 +140,7 @@ class BackgroundSave(threading.Thread):
         deadline = time.monotonic() + self._limit
         end = _path(self.draft.path, "end")
         while time.monotonic() < deadline:
+            # The rename is the only sign of success: rank 0 may fail until that moment.
             if not self.draft.path.exists() and (self.draft.final / DOCUMENT).exists():
                 return
             if end.exists():
@@ -156,10 +164,6 @@ class BackgroundSave(threading.Thread):
         if isinstance(error, OSError):
             return self.draft.refused(error)
         return f"{self.draft.final} was not written. {type(error).__name__}: {error}"
-
-
-def _sums(told: Sequence[Any]) -> dict[Tensor, list[ChecksumPart]]:
-    return {(kind, name): [ChecksumPart(*part) for part in parts] for kind, name, parts in told}
 
 
 def _path(folder: Path, name: str) -> Path:

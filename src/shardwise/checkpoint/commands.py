@@ -1,4 +1,4 @@
-"""Runs `shardwise checkpoint inspect|verify|accept|export PATH`.
+"""Runs `shardwise checkpoint inspect|verify|accept|export PATH`, and `zero-to-fp32 FOLDER OUT`.
 
 Nothing of torch is imported before a command runs.
 """
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT
-from shardwise.checkpoint.deepspeed import commands as deepspeed
 from shardwise.errors import CheckpointError
-from shardwise.printable import printable
+from shardwise.messages.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -154,7 +153,7 @@ def export(path: Path, to: Path, average: bool) -> int:
     if _of_deepspeed(path) is not None:
         if average:
             raise CheckpointError(f"{path} is a save of DeepSpeed, which keeps no average.")
-        return deepspeed.convert(path, to)
+        return _convert(path, to)
     count = write(path, to, "average" if average else "model")
     click.echo(printable(f"{to}: {count} tensors"))
     return 0
@@ -172,7 +171,7 @@ def _of_deepspeed(path: Path) -> Save | None:
 def _inspect_save(console: Console, save: Save) -> int:
     from shardwise.checkpoint.tools import TensorLine
 
-    _say(console, f"{'written by':>13}  {deepspeed.described(save)}")
+    _say(console, f"{'written by':>13}  {_described(save)}")
     _say(console, f"{'client_state':>13}  {', '.join(save.client_state) or 'nothing'}")
     specs = [save.model.specs[name] for name in sorted(save.model.specs)]
     console.print(_table(TensorLine("model", spec, "", "") for spec in specs))
@@ -182,14 +181,16 @@ def _inspect_save(console: Console, save: Save) -> int:
 
 
 def _verify_save(console: Console, save: Save) -> int:
+    from shardwise.checkpoint.deepspeed import inert
+
     with console.status("reading"):
-        faults = deepspeed.damaged(save)
+        faults = [fault for path in save.files.all if (fault := inert.damage(path)) is not None]
     for fault in faults:
         _say(console, f"changed     {fault}")
     said = f"{len(faults)} not as written" if faults else "all as written"
     _say(
         console,
-        f"{save.files.folder}: {deepspeed.described(save)}: {len(save.files.all)} files, {said}",
+        f"{save.files.folder}: {_described(save)}: {len(save.files.all)} files, {said}",
     )
     return NOT_WHOLE if faults else 0
 
@@ -210,3 +211,45 @@ def _table(lines: Iterable[TensorLine], title: str | None = None) -> Table:
         words = line.kind, spec.name, spec.dtype, shape, f"{spec.nbytes:,}", line.checksum or "-"
         drawn.add_row(*(Text(printable(word)) for word in words))
     return drawn
+
+
+# -- saves of DeepSpeed -----------------------------------------------------------------------
+
+
+@click.command("zero-to-fp32", short_help="Write a DeepSpeed checkpoint's weights as one file.")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--tag", "-t", metavar="TAG", help="the save; left out, the one that `latest` names")
+def zero_to_fp32(folder: Path, out: Path, tag: str | None) -> int:
+    """Write the weights that DeepSpeed saved in FOLDER as one file in fp32, without DeepSpeed.
+
+    OUT ends in .safetensors, .pt, .pth or .bin, or is a folder, for model.safetensors in it. To
+    train on from FOLDER nothing needs to be converted: engine.load("FOLDER").
+    """
+    try:
+        return _convert(folder if tag is None else folder / tag, out)
+    except CheckpointError as error:
+        raise click.ClickException(printable(error)) from error
+
+
+def _convert(folder: Path, out: Path) -> int:
+    """Write the weights of the save in `folder`, and say what they are. Raises CheckpointError."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from shardwise.checkpoint.deepspeed.as_checkpoint import opened
+    from shardwise.checkpoint.deepspeed.convert import numel, place_of, write_fp32
+
+    place = place_of(out)
+    save = opened(folder)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("writing", total=numel(save))
+        count = write_fp32(save, place, lambda more: progress.advance(task, more))
+    click.echo(printable(f"{place}: {count} tensors in fp32, of {_described(save)}"))
+    return 0
+
+
+def _described(save: Save) -> str:
+    """In words, what a save is."""
+    ranks = "1 rank" if save.ranks == 1 else f"{save.ranks} ranks"
+    return f"DeepSpeed {save.version}, ZeRO stage {save.stage} on {ranks}, step {save.steps}"

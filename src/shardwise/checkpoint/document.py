@@ -16,7 +16,6 @@ each is.
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -24,14 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import schema
-from shardwise.checkpoint.atomic_folders import DOCUMENT, complete, sync
-from shardwise.checkpoint.file_system import read_whole
+from shardwise.checkpoint.atomic_folders import DOCUMENT, complete
+from shardwise.checkpoint.file_system import read_whole, replace_file
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 FORMAT = "shardwise checkpoint"
 VERSION = 2
 UNSUMMED = 1
 """The version that had no sums but those of tensors; it is read as it stands."""
+
+SHOWN = 8
+"""Other checkpoints that a message names, the newest."""
 
 _SUM = "crc32"
 _END = re.compile(rb' "crc32": "([0-9a-f]{8})"\n\}\n')
@@ -43,6 +45,7 @@ def dump(fields: Mapping[str, Any]) -> bytes:
     known = set(schema.FIELDS) | (set(fields) & set(schema.OPTIONAL))
     assert set(fields) == known, set(fields) ^ known
     whole = {"format": FORMAT, "version": VERSION} | dict(fields)
+    # The sum covers all bytes before it, so it has to stand at the end.
     body = json.dumps(whole, indent=1, allow_nan=False).encode().removesuffix(b"\n}") + b",\n"
     return body + f' "{_SUM}": "{zlib.crc32(body):08x}"\n}}\n'.encode()
 
@@ -79,37 +82,18 @@ def accept(folder: Path) -> dict[str, Any]:
     """
     path = folder / DOCUMENT
     told = _checked(path, _parsed(path, _read(folder)))
-    for name in _beside(folder, told):
+    tensors = {name for names in told["sets"].values() for name in names}
+    there = [path.name for path in folder.iterdir() if path.suffix in (".json", ".pt")]
+    for name in sorted({*told["files"], *there} - tensors - {DOCUMENT}):
         told["files"][name] = crc_of(read_whole(folder / name))
     known = [name for name in (*schema.FIELDS, *schema.OPTIONAL) if name in told]
-    _replace(path, dump({name: told[name] for name in known}))
+    replace_file(path, dump({name: told[name] for name in known}))
     return load(folder)
 
 
 def crc_of(data: bytes) -> str:
     """The CRC-32 of `data`, as it stands in the document."""
     return f"{zlib.crc32(data):08x}"
-
-
-def _beside(folder: Path, told: Mapping[str, Any]) -> list[str]:
-    """The names of the small files of a checkpoint."""
-    tensors = {name for names in told["sets"].values() for name in names}
-    there = [path.name for path in folder.iterdir() if path.suffix in (".json", ".pt")]
-    return sorted({*told["files"], *there} - tensors - {DOCUMENT})
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Let `path` hold `data`: the old or the new, whatever happens meanwhile."""
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def _accept(folder: Path) -> str:
@@ -124,16 +108,21 @@ def _read(folder: Path) -> bytes:
     try:
         return read_whole(path)
     except OSError as error:
+        there = [found.path.name for found in complete(folder.parent) if found.path != folder]
+        hint = "Name the folder of one step, as in checkpoints/step-200, or that of all steps."
+        if there:
+            more = "..., " if len(there) > SHOWN else ""
+            hint = f"In {folder.parent} there are {more}{', '.join(there[-SHOWN:])}."
         raise CheckpointError(
-            f"{folder} is no checkpoint: {DOCUMENT} cannot be read ({error.strerror}). "
-            f"{_others(folder)}"
+            f"{folder} is no checkpoint: {DOCUMENT} cannot be read ({error.strerror}). {hint}"
         ) from error
 
 
 def _parsed(path: Path, data: bytes) -> dict[str, Any]:
     """The map of a file of ours, of a version that is known."""
     try:
-        told = json.loads(data, parse_constant=_no_number)
+        # Python would take NaN and Infinity, which are not JSON: a load would go on with them.
+        told = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint(f"{path} is no JSON ({error}). Take another checkpoint.") from error
     if not isinstance(told, dict) or told.get("format") != FORMAT:
@@ -149,7 +138,7 @@ def _parsed(path: Path, data: bytes) -> dict[str, Any]:
     return told
 
 
-def _no_number(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
@@ -164,16 +153,3 @@ def _checked(path: Path, told: dict[str, Any]) -> dict[str, Any]:
             f"{path} is not as a checkpoint is written: {fault}. Take another checkpoint."
         ) from fault
     return told
-
-
-SHOWN = 8
-"""Other checkpoints that a message names, the newest."""
-
-
-def _others(folder: Path) -> str:
-    """What to name instead of `folder`, which holds no checkpoint."""
-    there = [found.path.name for found in complete(folder.parent) if found.path != folder]
-    if there:
-        named = ", ".join(there[-SHOWN:])
-        return f"In {folder.parent} there are {named if len(there) <= SHOWN else f'..., {named}'}."
-    return "Name the folder of one step, as in checkpoints/step-200, or that of all steps."

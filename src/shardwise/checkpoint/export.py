@@ -116,6 +116,7 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
     lock says that someone writes it, and the next export to `path` removes those without.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A killed process has left its file behind; the kernel has released the lock on it.
     _sweep(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -202,6 +203,7 @@ def _plain(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[st
         if not isinstance(value, Tensor):
             rest[name] = value
             continue
+        # Tied weights share memory, shape and strides; a view of a part differs in shape.
         place = (value.data_ptr(), tuple(value.shape), tuple(value.stride()))
         if value.numel() and place in first_name:
             aliases[name] = first_name[place]

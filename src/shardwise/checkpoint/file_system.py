@@ -1,4 +1,4 @@
-"""Opens plain files only, and removes what is left of old checkpoints.
+"""Opens plain files only, writes small ones, and removes what is left of old checkpoints.
 
 What is opened to be read is a regular file, so that nothing waits for the other end of a pipe, and
 a folder in a file's place is told as that.
@@ -52,6 +52,34 @@ def read_whole(path: Path) -> bytes:
 def must_be_file(path: Path) -> None:
     """Raise as `open_to_read` does, where something else opens the file by its name."""
     os.close(open_to_read(path))
+
+
+def sync(folder: Path) -> None:
+    """Return once the names in `folder` are on the disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write `data` to the file `path`, and return once it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace the file `path` by one with `data`: whatever happens, one of the two is there."""
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        write_synced(aside, data)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync(path.parent)
 
 
 def remove(path: Path) -> str | None:

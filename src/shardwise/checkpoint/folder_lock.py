@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import FolderInUse
-from shardwise.printable import printable
+from shardwise.messages.printable import printable
 
 LOCK = ".lock"
 """The file that is locked, in the folder of a run's checkpoints."""
@@ -83,6 +83,7 @@ class FolderClaim:
                 return
             if _locks.get(lock.path) is lock:
                 del _locks[lock.path]
+            # Removed before it is unlocked: else another job could lock a file that then goes.
             if lock.holds():
                 lock.path.unlink(missing_ok=True)
             os.close(lock.fd)
@@ -121,6 +122,7 @@ def _try(folder: Path) -> FolderClaim | str:
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
+            # lockf and not flock, which NFS clients may keep to one host.
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             said = _name_in(fd)

@@ -89,6 +89,7 @@ def lay_out(
     the metadata, as safetensors' own `save_model` puts them there. A tensor that is longer than
     the limit has a file of its own.
     """
+    # sorted() is stable: all ranks compute the same layout from the same list.
     ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
     groups: list[list[TensorSpec]] = [[]]
     held = 0
@@ -174,7 +175,7 @@ def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
     """
     table = _table(header[_LENGTH:], name)
     metadata = table.pop(_METADATA, {})
-    if not _is_text(metadata):
+    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise _broken(name, "its metadata is not a map of text to text")
     start = len(header)
     found = [_placed(key, value, name, start) for key, value in table.items()]
@@ -207,15 +208,12 @@ def _table(text: bytes, name: str) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Of two equal keys Python keeps the last and other readers the first: both cannot be right.
     table = dict(pairs)
     if len(table) != len(pairs):
         names = [key for key, _ in pairs]
         raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is in it twice")
     return table
-
-
-def _is_text(metadata: Any) -> bool:
-    return isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
 
 
 def _placed(key: str, value: Any, name: str, start: int) -> Placed:

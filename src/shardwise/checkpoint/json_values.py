@@ -41,6 +41,7 @@ def encode(value: Any) -> Any:
 
 
 def _encode(value: Any) -> Any:
+    # Exact types: an IntEnum or a subclass of dict would come back as something else.
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -92,15 +93,12 @@ def decode(value: Any) -> Any:
     return {key: decode(each) for key, each in value.items()}
 
 
-def _decode_tensor(told: Any) -> Tensor:
-    values = [decode(each) for each in told["values"]]
-    return torch.tensor(values, dtype=dtype_of(told["dtype"])).reshape(told["shape"])
-
-
 _DECODERS: dict[str, Any] = {
     "$tuple": lambda told: tuple(decode(each) for each in told),
     "$float": float,
     "$counter": lambda told: Counter({decode(key): count for key, count in told}),
     "$map": lambda told: {decode(key): decode(each) for key, each in told},
-    "$tensor": _decode_tensor,
+    "$tensor": lambda told: torch.tensor(
+        [decode(each) for each in told["values"]], dtype=dtype_of(told["dtype"])
+    ).reshape(told["shape"]),
 }

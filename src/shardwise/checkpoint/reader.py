@@ -92,6 +92,7 @@ class SafetensorsReader(TensorReader):
             ) from error
         self._fds[path.name], self._paths[path.name] = fd, path
         nbytes = os.fstat(fd).st_size
+        # The length comes from the file: it is compared with the size before so much is read.
         length = header_length(os.pread(fd, 8, 0), nbytes, str(path))
         header = os.pread(fd, 8 + length, 0)
         written = self._headers.get(path.name)
@@ -124,6 +125,7 @@ class SafetensorsReader(TensorReader):
         dtype = dtype_of(placed.spec.dtype)
         assert first + into.numel() <= placed.spec.numel, "a range lies in its tensor"
         target = into if into.dtype == dtype and into.is_contiguous() else None
+        # Straight into the target where possible, else through memory of the file's dtype.
         value = torch.empty(into.numel(), dtype=dtype) if target is None else target
         data = value.detach().view(torch.uint8).numpy().data if value.numel() else memoryview(b"")
         self._fill(placed, first * dtype.itemsize, data)
@@ -133,6 +135,7 @@ class SafetensorsReader(TensorReader):
     def _fill(self, placed: Placed, at: int, data: memoryview) -> None:
         offset = placed.begin + at
         while data:
+            # With an offset, so that no read depends on the position that another one has left.
             count = os.preadv(self._fds[placed.file], [data], offset)
             if count == 0:
                 raise BrokenCheckpoint(

@@ -22,59 +22,43 @@ class Fault(ValueError):
     """A value that cannot be; says where it stands, and what it is."""
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
 def _must(good: bool, place: str, value: Any, wanted: str) -> None:
     if not good:
-        raise Fault(f"its {place} is {_shown(value)}, not {wanted}")
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+        raise Fault(f"its {place} is {shown}, not {wanted}")
 
 
-def _text(place: str, value: Any) -> None:
-    _must(isinstance(value, str), place, value, "text")
+def _check(wanted: str, good: Callable[[Any], bool]) -> Check:
+    """Return a check for the values for which `good` holds; `wanted` says which in words."""
+    return lambda place, value: _must(good(value), place, value, wanted)
 
 
-def _flag(place: str, value: Any) -> None:
-    _must(isinstance(value, bool), place, value, "true or false")
+def _is_number(value: Any, *kinds: type) -> bool:
+    # True and False are integers to Python, and not to a reader of JSON.
+    return isinstance(value, kinds or (int, float)) and not isinstance(value, bool)
 
 
-def _count(place: str, value: Any) -> None:
-    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-    _must(good, place, value, "a whole number of 0 or more")
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and value > 0
 
 
-def _whole(place: str, value: Any) -> None:
-    _must(isinstance(value, int) and not isinstance(value, bool), place, value, "a whole number")
-
-
-def _scale(place: str, value: Any) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    _must(good and math.isfinite(value) and value > 0, place, value, "a number above 0")
-
-
-def _weight(place: str, value: Any) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    _must(good and 0 <= value < math.inf, place, value, "a number of 0 or more")
-
-
-def _number(place: str, value: Any) -> None:
-    """Any number; one that is not finite as json_values.py encodes it."""
-    odd = isinstance(value, dict) and value.get("$float") in ("nan", "inf", "-inf")
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    _must(good or odd, place, value, "a number")
-
-
-def _unit(place: str, value: Any) -> None:
-    """Of gradients before the first of them has come: none yet."""
-    if value is not None:
-        _scale(place, value)
-
-
-def _crc(place: str, value: Any) -> None:
-    good = isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None
-    _must(good, place, value, "8 hexadecimal digits")
+text = _check("text", lambda value: isinstance(value, str))
+flag = _check("true or false", lambda value: isinstance(value, bool))
+count = _check("a whole number of 0 or more", lambda v: _is_number(v, int) and 0 <= v < 2**63)
+whole = _check("a whole number", lambda value: _is_number(value, int))
+positive = _check("a number above 0", _is_positive)
+positive_or_null = _check("a number above 0", lambda value: value is None or _is_positive(value))
+weight = _check("a number of 0 or more", lambda v: _is_number(v) and 0 <= v < math.inf)
+crc = _check(
+    "8 hexadecimal digits",
+    lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None,
+)
+# One that is not finite stands there as json_values.py encodes it.
+number = _check(
+    "a number",
+    lambda v: _is_number(v) or (isinstance(v, dict) and v.get("$float") in ("nan", "inf", "-inf")),
+)
 
 
 def plain_name(name: Any) -> bool:
@@ -82,8 +66,7 @@ def plain_name(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
-def _file(place: str, value: Any) -> None:
-    _must(plain_name(value), place, value, "the name of a file in the same folder")
+file_name = _check("the name of a file in the same folder", plain_name)
 
 
 def plain_value(place: str, value: Any, depth: int = 0) -> None:
@@ -95,7 +78,7 @@ def plain_value(place: str, value: Any, depth: int = 0) -> None:
             plain_value(place, each, depth + 1)
 
 
-def _list_of(check: Check) -> Check:
+def list_of(check: Check) -> Check:
     def several(place: str, value: Any) -> None:
         _must(isinstance(value, list), place, value, "a list")
         for number, each in enumerate(value):
@@ -104,7 +87,7 @@ def _list_of(check: Check) -> Check:
     return several
 
 
-def _map_of(check: Check) -> Check:
+def map_of(check: Check) -> Check:
     def named(place: str, value: Any) -> None:
         _must(isinstance(value, dict), place, value, "a map")
         for name, each in value.items():
@@ -113,87 +96,72 @@ def _map_of(check: Check) -> Check:
     return named
 
 
-def _record(fields: Mapping[str, Check]) -> Check:
-    """A map that has `fields` at least; a later version may know more."""
+def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
+    """A map that has `fields`, and maybe `optional` ones; a later version may know more."""
 
-    def record(place: str, value: Any) -> None:
+    def check_record(place: str, value: Any) -> None:
         _must(isinstance(value, dict), place, value, "a map")
         for name, check in fields.items():
             here = f"{place}.{name}" if place else name
             if name not in value:
                 raise Fault(f"it has no {here}")
             check(here, value[name])
+        for name, check in (optional or {}).items():
+            if name in value:
+                check(f"{place}.{name}" if place else name, value[name])
 
-    return record
-
-
-_GROUP = _record({"parameters": _list_of(_text), "options": _map_of(plain_value)})
-_GROUP = _record({"parameters": _list_of(_text), "options": _map_of(plain_value)})
-
-
-def _optimizer(place: str, value: Any) -> None:
-    _record({"class": _text, "groups": _list_of(_GROUP)})(place, value)
-    if "attributes" in value:
-        _map_of(plain_value)(f"{place}.attributes", value["attributes"])
+    return check_record
 
 
-_SCALING = _record({"scale": _scale, "good_steps": _count, "unit": _unit, "wide": _flag})
+_GROUP = record({"parameters": list_of(text), "options": map_of(plain_value)})
+_OPTIMIZER = record(
+    {"class": text, "groups": list_of(_GROUP)}, optional={"attributes": map_of(plain_value)}
+)
+_SCALING = record({"scale": positive, "good_steps": count, "unit": positive_or_null, "wide": flag})
 
 FIELDS: dict[str, Check] = {
-    "step": _count,
-    "seed": _whole,
-    "sets": _map_of(_list_of(_file)),
-    "checksums": _map_of(_map_of(_crc)),
-    "files": _map_of(_crc),
-    "optimizers": _list_of(_optimizer),
-    "state": _map_of(_map_of(plain_value)),
-    "borders": _list_of(_text),
+    "step": count,
+    "seed": whole,
+    "sets": map_of(list_of(file_name)),
+    "checksums": map_of(map_of(crc)),
+    "files": map_of(crc),
+    "optimizers": list_of(_OPTIMIZER),
+    "state": map_of(map_of(plain_value)),
+    "borders": list_of(text),
     "scaling": _SCALING,
-    "tracked": _map_of(plain_value),
-    "written_by": _map_of(plain_value),
+    "tracked": map_of(plain_value),
+    "written_by": map_of(plain_value),
 }
 """What a checkpoint.json holds beside its format, version and sum."""
 
-_ISLAND = _record(
+_ISLAND = record(
     {
-        "state": _map_of(_map_of(plain_value)),
-        "borders": _list_of(_text),
-        "weights": _map_of(_weight),
-        "due": _map_of(_count),
+        "state": map_of(map_of(plain_value)),
+        "borders": list_of(text),
+        "weights": map_of(weight),
+        "due": map_of(count),
         "scaling": _SCALING,
     }
 )
 
 REPORTED = (
-    *(
-        "step",
-        "weight",
-        "shown",
-        "loss",
-        "backwards",
-        "divisor",
-        "several",
-        "asked",
-        "unsaved",
-        "finite",
-    ),
-    *("options", "weights", "scale", "updates"),
+    *("step", "weight", "shown", "loss", "backwards", "divisor", "several", "asked", "unsaved"),
+    *("finite", "options", "weights", "scale", "updates"),
 )
 """What an island has reported beside its gradients, by name."""
 
-_REPORT = _record(dict.fromkeys(REPORTED, _number))
-_WAITING = _record({"step": _count, "reports": _list_of(_REPORT), "used": _list_of(_text)})
-_BEHIND = _record({"islands": _count, "updates": _count, "waiting": _list_of(_WAITING)})
+_REPORT = record(dict.fromkeys(REPORTED, number))
+_WAITING = record({"step": count, "reports": list_of(_REPORT), "used": list_of(text)})
+_BEHIND = record({"islands": count, "updates": count, "waiting": list_of(_WAITING)})
 
 OPTIONAL: dict[str, Check] = {
-    "draws": _map_of(plain_value),
-    "islands": _list_of(_ISLAND),
+    "draws": map_of(plain_value),
+    "islands": list_of(_ISLAND),
     "behind": _BEHIND,
 }
-"""What it may hold more."""
+"""What it may hold more: fields of some runs, and those that older checkpoints lack."""
 
 
 def check(told: Any) -> None:
     """Raise Fault for the first of FIELDS that `told` has not, or not as it must be."""
-    _record(FIELDS)("", told)
-    _record({name: check for name, check in OPTIONAL.items() if name in told})("", told)
+    record(FIELDS, OPTIONAL)("", told)

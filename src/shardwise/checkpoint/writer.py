@@ -19,9 +19,9 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Protocol
 
-from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.checksum import ChecksumPart
 from shardwise.checkpoint.format import Placed, TensorFile
+from shardwise.layout.byte_ranges import ByteRange
 
 CHUNK = 8 * 2**20
 """Bytes that are written in one call: while one is on its way the next is summed."""
@@ -48,6 +48,7 @@ def create(folder: Path, files: Iterable[TensorFile]) -> None:
     for file in files:
         with (folder / file.name).open("xb") as made:
             made.write(file.header)
+            # Of full length at once, because ranks write their ranges in any order.
             made.truncate(file.nbytes)
 
 
@@ -79,11 +80,13 @@ class Writer:
             tensor = kind, each.tensor
             data = memory[each.start : each.end]
             self._orders.put(partial(self._put, self._placed[tensor], each.at, data))
+            # Summed here while the thread writes the same bytes: neither waits for the other.
             self._parts[tensor].append(ChecksumPart(each.at, len(data), zlib.crc32(data)))
 
     def settle(self) -> None:
         """Return when all that was given is in the page cache."""
         done = Event()
+        # Orders are done in turn, so this one comes after every write before it.
         self._orders.put(done.set)
         done.wait()
 
@@ -91,6 +94,7 @@ class Writer:
         """Return when all of it is on the disk, with the sums. Raises OSError."""
         self.settle()
         if self._failure is None:
+            # Each rank for itself: fsync of another host does not reach the pages of this one.
             for fd in self._files.values():
                 os.fsync(fd)
         self.close()
@@ -124,18 +128,15 @@ class Writer:
         offset = placed.begin + at
         assert offset + len(data) <= placed.end, "a rank keeps to its tensor"
         first = offset
+        # pwrite may write less than it was given, as near the end of a quota.
         while data:
             written = os.pwrite(fd, data, offset)
             data, offset = data[written:], offset + written
-        if offset - first >= WORTH_STARTING:
-            _start_writeback(fd, first, offset - first)
-
-
-def _start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Let the disk begin with what was written, beside the summing of what follows. A hint: fsync
-    comes at the end anyway, and tells of errors."""
-    if (start := _sync_file_range()) is not None:
-        start(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _WRITE)
+        start = _sync_file_range()
+        if start is not None and offset - first >= WORTH_STARTING:
+            # The disk writes while the next ranges are summed. Only a hint: fsync comes at the end
+            # anyway, and reports errors.
+            start(fd, ctypes.c_int64(first), ctypes.c_int64(offset - first), _WRITE)
 
 
 @cache

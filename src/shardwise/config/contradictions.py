@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from shardwise.config.outer_optimizer import Outer
 from shardwise.config.settings import Settings, flag
 from shardwise.errors import ConfigError
-from shardwise.outer_optimizer import Outer
 
 _OF_PARAMETERS = "that is of parameters that are made equal, and --behind makes gradients so"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import values
+from shardwise.config.outer_optimizer import FORMATS, IslandRule, Outer, StalenessRule
 from shardwise.errors import ConfigError
-from shardwise.outer_optimizer import FORMATS, IslandRule, Outer, StalenessRule
-from shardwise.placement import DEVICE, Placement, Tier
+from shardwise.layout.placement import DEVICE, Placement, Tier
 
 PRECISIONS = ("fp32", "bf16-mixed", "bf16", "fp16-mixed", "fp64")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")

@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.config import deepspeed, values
 from shardwise.config.settings import FIELDS, Settings, flag
 from shardwise.errors import ConfigError
-from shardwise.other_libraries import hint as hint_at_other_library
+from shardwise.messages.other_libraries import hint as hint_at_other_library
 
 FLAGS_VARIABLE = "SHARDWISE_FLAGS"
 """`shardwise run` hands its flags to the ranks in this variable, as a JSON object of strings."""
@@ -191,7 +191,7 @@ def _plain(value: Any) -> str:
 
 
 _WHO = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "ALONE"}
-"""Variables that tell one process who it is (see launch/launcher_detection.py)."""
+"""Variables that tell one process who it is (see net/launchers/detection.py)."""
 
 _NOT_SETTINGS = {"FLAGS", "CONFIG", "DEEPSPEED", "SECRET", *_WHO}
 HOROVOD_TIMELINE = "HOROVOD_TIMELINE"

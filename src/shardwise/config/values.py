@@ -13,8 +13,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.outer_optimizer import Outer
-from shardwise.placement import STATES, Tier
+from shardwise.config.outer_optimizer import Outer
+from shardwise.layout.placement import STATES, Tier
 
 T = TypeVar("T")
 Parse = Callable[[str], T]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from shardwise.bucket_layout import even_cuts
 from shardwise.data import order
 from shardwise.data.order import Rows
-from shardwise.sum_tree import MicroShards
+from shardwise.layout.bucket_layout import even_cuts
+from shardwise.layout.sum_tree import MicroShards
 
 T = TypeVar("T")
 

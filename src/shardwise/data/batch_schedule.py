@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.data import order
 from shardwise.data.source import SavedGenerators
 from shardwise.errors import DataError
-from shardwise.randomness import seed_from
-from shardwise.world import World
+from shardwise.world.randomness import seed_from
+from shardwise.world.world import World
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from shardwise.data.batch_cuts import BatchCut, MicroShardCut, ShareCut
 from shardwise.errors import DataError
-from shardwise.sum_tree import MicroShards
+from shardwise.layout.sum_tree import MicroShards
 
 SHARDINGS = ("auto", "slice", "dataset")
 

@@ -10,7 +10,7 @@ from shardwise.data import order
 from shardwise.data.position import PartOrder
 from shardwise.data.source import SavedGenerators, WrappedStream
 from shardwise.errors import DataError
-from shardwise.randomness import seed_from
+from shardwise.world.randomness import seed_from
 
 
 class JoinedParts(WrappedStream):

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardwise.config import Settings
-from shardwise.current_batch import LoaderStream, StreamShape
 from shardwise.data import source
 from shardwise.data.checks import LoaderArguments, UnknownLength
 from shardwise.data.position import Position, restored
@@ -20,11 +19,12 @@ from shardwise.data.readers import Reader, part_order, reader
 from shardwise.data.source import Item
 from shardwise.data.steps import LoaderPass, LoaderStep
 from shardwise.errors import DataError, UsageError
-from shardwise.other_libraries import HintsAtAttributes
-from shardwise.randomness import seed_from
-from shardwise.sum_tree import MicroShards
-from shardwise.world import World
-from shardwise.world import current as current_world
+from shardwise.layout.sum_tree import MicroShards
+from shardwise.messages.other_libraries import HintsAtAttributes
+from shardwise.world.current_batch import LoaderStream, StreamShape
+from shardwise.world.randomness import seed_from
+from shardwise.world.world import World
+from shardwise.world.world import current as current_world
 
 
 class Loader(HintsAtAttributes):

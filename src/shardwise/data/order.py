@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.bucket_layout import even_cuts
-from shardwise.randomness import seed_from
+from shardwise.layout.bucket_layout import even_cuts
+from shardwise.world.randomness import seed_from
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from shardwise.data.joined_parts import JoinedParts, part_of
 from shardwise.data.position import PartOrder, Position
 from shardwise.data.source import Item, MapSource, MicroBatch, StreamRequest, StreamSource, may_draw
 from shardwise.errors import DataError
-from shardwise.world import World
+from shardwise.world.world import World
 
 
 class Reader(ABC):

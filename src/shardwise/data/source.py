@@ -23,7 +23,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from shardwise.data.batch_cuts import BatchCut
 from shardwise.errors import DataError
-from shardwise.randomness import preserved, seed_from
+from shardwise.world.randomness import preserved, seed_from
 
 Collate = Callable[[list[Any]], Any]
 

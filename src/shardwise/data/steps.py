@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise import timeline
-from shardwise.current_batch import Batch, StreamShape
 from shardwise.data.source import Item, MicroBatch
 from shardwise.errors import UsageError
-from shardwise.world import World
+from shardwise.world.current_batch import Batch, StreamShape
+from shardwise.world.world import World
 
 
 class LoaderPass:

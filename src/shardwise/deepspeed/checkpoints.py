@@ -29,8 +29,9 @@ import shardwise as sw
 from shardwise.checkpoint import document
 from shardwise.checkpoint.atomic_folders import DOCUMENT, complete
 from shardwise.checkpoint.deepspeed import as_checkpoint
+from shardwise.checkpoint.file_system import replace_file
 from shardwise.deepspeed.configured import Configured
-from shardwise.deepspeed.written_files import also_in_trial, on_main, write
+from shardwise.deepspeed.written_files import also_in_trial, on_main
 from shardwise.errors import (
     BadCall,
     BrokenCheckpoint,
@@ -82,7 +83,7 @@ def save(
         return False
     on_main(world, place, lambda: _remove_others(place, path, client))
     if save_latest:
-        on_main(world, home, lambda: write(home / LATEST, name.encode()))
+        on_main(world, home, lambda: replace_file(home / LATEST, name.encode()))
     return True
 
 
@@ -94,7 +95,7 @@ def _begin_client(engine: Configured, path: Path, client_state: dict[str, Any]) 
 
 def _begin(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, data)
+    replace_file(path, data)
 
 
 def _tag_of(engine: Configured, tag: str | None) -> str:

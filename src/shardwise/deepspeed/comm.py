@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, is_available, is_initialized
 
 import shardwise as sw
-from shardwise import exit_handlers
 from shardwise.bridging.joining import join
+from shardwise.world import exit_handlers
 
 __all__ = ["ReduceOp", "init_distributed", "is_available", "is_initialized"]
 

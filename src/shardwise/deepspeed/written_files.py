@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,13 +61,3 @@ def _not_written(folder: Path, error: Exception) -> CheckpointNotWritten:
         f"{folder} cannot be written: {type(error).__name__}: {error}. Checkpoints before this one "
         "are whole."
     )
-
-
-def write(path: Path, data: bytes) -> None:
-    """Put a file with `data` at `path`, whole or not at all."""
-    aside = path.with_name(f".{path.name}.partial")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

@@ -1,4 +1,4 @@
-"""The engine runs backward and step on the states, and saves and loads them.
+"""The engine runs backward and step on the states.
 
 What users call, and what works behind it:
 
@@ -7,7 +7,6 @@ engine_state.py        what the parts of an engine share
 backward.py            weights losses, seeds autograd, collects gradients (accumulation)
 step.py                reduces, exchanges, clips, updates, clears
 state_access.py        whole parameters, averages, plain optimizer state
-checkpoints.py         save, resume, load; the save when the run is asked to end
 random_state.py        the generators of a rank
 engines.py             several engines, saved as one
 
@@ -33,15 +32,8 @@ closures.py            steps with a closure
 recording.py           writes down what a step computed, for `shardwise verify`
 diagnosis.py           who is to blame for a gradient that is not finite
 
-Checkpoints and plain tensors:
+Plain tensors (checkpoints are a package of their own, checkpoint/):
 
-checkpoint_saver.py    a save, at once or in the background
-checkpoint_loader.py   a load, checked on all ranks before anything changes
-save_tensors.py, load_tensors.py, checkpoint_tensors.py   tensors, by name and interval
-optimizer_fields.py    options and numbers of the optimizers in checkpoint.json
-attribute_values.py    what optimizers keep in attributes, as JSON and tensors
-frozen_state.py        optimizer state of frozen parameters
-tracking.py, trackable.py   what engine.track was given
 whole_tensors.py       whole parameters, exports
 plain_state_dict.py    plain optimizer state_dicts, made and taken
 

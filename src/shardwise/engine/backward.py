@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import randomness
-from shardwise.current_batch import Batch
 from shardwise.engine import gradient_hooks, loss_terms, start_lines, usage_checks
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.gradient_weighting import LossWeight, divisor_of, share_of, weigh
@@ -23,8 +21,10 @@ from shardwise.engine.user_objects import living
 from shardwise.errors import CollectiveError
 from shardwise.parallel.pipeline import LayerTimes, StageTensor, runner
 from shardwise.parallel.pipeline.runner import LookAtLoss, Part, PipelineRunner
-from shardwise.states import parameters_at_rest
+from shardwise.states.parameters import parameters_at_rest
 from shardwise.timeline import span
+from shardwise.world import randomness
+from shardwise.world.current_batch import Batch
 
 
 class BackwardRunner:

@@ -18,13 +18,13 @@ from zlib import crc32
 
 import torch
 
-from shardwise import fingerprints
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import squared_norm
 from shardwise.engine.island_report import Report, read, row_of
 from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ModelError, ModelMismatch, UsageError
-from shardwise.states.delayed_sums import DelayedSums, Flight
+from shardwise.islands.delayed_sums import DelayedSums, Flight
+from shardwise.layout import fingerprints
 from shardwise.timeline import span
 
 CHECK_EVERY = 30

@@ -12,30 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import bucket_layout
 from shardwise.config import flag
 from shardwise.engine import initial_values, island_states, unit_assignment, usage_checks
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
+from shardwise.islands.anchor import Kept
+from shardwise.islands.delayed_sums import DelayedSums
+from shardwise.islands.island_exchange import IslandExchange
+from shardwise.layout import bucket_layout
+from shardwise.layout.placement import STATES
 from shardwise.model import sync_batch_norm
 from shardwise.model.module_hooks import Hooked
-from shardwise.optimizer_access import held
-from shardwise.placement import STATES
-from shardwise.states.anchor import Kept
-from shardwise.states.delayed_sums import DelayedSums
-from shardwise.states.ema import Averages
-from shardwise.states.gradients import Gradients
-from shardwise.states.interval_gather import IntervalGather
-from shardwise.states.island_exchange import IslandExchange
-from shardwise.states.named_parameters import NamedParameter
-from shardwise.states.optimizer_kind import OptimizerKind, is_known
-from shardwise.states.optimizer_lr_and_options import ParameterGroup
-from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.parameters import Parameters, ReplicatedParameters
-from shardwise.states.residency import Residency
-from shardwise.states.sharded_parameters import ShardedParameters
-from shardwise.states.storage_factory import StorageFactory
+from shardwise.model.optimizer_access import held
+from shardwise.states.gradients.gradients import Gradients
+from shardwise.states.optimizer.ema import Averages
+from shardwise.states.optimizer.interval_gather import IntervalGather
+from shardwise.states.optimizer.optimizer_kind import OptimizerKind, is_known
+from shardwise.states.optimizer.optimizer_lr_and_options import ParameterGroup
+from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.parameters.named_parameters import NamedParameter
+from shardwise.states.parameters.parameters import Parameters, ReplicatedParameters
+from shardwise.states.parameters.residency import Residency
+from shardwise.states.parameters.sharded_parameters import ShardedParameters
+from shardwise.states.storage.storage_factory import StorageFactory
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from shardwise import fingerprints
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.engine import initial_values
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.errors import CheckpointError, ModelMismatch
-from shardwise.states.named_parameters import NamedParameter
-from shardwise.states.optimizer_kind import settings_of
+from shardwise.errors import ModelMismatch
+from shardwise.layout import fingerprints
+from shardwise.states.optimizer.optimizer_kind import settings_of
+from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 def check_same_model(spec: EngineSpec) -> None:
@@ -72,7 +72,7 @@ def _gathered_values(
         for each in named
         if each.name in names
     }
-    return spec.island_group.gather_objects(mine)
+    return spec.step_group.gather_objects(mine)
 
 
 def _hash_of(lines: Sequence[str]) -> str:
@@ -167,15 +167,6 @@ def everything(spec: EngineSpec) -> list[Tensor]:
     buffers = [buffer for model in spec.models for buffer in model.buffers()]
     found = [*(named.parameter for named in spec.located()), *buffers]
     return [tensor for tensor in found if not tensor.is_meta]
-
-
-def agree(
-    group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
-) -> None:
-    """Raise `kind` on all ranks alike if one has a `failure`. Collective."""
-    for rank, each in enumerate(group.gather_objects(failure)):
-        if each is not None:
-            raise kind(each if group.size == 1 else f"Rank {rank}: {each}")
 
 
 # -- options of the optimizers -----------------------------------------------------------------

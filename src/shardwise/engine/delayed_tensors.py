@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint import json_values
+from shardwise.checkpoint.extra_sets import Places
+from shardwise.checkpoint.tensor_spans import ISLAND, OUTER
 from shardwise.engine.island_report import Report, read, row_of
-from shardwise.engine.island_tensors import BesideTensors, Places
-from shardwise.states.delayed_sums import DelayedSums, Flight
-from shardwise.states.parameters import Parameters
-from shardwise.states.storage import MemoryStorage, Span, Storage
-from shardwise.states.tensor_spans import ISLAND, OUTER
+from shardwise.engine.island_tensors import BesideTensors
+from shardwise.islands.delayed_sums import DelayedSums, Flight
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.storage.storage import MemoryStorage, Span, Storage
 
 FIELD = "behind"
 """The key under which numbers stand in a checkpoint."""

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.placement import STATES, Placement
-from shardwise.printable import in_bytes, printable
+from shardwise.layout.placement import STATES, Placement
+from shardwise.messages.printable import in_bytes, printable
 
 
 @dataclass

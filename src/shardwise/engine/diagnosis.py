@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.engine.build import States
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import NonFiniteError

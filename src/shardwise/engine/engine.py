@@ -4,7 +4,7 @@
     BackwardRunner  weights losses, seeds autograd, collects gradients    (backward.py)
     StepRunner      reduces, exchanges, decides, updates, clears          (step.py)
     StateAccess     whole parameters, averages, plain optimizer state     (state_access.py)
-    Checkpoints     saves, resumes, loads, saves when asked to end        (checkpoints.py)
+    Checkpoints     saves, resumes, loads, saves when asked to end        (checkpoint/)
     RandomState     the generators of this rank                           (random_state.py)
 
 What a step does follows from the placement's cells alone.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,11 +25,12 @@ from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 
 from shardwise import config
+from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.engine import describe, start_lines
 from shardwise.engine.backward import BackwardRunner, layer_times_of
 from shardwise.engine.build import States
-from shardwise.engine.checkpoints import Checkpoints
 from shardwise.engine.engine_state import build_state, spec_of
+from shardwise.engine.island_returns import island_returns
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import recording_of
 from shardwise.engine.state_access import StateAccess
@@ -36,9 +38,9 @@ from shardwise.engine.step import StepRunner
 from shardwise.engine.step_statistics import StepStats
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
-from shardwise.other_libraries import HintsAtAttributes
+from shardwise.messages.other_libraries import HintsAtAttributes
 from shardwise.parallel.tensor.plan import TensorPlan
-from shardwise.world import current as current_world
+from shardwise.world.world import current as current_world
 
 _engines: WeakSet[Engine] = WeakSet()
 
@@ -84,7 +86,7 @@ class Engine(HintsAtAttributes):
         self._timing = layer_times_of(state)
         self._randoms = RandomState(state)
         self._access = StateAccess(state)
-        self._checkpoints = Checkpoints(state, self._randoms)
+        self._checkpoints = Checkpoints(state, self._randoms.reseed, partial(island_returns, state))
         self._backward = BackwardRunner(state, self._randoms, self._timing)
         self._recording = recording_of(state)
         saver = self._checkpoints.saver

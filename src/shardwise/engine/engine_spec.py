@@ -9,24 +9,24 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.collectives import Collectives, GatherOrder, Solo, shard_within_hosts
+from shardwise.comm import Collectives, GatherOrder, Solo, shard_within_hosts
 from shardwise.config import Settings
-from shardwise.engine import island_refusals
+from shardwise.config.outer_optimizer import StalenessRule
 from shardwise.errors import ConfigError
+from shardwise.islands import island_refusals
+from shardwise.layout.placement import Placement
+from shardwise.layout.shards import Shard
+from shardwise.layout.sum_tree import MicroShards
 from shardwise.model import units
 from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.unit_hooks import UnitHooks
-from shardwise.outer_optimizer import StalenessRule
 from shardwise.parallel.pipeline import PipelineGroup, partition
 from shardwise.parallel.tensor.parameter_uses import ParameterUses
 from shardwise.parallel.tensor.split_model import TensorParallelModels
-from shardwise.placement import Placement
-from shardwise.shards import Shard
-from shardwise.states.gradient_accumulator import Summation, in_tree
-from shardwise.states.named_parameters import Census, NamedParameter, locate
-from shardwise.states.optimizer_trial import OptimizerKinds
-from shardwise.states.parameters_at_rest import unguarded
-from shardwise.sum_tree import MicroShards
+from shardwise.states.gradients.gradient_accumulator import Summation, in_tree
+from shardwise.states.optimizer.optimizer_trial import OptimizerKinds
+from shardwise.states.parameters.named_parameters import Census, NamedParameter, locate
+from shardwise.states.parameters.parameters_at_rest import unguarded
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class EngineSpec:
     """Pipeline parallelism: the layers that this rank has. None without."""
     stage_group: Collectives = field(default_factory=Solo)
     """The ranks of all replicas with the same stage of the pipeline, in this island."""
-    island_group: Collectives = field(default_factory=Solo)
+    step_group: Collectives = field(default_factory=Solo)
     """The ranks that make steps together: all, or those of this island."""
     peers: Collectives = field(default_factory=Solo)
     """The ranks of equal place in all islands; this rank alone where there is one."""
@@ -74,7 +74,7 @@ class EngineSpec:
         return self.settings.staleness_rule if self.has_islands else None
 
     @property
-    def islands_have_own_weights(self) -> bool:
+    def steps_apart(self) -> bool:
         """Whether islands make steps of their own, also where this one is alone for now."""
         return self.has_islands and self.staleness is None
 

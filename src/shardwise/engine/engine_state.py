@@ -11,11 +11,13 @@ import torch
 from torch import nn, optim
 from torch.amp import GradScaler
 
+from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.config import Settings
 from shardwise.engine import exact_mode, pipeline_parallel, tensor_parallel, usage_checks
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
+from shardwise.engine.island_checkpoint import IslandSets
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.engine.step_statistics import Aggregation, StepTotals
 from shardwise.engine.user_objects import UserObjects, living
@@ -23,7 +25,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
 from shardwise.model.loss_scale import LossScale
 from shardwise.parallel.tensor.plan import TensorPlan
-from shardwise.world import World
+from shardwise.world.world import World
 
 
 @dataclass(eq=False)
@@ -42,6 +44,8 @@ class EngineState:
     weighting: GradientWeighting
     accumulation: LossAccumulation
     """This rank's backwards since the last step."""
+    extra_sets: ExtraSets
+    """What checkpoints hold besides model, optimizers and progress."""
     steps: int = 0
     """How many steps were made."""
     totals: StepTotals | None = None
@@ -75,6 +79,12 @@ class EngineState:
     def is_between_steps(self) -> bool:
         """Whether the engine can be saved now."""
         return self.accumulation.backwards == 0 and not self.in_ema
+
+    def continue_at(self, steps: int) -> None:
+        """Count on from `steps`, which a checkpoint has made."""
+        if steps:
+            usage_checks.mark_schedulers(self.spec.optimizers)
+        self.steps = steps
 
     def refuse_in_step(self, call: str) -> None:
         """Raise UsageError unless `call` comes between two steps."""
@@ -166,7 +176,17 @@ def build_state(
     alone = world.size == 1 and spec.micro_shards is None
     weighting = GradientWeighting(scale, estimated_by, aggregation, crosses=crosses, alone=alone)
     objects = UserObjects(world, spec, accumulation, weighting, tensor_plan)
-    return EngineState(world, number, spec, objects, scale, aggregation, weighting, accumulation)
+    return EngineState(
+        world,
+        number,
+        spec,
+        objects,
+        scale,
+        aggregation,
+        weighting,
+        accumulation,
+        IslandSets(spec, objects),
+    )
 
 
 def _refuse_second_engine(spec: EngineSpec) -> None:

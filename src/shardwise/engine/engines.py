@@ -10,7 +10,6 @@ checkpoints/
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,10 +18,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.atomic_folders import DOCUMENT, complete, place_of, sync
+from shardwise.checkpoint.agreement import agree
+from shardwise.checkpoint.atomic_folders import DOCUMENT, complete, place_of
 from shardwise.checkpoint.document import crc_of
+from shardwise.checkpoint.file_system import replace_file
 from shardwise.checkpoint.schema import plain_name
-from shardwise.engine.consistency import agree
 from shardwise.engine.engine import Engine
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten, UsageError
 
@@ -138,7 +138,8 @@ class Engines:
         if self._world.is_main:
             try:
                 sums = {name: _sum(place_of(home / name, step)) for name, step in steps.items()}
-                _write(path, fields | {"checksums": sums})
+                data = json.dumps(fields | {"checksums": sums}, indent=1).encode()
+                replace_file(path, data)
             except OSError as error:
                 failure = f"{path} was not written: {error.strerror or error}."
         agree(self._world.collectives, failure, CheckpointNotWritten)
@@ -155,16 +156,6 @@ class Engines:
 def _sum(checkpoint: Path) -> str:
     """What tells a checkpoint from another of its step: the sum of its document has all others."""
     return crc_of((checkpoint / DOCUMENT).read_bytes())
-
-
-def _write(path: Path, fields: Mapping[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        json.dump(fields, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync(path.parent)
 
 
 def _marks(home: Path) -> list[tuple[int, Path]]:

@@ -6,13 +6,13 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.config import Settings, flag
 from shardwise.engine.step_statistics import Aggregation, Number
 from shardwise.errors import ConfigError, UsageError
-from shardwise.randomness import seed_from
-from shardwise.states import exact_squared_sums
-from shardwise.sum_tree import MicroShards
+from shardwise.layout.sum_tree import MicroShards
+from shardwise.states.gradients import exact_squared_sums
+from shardwise.world.randomness import seed_from
 
 _WITHOUT = {
     "micro_batch_size": "the micro-shards are the micro-batches",

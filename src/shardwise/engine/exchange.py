@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.collectives import Collectives
-from shardwise.common_calls import CommonCalls
+from shardwise.comm import Collectives
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.engine.step_statistics import Aggregation, StepReport, StepTotals
 from shardwise.model.buffers import Buffers
-from shardwise.states.gradients import Gradients
+from shardwise.states.gradients.gradients import Gradients
+from shardwise.world.common_calls import CommonCalls
 
 
 def exchange(

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UsageError
-from shardwise.printable import from_here
-from shardwise.randomness import preserved
-from shardwise.states.named_parameters import NamedParameter
-from shardwise.states.parameters_at_rest import unguarded
+from shardwise.messages.printable import from_here
+from shardwise.states.parameters.named_parameters import NamedParameter
+from shardwise.states.parameters.parameters_at_rest import unguarded
+from shardwise.world.randomness import preserved
 
 Hook = Callable[[Tensor], Tensor | None]
 

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Collectives
-from shardwise.current_batch import Batch
+from shardwise.comm import Collectives
 from shardwise.engine.loss_terms import UNKNOWN, LossTerms
 from shardwise.engine.step_statistics import Aggregation, StepTotals
 from shardwise.errors import UsageError
 from shardwise.model.loss_scale import LossScale
 from shardwise.model.precision import NARROW
+from shardwise.world.current_batch import Batch
 
 REDUCTIONS = ("mean", "sum", "ddp")
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.model import meta
 from shardwise.model.buffers import write
-from shardwise.states.named_parameters import NamedParameter
+from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:

@@ -10,28 +10,14 @@ the weights of all are the anchor.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Protocol
 
 import torch
 
-from shardwise.collectives import ElasticRun
-from shardwise.current_batch import Batch
-from shardwise.engine.checkpoint_saver import CheckpointSaver
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.comm import ElasticRun
 from shardwise.engine.engine_state import EngineState
 from shardwise.errors import ConfigError
-
-
-class Checkpoints(Protocol):
-    """What of an engine's checkpoints is needed here."""
-
-    saver: CheckpointSaver
-
-    def save_for_return(self) -> dict[str, Any] | None:
-        """Save where the user does; what who comes back is to know, None where that failed."""
-
-    def come_back(self, about: Mapping[str, Any]) -> None:
-        """Go on from what was saved so."""
+from shardwise.world.current_batch import Batch
 
 
 class IslandReturns:

@@ -12,9 +12,9 @@ from torch import Tensor
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.checkpoint.reader import TensorReader
-from shardwise.collectives import Collectives
+from shardwise.checkpoint.tensor_spans import ISLAND, OPTIMIZER
+from shardwise.comm import Collectives
 from shardwise.engine.island_tensors import set_name
-from shardwise.states.tensor_spans import ISLAND, OPTIMIZER
 
 Sets = Mapping[str, TensorReader]
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from shardwise.engine import island_report
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.states.anchor import VALUE, Anchor, Kept
-from shardwise.states.delayed_sums import DelayedSums
-from shardwise.states.gradients import Gradients
-from shardwise.states.interval_gather import IntervalGather
-from shardwise.states.island_exchange import IslandExchange
-from shardwise.states.optimizer_state import OptimizerState
-from shardwise.states.parameters import Parameters
-from shardwise.states.storage_factory import StorageFactory
-from shardwise.wire import Wire
+from shardwise.islands.anchor import VALUE, Anchor, Kept
+from shardwise.islands.delayed_sums import DelayedSums
+from shardwise.islands.island_exchange import IslandExchange
+from shardwise.islands.wire import Wire
+from shardwise.states.gradients.gradients import Gradients
+from shardwise.states.optimizer.interval_gather import IntervalGather
+from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.storage.storage_factory import StorageFactory
 
 WEIGHT = "weight"
 """The key of what is kept beside the anchor: by parameter what steps have weighed since its
@@ -36,7 +36,7 @@ def build(
 ) -> IslandExchange | None:
     """What keeps islands equal, their anchor from `start` on; None where they have no weights of
     their own."""
-    if not spec.islands_have_own_weights:
+    if not spec.steps_apart:
         return None
     anchor = Anchor(
         parameters,

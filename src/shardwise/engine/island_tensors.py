@@ -13,26 +13,23 @@ anchor: what is in the anchor's place then are the weights of this island.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from shardwise.bucket_layout import Bucket
-from shardwise.checkpoint.byte_ranges import extents
+from shardwise.checkpoint.extra_sets import ExtraTensors, Places
 from shardwise.checkpoint.format import TensorSpec, dtype_name
-from shardwise.states.anchor import RESIDUAL, SENT, VALUE, VELOCITY
-from shardwise.states.island_exchange import IslandExchange
-from shardwise.states.parameters import Parameters
-from shardwise.states.storage import MemoryStorage, Span, Storage
-from shardwise.states.tensor_spans import ISLAND, OPTIMIZER, OUTER, TensorSpan, state_name
+from shardwise.checkpoint.tensor_spans import ISLAND, OPTIMIZER, OUTER, TensorSpan, state_name
+from shardwise.islands.anchor import RESIDUAL, SENT, VALUE, VELOCITY
+from shardwise.islands.island_exchange import IslandExchange
+from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.byte_ranges import extents
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.storage.storage import MemoryStorage, Span, Storage
 
 OWN, MEAN = "own", "mean"
-
-Places = Mapping[bool, tuple[int, int]]
-"""By whether it is a part of a tensor: the number of this rank among those with the same, and how
-many they are."""
 
 
 def set_name(kind: str, island: int) -> str:
@@ -43,12 +40,9 @@ def set_name(kind: str, island: int) -> str:
     return f"island-{island}-optimizer" if kind == OPTIMIZER and island else kind
 
 
-class BesideTensors(ABC):
+class BesideTensors(ExtraTensors):
     """Tensors that lie over the buckets beside the states, of which this rank has parts; `places`
     are by kind."""
-
-    moved = False
-    """Whether islands have weights of their own now."""
 
     def __init__(self, parameters: Parameters, places: Mapping[str, Places]) -> None:
         self._parameters = parameters
@@ -161,6 +155,10 @@ class IslandTensors(BesideTensors):
             if index in flying:
                 yield ISLAND, SENT, index, anchor.storages[SENT][index]
                 yield OUTER, MEAN, index, MemoryStorage(self._islands.landed(index))
+
+    def buffers(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Islands that have trained by themselves have other statistics.
+        return {state_name(n, OWN): value for n, value in held.items()} if self.moved else {}
 
     def _part(self, index: int) -> Span:
         return self._islands.anchor.parts[index]

@@ -17,11 +17,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from shardwise.collectives import ElasticRun
+from shardwise.comm import ElasticRun
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ModelMismatch, UsageError
-from shardwise.states.island_exchange import IslandExchange, Message, send
+from shardwise.islands.island_exchange import IslandExchange, Message, send
 from shardwise.timeline import span
 
 
@@ -82,7 +82,7 @@ class Islands:
         all_of_them = group.gather_plain(mine)
         if isinstance(group, ElasticRun):
             group.begin()
-        length = self._spec.island_group.size
+        length = self._spec.step_group.size
         for rank, each in enumerate(all_of_them):
             if each != all_of_them[rank % length]:
                 raise ModelMismatch(

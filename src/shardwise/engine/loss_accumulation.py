@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardwise.current_batch import Batch
 from shardwise.engine.gradient_weighting import LossWeight
 from shardwise.engine.loss_terms import UNKNOWN, LossTerms
 from shardwise.engine.step_statistics import Number
 from shardwise.errors import UsageError
+from shardwise.world.current_batch import Batch
 
 _PLACES = 1 << 20
 """More than a batch has micro-batches."""

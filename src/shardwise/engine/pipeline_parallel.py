@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError, ModelError
 from shardwise.model import units
 from shardwise.parallel.pipeline import Partition, PipelineGroup
 from shardwise.parallel.pipeline import partition as partitions
-from shardwise.world import World
+from shardwise.world.world import World
 
 
 def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> PipelineGroup | None:

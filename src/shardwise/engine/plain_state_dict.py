@@ -29,9 +29,9 @@ from torch import Tensor, nn, optim
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import UsageError
+from shardwise.model.optimizer_access import held
 from shardwise.model.precision import NARROW, widened_state
-from shardwise.optimizer_access import held
-from shardwise.states.optimizer_kind import common_state, placed, state_shape
+from shardwise.states.optimizer.optimizer_kind import common_state, placed, state_shape
 
 MASTERS = "fp32_master_weights"
 WIDE = "fp32_gradients"

@@ -7,9 +7,9 @@ mode.
 
 from __future__ import annotations
 
-from shardwise import randomness
 from shardwise.engine.engine_state import EngineState
 from shardwise.model.module_hooks import Hooked, attach
+from shardwise.world import randomness
 
 
 class RandomState:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.checkpoint_tensors import EngineTensors
+from shardwise.checkpoint.spec_view import Spec
+from shardwise.checkpoint.tensor_spans import ReportedState, TensorSpan, state_name
+from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.step_statistics import StepStats
 from shardwise.model.module_records import ForwardInputs, Named, tensors_beside
-from shardwise.states.tensor_spans import ReportedState, TensorSpan, state_name
-from shardwise.tensor_log import Fed, Part, TensorLog
+from shardwise.world.tensor_log import Fed, Part, TensorLog
 
 
 class Recording:
@@ -52,7 +53,7 @@ class Recording:
 
     def _write(self, figures: dict[str, Any]) -> None:
         spec = self._state.spec
-        tensors = EngineTensors(spec, self._state.states)
+        tensors = EngineTensors(spec, self._state.states, self._state.extra_sets)
         reported = tensors.trained.reported()
         counts = self._world.counts
         fed, samples = self._inputs.taken()
@@ -87,7 +88,7 @@ def _parts(tensors: EngineTensors, reported: ReportedState) -> Iterator[Part]:
     yield from tensors_beside(_named(spec), spec.stage_group.rank, spec.runs)
 
 
-def _named(spec: EngineSpec) -> Named:
+def _named(spec: Spec) -> Named:
     return list(zip(spec.prefixes, spec.models, strict=True))
 
 

@@ -12,16 +12,16 @@ from shardwise.engine import pipeline_parallel, tensor_parallel
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.loss_terms import LossTerms
+from shardwise.islands.delayed_sums import DelayedSums
+from shardwise.islands.island_exchange import IslandExchange
+from shardwise.layout.placement import DEVICE, Placement, Tier
+from shardwise.layout.sum_tree import MicroShards, node_sizes
+from shardwise.messages.printable import in_bytes, in_short, many
 from shardwise.model import units
 from shardwise.model.activations import Activations
 from shardwise.model.precision import NARROW
 from shardwise.model.sync_batch_norm import is_out_of_reach
-from shardwise.placement import DEVICE, Placement, Tier
-from shardwise.printable import in_bytes, in_short, many
-from shardwise.states.delayed_sums import DelayedSums
-from shardwise.states.island_exchange import IslandExchange
-from shardwise.sum_tree import MicroShards, node_sizes
-from shardwise.world import World
+from shardwise.world.world import World
 
 _NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 """What the states are called, by name of the placement's table."""
@@ -205,7 +205,7 @@ def _exact_line(shards: MicroShards) -> str:
 
 def _islands_line(spec: EngineSpec, islands: IslandExchange) -> str:
     rule = spec.settings.island_rule
-    each = many(spec.island_group.size, "worker")
+    each = many(spec.step_group.size, "worker")
     sent = in_bytes(islands.nbytes * (spec.peers.size - 1))
     turns = f", {many(islands.buckets, 'fragment')} in turn" if rule.late else ""
     return (
@@ -217,7 +217,7 @@ def _islands_line(spec: EngineSpec, islands: IslandExchange) -> str:
 def _delayed_line(spec: EngineSpec, delayed: DelayedSums) -> str:
     sent = in_bytes(delayed.nbytes * (spec.peers.size - 1))
     return (
-        f"  {spec.peers.size} islands of {many(spec.island_group.size, 'worker')}: "
+        f"  {spec.peers.size} islands of {many(spec.step_group.size, 'worker')}: "
         f"{spec.settings.equal_in_words}: {sent} sent per worker and step"
     )
 

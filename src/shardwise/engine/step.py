@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from shardwise.collectives import Handle
+from shardwise.checkpoint.saver import CheckpointSaver
+from shardwise.comm import Handle
 from shardwise.engine import closures, consistency, diagnosis, start_lines, usage_checks
 from shardwise.engine.backward import BackwardRunner
 from shardwise.engine.bounded_staleness import BoundedStaleness
-from shardwise.engine.checkpoint_saver import CheckpointSaver
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import exchange, over_stages, squared_norm
 from shardwise.engine.islands import Islands
@@ -33,7 +33,7 @@ from shardwise.engine.recording import Recording
 from shardwise.engine.step_statistics import StepStats, StepTotals
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel.pipeline import LayerTimes
-from shardwise.states.gradient_norm import clip_coefficient
+from shardwise.states.gradients.gradient_norm import clip_coefficient
 from shardwise.states.whole_gradients import WholeGradients
 from shardwise.timeline import recorder, span
 
@@ -109,7 +109,7 @@ class StepRunner:
             states.parameters,
             states.gradients,
             spec.shard_group,
-            spec.island_group if spec.staleness is None else spec.world_group,
+            spec.step_group if spec.staleness is None else spec.world_group,
             totals.used,
             self._scale_of(totals) or 1.0,
             scattered=spec.placement.is_sharded("optimizer"),
@@ -120,7 +120,7 @@ class StepRunner:
             used = whole.take()
         states.gradients.guard()
         squared = squared_norm(
-            self._state.aggregation, states.gradients, spec.island_group, spec.shard_group.copies
+            self._state.aggregation, states.gradients, spec.step_group, spec.shard_group.copies
         )
         self._state.totals = replace(totals, used=used, squared_norm=squared)
 
@@ -157,7 +157,7 @@ class StepRunner:
         forgotten then."""
         try:
             if not totals.alike:
-                raise self._options.difference(self._spec.island_group)
+                raise self._options.difference(self._spec.step_group)
             if math.isnan(totals.divisor):
                 raise UsageError(
                     'Losses of this step are sums on some ranks (reduction="sum" or "ddp") and '
@@ -276,7 +276,7 @@ class StepRunner:
         if goes_on or not totals.weight or math.isfinite(totals.squared_norm):
             return
         error = diagnosis.nonfinite_error(
-            state.steps, state.states, self._accumulation, self._spec.island_group
+            state.steps, state.states, self._accumulation, self._spec.step_group
         )
         self._backward.abandon()
         raise error

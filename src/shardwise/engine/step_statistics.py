@@ -10,10 +10,10 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Collectives
-from shardwise.common_calls import nearly_alike
-from shardwise.randomness import seed_from
+from shardwise.comm import Collectives
 from shardwise.tiers.copy_stream import to_device
+from shardwise.world.common_calls import nearly_alike
+from shardwise.world.randomness import seed_from
 
 Number = float | Tensor
 

@@ -13,7 +13,7 @@ from shardwise.parallel.tensor import plan as plans
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.parallel.tensor.split_rules import SplitGroup
-from shardwise.world import World
+from shardwise.world.world import World
 
 
 def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorParallelModels | None:

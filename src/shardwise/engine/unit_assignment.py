@@ -14,14 +14,14 @@ from functools import partial
 
 from torch import nn
 
-from shardwise.collectives import Collectives, GatherOrder
+from shardwise.comm import Collectives, GatherOrder
 from shardwise.engine import usage_checks
 from shardwise.model import module_hooks, unit_hooks
 from shardwise.model.units import find_units
-from shardwise.states.named_parameters import NamedParameter
-from shardwise.states.residency import Residency
-from shardwise.states.sharded_parameters import ShardedParameters
-from shardwise.states.unshard import Unit
+from shardwise.states.parameters.named_parameters import NamedParameter
+from shardwise.states.parameters.residency import Residency
+from shardwise.states.parameters.sharded_parameters import ShardedParameters
+from shardwise.states.parameters.unshard import Unit
 
 
 @dataclass

@@ -13,14 +13,14 @@ from weakref import WeakMethod
 from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.common_calls import SHARE, apart_in_calls, apart_in_shares, nearly_alike
 from shardwise.errors import ModelError, UsageError
-from shardwise.optimizer_access import StateOfEngine, own_methods
-from shardwise.placement import Placement
-from shardwise.states.optimizer_kind import is_known
-from shardwise.states.parameters_at_rest import is_sharded, sharded_copy
-from shardwise.states.step_hooks import post_hooks, pre_hooks
-from shardwise.world import World
+from shardwise.layout.placement import Placement
+from shardwise.model.optimizer_access import StateOfEngine, own_methods
+from shardwise.states.optimizer.optimizer_kind import is_known
+from shardwise.states.optimizer.step_hooks import post_hooks, pre_hooks
+from shardwise.states.parameters.parameters_at_rest import is_sharded, sharded_copy
+from shardwise.world.common_calls import SHARE, apart_in_calls, apart_in_shares, nearly_alike
+from shardwise.world.world import World
 
 
 def stray_backward(name: str) -> UsageError:

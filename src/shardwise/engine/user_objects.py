@@ -11,6 +11,8 @@ from weakref import WeakMethod, WeakSet
 import torch
 from torch import Tensor, nn, optim
 
+from shardwise.checkpoint.agreement import agree
+from shardwise.checkpoint.attribute_values import OptimizerAttributes
 from shardwise.engine import (
     build,
     consistency,
@@ -22,23 +24,22 @@ from shardwise.engine import (
     usage_checks,
     whole_optimizer,
 )
-from shardwise.engine.attribute_values import OptimizerAttributes
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import CheckpointMismatch, ConfigError, ModelError, UsageError
+from shardwise.islands.anchor import Kept
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
 from shardwise.model.forward_events import ForwardEvents
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.model.module_hooks import Hooked
-from shardwise.optimizer_access import StateOfEngine
+from shardwise.model.optimizer_access import StateOfEngine
 from shardwise.parallel.pipeline import install
 from shardwise.parallel.tensor.plan import TensorPlan
-from shardwise.states.anchor import Kept
-from shardwise.states.optimizer_kind import is_torchs
-from shardwise.world import World
+from shardwise.states.optimizer.optimizer_kind import is_torchs
+from shardwise.world.world import World
 
 living: WeakSet[UserObjects] = WeakSet()
 """Those of all engines of this process that are not closed."""
@@ -363,7 +364,7 @@ class UserObjects:
             )
         self.look_for_changes()
         failure = plain_state_dict.misfit(optimizer, state)
-        consistency.agree(self.spec.world_group, failure, CheckpointMismatch)
+        agree(self.spec.world_group, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Let `optimizer` go on from `state`, a plain state_dict that was checked. Collective."""

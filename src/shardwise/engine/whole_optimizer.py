@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.optimizer_access import StateOfEngine, WatchedGroup
-from shardwise.states.anchor import Kept
+from shardwise.islands.anchor import Kept
+from shardwise.model.optimizer_access import StateOfEngine, WatchedGroup
 
 TakenApart = tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.export import plain_state, write_model
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.engine import consistency, initial_values, unit_assignment
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
@@ -69,7 +69,7 @@ def _writers(spec: EngineSpec, states: States) -> Collectives:
     """The ranks that what the first of them writes is for: all, but where islands make steps of
     their own those of this island, from its first step on."""
     has_own = states.islands is not None and states.islands.begun
-    return spec.island_group if has_own else spec.world_group
+    return spec.step_group if has_own else spec.world_group
 
 
 def _made_alike(spec: EngineSpec, states: States, group: Collectives) -> set[int]:
@@ -144,7 +144,7 @@ def _check_unwritten(spec: EngineSpec, states: States) -> None:
         return
     written = set(spec.tensor.written())
     mine = [named.name for named in spec.located() if named.parameter in written]
-    for name in itertools.chain.from_iterable(spec.island_group.gather_objects(mine)):
+    for name in itertools.chain.from_iterable(spec.step_group.gather_objects(mine)):
         if states.shown is not None:
             states.parameters.remember()  # told once
         raise BrokenView(
@@ -190,5 +190,5 @@ def _on_the_first(
         whole = nullcontext()
     else:
         whole = shown.residency.whole(unit_assignment.units_in(shown.sections, model), here=here)
-    with whole, _joined(spec, model, spec.island_group, write=False, here=here):
+    with whole, _joined(spec, model, spec.step_group, write=False, here=here):
         yield model

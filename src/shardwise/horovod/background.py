@@ -23,7 +23,7 @@ from weakref import WeakSet
 
 import torch
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.errors import BadCall, HorovodInternalError
 from shardwise.horovod.coordinator import (
     ADD_PROCESS_SET,

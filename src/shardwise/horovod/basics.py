@@ -16,7 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise import collectives, config, exit_handlers
+from shardwise import comm as collectives
+from shardwise import config
 from shardwise.errors import BadCall, UsageError
 from shardwise.horovod import context, links, script_checks
 from shardwise.horovod.background import BackgroundThread
@@ -24,12 +25,13 @@ from shardwise.horovod.context import Context, current
 from shardwise.horovod.coordinator import JOIN
 from shardwise.horovod.operations import submit, wait
 from shardwise.horovod.process_sets import ProcessSet, add_process_set, global_process_set
-from shardwise.initialize import init as init_world
-from shardwise.launch import launcher_detection
-from shardwise.world import World
-from shardwise.world import current as current_world
-from shardwise.world import start_timeline as start
-from shardwise.world import stop_timeline as stop
+from shardwise.net.launchers import detection as launcher_detection
+from shardwise.world import exit_handlers
+from shardwise.world.initialize import init as init_world
+from shardwise.world.world import World
+from shardwise.world.world import current as current_world
+from shardwise.world.world import start_timeline as start
+from shardwise.world.world import stop_timeline as stop
 
 
 def init(

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise import bucket_layout
 from shardwise.errors import BadCall
 from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
@@ -24,7 +23,8 @@ from shardwise.horovod.operations import ReduceOp, submit, wait
 from shardwise.horovod.process_sets import ProcessSet
 from shardwise.horovod.sparse_allreduce import empty_sparse_gradient, sparse_allreduce_async
 from shardwise.horovod.streams import StreamEvent, record_use
-from shardwise.states.named_parameters import NamedParameter
+from shardwise.layout import bucket_layout
+from shardwise.states.parameters.named_parameters import NamedParameter
 
 SMALL = 1 << 14
 """Elements up to which gradients are copied together when their bucket is full; a larger one is

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from shardwise.errors import BadCall
 from shardwise.horovod.script_checks import ScriptWatcher
-from shardwise.step_log import StepLog
 from shardwise.timeline import recorder
-from shardwise.world import World
+from shardwise.world.step_log import StepLog
+from shardwise.world.world import World
 
 if TYPE_CHECKING:
     from shardwise.horovod.background import BackgroundThread

@@ -35,7 +35,7 @@ from shardwise.horovod.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from shardwise.launch import environment, private_files
+from shardwise.net import environment, private_files
 
 __all__ = ["ElasticSampler", "HorovodInternalError", "State", "TorchState", "run"]
 

@@ -10,9 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from shardwise import sum_tree
-from shardwise.collectives import Collectives, Handle, Sum
+from shardwise.comm import Collectives, Handle, Sum
 from shardwise.horovod.coordinator import UNEVEN_ROWS, OperationRequest
+from shardwise.layout import sum_tree
 
 CHUNK = 1 << 20
 """Elements of every rank that are gathered at once, for ops that the transport cannot reduce."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.utils import _pytree as pytree
 
-from shardwise import authentication
 from shardwise.errors import BadCall, HorovodInternalError
 from shardwise.horovod.context import current
 from shardwise.horovod.gather_scatter import allgather_async, broadcast_, broadcast_async_
@@ -20,6 +19,7 @@ from shardwise.horovod.operations import wait
 from shardwise.horovod.optimizer import AdasumOptimizer, ReducingOptimizer
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.horovod.sparse_allreduce import empty_sparse_gradient, sparse_parameters
+from shardwise.net import authentication
 
 __all__ = [
     "allgather_object",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.errors import HookOrder
 from shardwise.horovod.buckets import GradientBucket
-from shardwise.states.named_parameters import NamedParameter
+from shardwise.states.parameters.named_parameters import NamedParameter
 
 _active: WeakSet[GradientHooks] = WeakSet()
 

@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
-from shardwise import authentication
 from shardwise.errors import LaunchError
+from shardwise.net import authentication
 from shardwise.watch import questions
 
 NegotiationMessage = dict[str, Any]

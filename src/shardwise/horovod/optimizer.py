@@ -23,7 +23,7 @@ from shardwise.horovod.gradient_hooks import GradientHooks, release
 from shardwise.horovod.operations import ReduceOp, wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.horovod.sparse_allreduce import sparse_parameters
-from shardwise.states.named_parameters import NamedParameter
+from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.timeline import span
 
 Named = Iterable[tuple[str, nn.Parameter]]

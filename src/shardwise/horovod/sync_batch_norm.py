@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from shardwise.current_batch import CurrentBatch
 from shardwise.horovod.gather_scatter import allgather_async
 from shardwise.horovod.operations import wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 from shardwise.model import sync_batch_norm
+from shardwise.world.current_batch import CurrentBatch
 
 
 class _Rows:

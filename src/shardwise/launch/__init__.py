@@ -1,15 +1,13 @@
-"""Starts the ranks of a run, watches them to their end, and tells a rank who it is.
+"""Starts the ranks of a run, and watches them until they end.
 
 start.py             reads the command line, chooses who starts the ranks
 one_host.py, ssh/    start them: on this host, on several hosts over ssh
-slurm.py, elastic.py leave it to srun, to torch's elastic agent
+elastic.py           leave it to torch's elastic agent
 allocations.py       the hosts of a batch job, for runs over ssh
 supervisor.py        watches the ranks, and ends all when one fails
 function_rank.py, function_fork.py  a rank that calls a function, for sw.launch
 failure_report.py    says which rank failed and why
-launcher_detection.py  the table of launchers: each rank reads from it which rank it is
-launchers/           reads the variables of each launcher, and the signs of an unknown one
-environment.py       the variables that a rank is given
+function.py          sw.launch
 deepspeed_flags.py   the command line of DeepSpeed's launcher, as flags of ours
 """
 
@@ -23,8 +21,8 @@ class _Module(ModuleType):
     """This package, which can be called: `shardwise.launch(function)` starts ranks."""
 
     def __call__(self, *args: Any, **keywords: Any) -> list[Any]:
-        """See `shardwise.launch_function.launch`."""
-        called: list[Any] = import_module("shardwise.launch_function").launch(*args, **keywords)
+        """See `shardwise.launch.function.launch`."""
+        called: list[Any] = import_module("shardwise.launch.function").launch(*args, **keywords)
         return called
 
 

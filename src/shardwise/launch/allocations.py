@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import LaunchError
-from shardwise.launch import hosts
-from shardwise.launch.hosts import Host
+from shardwise.net import hosts
+from shardwise.net.hosts import Host
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import click
 from shardwise import config
 from shardwise.config import values
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, flags, program
+from shardwise.launch import flags, program
 from shardwise.launch.flags import Command, Flag
+from shardwise.net import environment
 
 WIDTH = 100
 

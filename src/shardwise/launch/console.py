@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from shardwise.launch.screen import LiveRows, Screen, prefix, prefix_width
-from shardwise.printable import as_utf8
+from shardwise.messages.printable import as_utf8
 
 STDOUT, STDERR = 1, 2
 

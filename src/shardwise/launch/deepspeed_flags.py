@@ -14,9 +14,10 @@ import click
 
 from shardwise.config import values
 from shardwise.errors import LaunchError
-from shardwise.launch import hosts, program
+from shardwise.launch import program
 from shardwise.launch.flags import ADOPTED, Flag, Typed
-from shardwise.launch.hosts import Host
+from shardwise.net import hosts
+from shardwise.net.hosts import Host
 
 REFUSED = {
     "launcher_args": "say how hosts are reached by `shardwise run --ssh 'ssh OPTIONS'`",

@@ -17,7 +17,8 @@ from typing import NoReturn
 
 from shardwise.config import FLAGS_VARIABLE, values
 from shardwise.errors import LaunchError
-from shardwise.launch import environment, network, program
+from shardwise.net import environment, network
+from shardwise.net.python_command import python_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def agent_command(
     log_dir: str | None,
 ) -> list[str]:
     """The command that is torch's agent for this host, which others reach at `address`. Pure."""
-    found = [*program.python_words("torch.distributed.run")]
+    found = [*python_words("torch.distributed.run")]
     found += [f"--nnodes={meeting.fewest}:{meeting.most}", f"--nproc-per-node={per_host}"]
     if meeting.host is None:
         found += ["--standalone"]

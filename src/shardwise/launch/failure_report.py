@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch.error_file import ErrorReport
-from shardwise.launch.progress import Progress
 from shardwise.launch.resources import HostMemory
-from shardwise.launch.restarts import resume_point
+from shardwise.net.error_file import ErrorReport
+from shardwise.net.progress import Progress
+from shardwise.net.restarts import resume_point
 
 _CHAINED = (
     "During handling of the above exception",

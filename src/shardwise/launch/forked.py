@@ -7,8 +7,8 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from shardwise.launch import error_file
-from shardwise.launch.environment import REPORTS_VARIABLE
+from shardwise.net import error_file
+from shardwise.net.environment import REPORTS_VARIABLE
 
 
 def begin_anew(environ: Mapping[str, str]) -> None:

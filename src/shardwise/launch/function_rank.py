@@ -17,7 +17,7 @@ from multiprocessing import process, spawn
 from typing import Any
 
 from shardwise.errors import LaunchError, UsageError
-from shardwise.launch.environment import RANK_VARIABLE
+from shardwise.net.environment import RANK_VARIABLE
 
 # -- a rank ------------------------------------------------------------------------------------
 

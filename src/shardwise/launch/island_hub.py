@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardwise.launch.island_desk import Contribution, Delivery, Key
-from shardwise.launch.island_membership import Answer, Arrival, Membership
+from shardwise.net.island_desk import Contribution, Delivery, Key
+from shardwise.net.island_membership import Answer, Arrival, Membership
 
 
 class Desk(Protocol):

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from shardwise.config import BESIDE_ELASTIC, values
 from shardwise.errors import LaunchError
-from shardwise.launch import network
 from shardwise.launch.console import Console
-from shardwise.launch.hosts import LOOPBACK
-from shardwise.launch.island_desk import IslandDesk
 from shardwise.launch.island_supervisor import IslandSupervisor
 from shardwise.launch.island_workers import IslandWorkers, allow_files
 from shardwise.launch.job import Job
 from shardwise.launch.orphan_reaper import OrphanReaper
-from shardwise.launch.restarts import Ending, Restarts
 from shardwise.launch.signals import Signals
+from shardwise.net import network
+from shardwise.net.hosts import LOOPBACK
+from shardwise.net.island_desk import IslandDesk
+from shardwise.net.restarts import Ending, Restarts
 
 MOST = 253
 """So many files Linux passes on in one message (SCM_MAX_FD)."""

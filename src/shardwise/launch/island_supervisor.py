@@ -20,12 +20,12 @@ from typing import Any, Protocol
 from shardwise.errors import LaunchError
 from shardwise.launch import failure_report
 from shardwise.launch.console import STDERR, STDOUT
-from shardwise.launch.error_file import ErrorReport
 from shardwise.launch.island_hub import IslandHub
-from shardwise.launch.island_membership import Membership
 from shardwise.launch.local_workers import RankExit
-from shardwise.launch.restarts import STUCK, Ending, Restarts
 from shardwise.launch.supervisor import SETTLE, UNEXPLAINED, Site, Supervisor
+from shardwise.net.error_file import ErrorReport
+from shardwise.net.island_membership import Membership
+from shardwise.net.restarts import STUCK, Ending, Restarts
 
 NEVER = math.inf
 

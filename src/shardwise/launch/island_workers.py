@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.errors import LaunchError
-from shardwise.launch import progress
-from shardwise.launch.identity import Identity
-from shardwise.launch.island_place import IslandPlace, ranks_here
 from shardwise.launch.local_workers import Hear, HostTask, LocalWorkers, RankExit
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.worker import Worker, WorkerStreams
+from shardwise.net import progress
+from shardwise.net.identity import Identity
+from shardwise.net.island_place import IslandPlace, ranks_here
 
 FILES_OF_A_RANK = 8
 """That who starts ranks holds open of each: its link, what it brought, its output and log."""

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from shardwise.launch import environment, program
+from shardwise.launch import program
 from shardwise.launch.console import Console
-from shardwise.launch.hosts import Share
 from shardwise.launch.local_workers import HostTask
 from shardwise.launch.ssh import command
 from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.worker import WorkerStreams
 from shardwise.launch.worker_output import WorkerOutput, open_logs
-from shardwise.printable import in_shell
+from shardwise.messages.printable import in_shell
+from shardwise.net import environment
+from shardwise.net.hosts import Share
+from shardwise.net.python_command import python_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,5 +147,5 @@ def dry_run_words(job: Job, options: SshOptions, here: Sequence[Share]) -> str:
 
 def _program_words(job: Job, options: SshOptions) -> list[str]:
     if job.module:
-        return [*program.python_words(job.words[0], options.python), *job.words[1:]]
+        return [*python_words(job.words[0], options.python), *job.words[1:]]
     return [options.python, *job.words] if job.is_python else list(job.words)

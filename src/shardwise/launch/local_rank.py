@@ -5,7 +5,7 @@ does."""
 import os
 import sys
 
-from shardwise.launch import launcher_detection
+from shardwise.net.launchers import detection as launcher_detection
 
 
 def main(arguments: list[str]) -> None:

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from shardwise.launch import environment, error_file, failure_report, progress, resources
-from shardwise.launch.error_file import ErrorReport
+from shardwise.launch import failure_report, resources
 from shardwise.launch.failure_report import ExitStatus
-from shardwise.launch.identity import Identity
 from shardwise.launch.orphan_reaper import OrphanReaper
-from shardwise.launch.progress import Progress
-from shardwise.launch.restarts import SAVED
 from shardwise.launch.worker import Begin, OutputSource, Worker, WorkerStreams, program
+from shardwise.net import environment, error_file, progress
+from shardwise.net.error_file import ErrorReport
+from shardwise.net.identity import Identity
+from shardwise.net.progress import Progress
+from shardwise.net.restarts import SAVED
 
 Hear = Callable[[int, int, bytes], None]
 """Takes a rank, a stream, and what has come on it; b"" ends the stream."""

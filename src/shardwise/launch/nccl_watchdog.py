@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.launch.error_file import ErrorReport, is_users
-from shardwise.printable import from_here
+from shardwise.messages.printable import from_here
+from shardwise.net.error_file import ErrorReport, is_users
 
 _TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), "

@@ -6,16 +6,17 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from shardwise.launch import island_run, network, private_files, program, restarts
+from shardwise.launch import island_run, program
 from shardwise.launch.console import Console
-from shardwise.launch.hosts import LOOPBACK
 from shardwise.launch.job import Job
 from shardwise.launch.local_workers import LocalWorkers
 from shardwise.launch.orphan_reaper import OrphanReaper
-from shardwise.launch.restarts import Ending
 from shardwise.launch.signals import Signals
 from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.worker import Begin
+from shardwise.net import network, private_files, restarts
+from shardwise.net.hosts import LOOPBACK
+from shardwise.net.restarts import Ending
 
 
 def run(job: Job) -> int:

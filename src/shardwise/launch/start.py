@@ -15,27 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import LaunchError
-from shardwise.launch import (
-    allocations,
-    elastic,
-    environment,
-    flags,
-    hosts,
-    island_run,
-    launcher_detection,
-    network,
-    one_host,
-    program,
-    resources,
-    slurm,
-)
+from shardwise.launch import allocations, elastic, flags, island_run, one_host, program, resources
 from shardwise.launch.allocations import Allocation
-from shardwise.launch.hosts import Host, Share
-from shardwise.launch.identity import Identity
 from shardwise.launch.job import Job, dry_run_words
-from shardwise.launch.launchers import platforms
 from shardwise.launch.ssh import many_hosts
 from shardwise.launch.ssh.command import SshOptions
+from shardwise.net import environment, hosts, network
+from shardwise.net.hosts import Host, Share
+from shardwise.net.identity import Identity
+from shardwise.net.launchers import detection as launcher_detection
+from shardwise.net.launchers import platforms, slurm
 
 GRACE = 5.0
 """Seconds between asking ranks to end and killing them, where the user does not say."""

@@ -15,13 +15,13 @@ from typing import Protocol
 
 from shardwise.launch import failure_report, nccl_watchdog
 from shardwise.launch.console import STDERR, Console
-from shardwise.launch.error_file import ErrorReport
 from shardwise.launch.local_workers import RankExit
-from shardwise.launch.progress import Progress
-from shardwise.launch.restarts import SAVED, Ending, Failure
 from shardwise.launch.signals import Signals, SignalSchedule
 from shardwise.launch.worker_output import WorkerOutput
-from shardwise.printable import as_utf8
+from shardwise.messages.printable import as_utf8
+from shardwise.net.error_file import ErrorReport
+from shardwise.net.progress import Progress
+from shardwise.net.restarts import SAVED, Ending, Failure
 
 SETTLE = 0.4
 """Seconds after the first failure in which others may report that they failed too."""

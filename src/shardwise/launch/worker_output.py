@@ -12,7 +12,7 @@ from typing import BinaryIO
 from shardwise.errors import LaunchError
 from shardwise.launch.console import STDERR, STDOUT, Console
 from shardwise.launch.screen import InterruptFilter, Lines, Screen, Tail, plain
-from shardwise.printable import as_utf8
+from shardwise.messages.printable import as_utf8
 
 LIVE = 0
 """The stream of a rank that draws on a terminal."""

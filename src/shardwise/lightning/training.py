@@ -22,7 +22,7 @@ from shardwise.errors import UsageError
 from shardwise.lightning.empty_modules import give_memory
 from shardwise.lightning.exact_mean import ExactMean, ItemsOf
 from shardwise.lightning.parts import models_of
-from shardwise.other_libraries import hint as hint_at_other_library
+from shardwise.messages.other_libraries import hint as hint_at_other_library
 
 
 class Engines(TrainedModels):

@@ -15,12 +15,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.config import Settings
+from shardwise.layout.placement import Tier
 from shardwise.model import units
 from shardwise.model.activation_offload import SavedTensors
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.model.offloaded_tensor import DiskTarget, HostTarget, OffloadTarget, StagedDiskTarget
 from shardwise.model.recomputation import RecomputedForward
-from shardwise.placement import Tier
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.device_spool import DeviceSpool
 from shardwise.tiers.spool import Spool

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.collectives import GatherOrder
+from shardwise.comm import GatherOrder
 from shardwise.errors import ModelError, OrderError
 from shardwise.tiers.copy_stream import start_to_host, to_device
 

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise import fingerprints
-from shardwise.collectives import Collectives
-from shardwise.current_batch import Batch
+from shardwise.comm import Collectives
+from shardwise.layout import fingerprints
 from shardwise.tiers.copy_stream import to_device
+from shardwise.world.current_batch import Batch
 
 FIRST = 4
 """Steps whose checksum is compared from the start on: what a forward does, it mostly does from its

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise import fingerprints
-from shardwise.collectives import Collectives
-from shardwise.current_batch import Batch
+from shardwise.comm import Collectives
 from shardwise.errors import UsageError
+from shardwise.layout import fingerprints
+from shardwise.layout.sum_tree import MicroShards
 from shardwise.model.buffers import Buffers, write
-from shardwise.sum_tree import MicroShards
+from shardwise.world.current_batch import Batch
 
 
 class MicroShardBuffers(Buffers):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.current_batch import Batch
-from shardwise.fingerprints import can_be_taken
+from shardwise.layout.fingerprints import can_be_taken
 from shardwise.model.module_hooks import Hooked, attach
-from shardwise.tensor_log import Fed, Part
+from shardwise.world.current_batch import Batch
+from shardwise.world.tensor_log import Fed, Part
 
 BUFFER, ATTRIBUTE = "buffer", "attribute"
 

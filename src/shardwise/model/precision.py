@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.collectives import ordered_sums
+from shardwise.comm import ordered_sums
 from shardwise.model.module_hooks import Hooked, attach
-from shardwise.optimizer_access import held
+from shardwise.model.optimizer_access import held
 
 NARROW = ordered_sums.NARROW
 """The dtypes of 16-bit floats."""

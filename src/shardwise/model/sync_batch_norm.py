@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.collectives import GatherOrder
-from shardwise.current_batch import CurrentBatch
+from shardwise.comm import GatherOrder
 from shardwise.model.batch_norm_statistics import (
     StatisticsExchange,
     StatisticsExchanges,
@@ -26,6 +25,7 @@ from shardwise.model.batch_norm_statistics import (
 )
 from shardwise.model.precision import NARROW
 from shardwise.model.recomputation import once
+from shardwise.world.current_batch import CurrentBatch
 
 
 @dataclass(frozen=True)

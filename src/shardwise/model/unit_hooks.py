@@ -41,7 +41,7 @@ class SavedReference:
 
 
 class UnitManager(Protocol):
-    """What unit hooks report to; see states/residency.py."""
+    """What unit hooks report to; see states/parameters/residency.py."""
 
     @property
     def is_idle(self) -> bool:

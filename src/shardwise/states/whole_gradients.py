@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.errors import UsageError
-from shardwise.states.gradient_accumulator import GradientBucket
-from shardwise.states.gradients import Gradients
-from shardwise.states.lost_writes import fingerprint
-from shardwise.states.parameters import Parameters
-from shardwise.states.parameters_at_rest import unguarded
-from shardwise.states.tensor_spans import gathered
+from shardwise.states.gradients.gradient_accumulator import GradientBucket
+from shardwise.states.gradients.gradients import Gradients
+from shardwise.states.optimizer.interval_gather import gather_bucket
+from shardwise.states.parameters.lost_writes import fingerprint
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.parameters.parameters_at_rest import unguarded
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class WholeGradients:
         """Let every parameter have its gradient, None where there is none. Collective."""
         for bucket_ in self._gradients.reducer.buckets:
             mine = bucket_.reduced.loaded(bucket_.kind[1]) * self._factor
-            flat = gathered(bucket_.layout, bucket_.own, mine, self._group)
+            flat = gather_bucket(bucket_.layout, bucket_.own, mine, self._group)
             for slot in bucket_.layout.slots:
                 self._show(slot.parameter, flat, slot.start)
 

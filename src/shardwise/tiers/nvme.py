@@ -5,9 +5,10 @@
     update           [ 0 ][ 1 ][ 2 ][ 3 ]
     write                 [ 0 ][ 1 ][ 2 ][ 3 ]
 
-`states/offload_read_ahead.py` says what is read ahead, and when. A record is the flat bytes of one
-span of a bucket. It passes through one of a few staging buffers, which are all the memory that a
-store takes, whatever it holds. Threads move the bytes, cut into chunks, with the GIL released.
+`states/optimizer/offload_read_ahead.py` decides what is read ahead, and when. A record is the flat
+bytes of one span of a bucket. It passes through one of a few staging buffers, which are all the
+memory that a store takes, whatever it holds. Threads move the bytes, cut into chunks, with the GIL
+released.
 
 Where an accelerator uses the state, the buffers are pinned, and its copies go to and from them
 without a stop. The lease of a buffer may end while a copy is on its way (`copies`): then it is the

@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from shardwise.errors import TierError
-from shardwise.extents import Extents
+from shardwise.layout.extents import Extents
 from shardwise.tiers.direct_io import CHUNK, DirectFile, Transfers
 from shardwise.tiers.host_memory import mapped, padded
 from shardwise.tiers.staging import Staging

@@ -4,13 +4,7 @@
     encoding.py    encodes events as lines of JSON
     file.py        the file that all ranks of a host write, whole at every moment
 
-    reading.py     reads such files again
-    steps.py       divides each rank's steps into kinds of work: pure
-    slowest.py     finds the slowest rank, and why it is: pure
-    tables.py      formats both as tables
-    commands.py    `shardwise timeline`
-
-Where nothing is recorded a place costs one test of an attribute.
+If no timeline is recorded, `span` costs one test of an attribute.
 """
 
 from shardwise.timeline.recorder import Row, span

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
-from shardwise.printable import from_here
+from shardwise.messages.printable import from_here
 
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 

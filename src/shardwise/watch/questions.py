@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardwise import authentication
+from shardwise.net import authentication
 
 Message = dict[str, Any]
 

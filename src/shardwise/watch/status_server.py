@@ -16,8 +16,8 @@ from hashlib import sha256
 from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
-from shardwise import authentication
 from shardwise.errors import CollectiveError, PeerLost
+from shardwise.net import authentication
 from shardwise.watch import process_status, questions, wait_graph
 from shardwise.watch.hang_report import call_difference
 from shardwise.watch.questions import Message

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, TensorDataset
 
 import shardwise as sw
-from shardwise.states import storage
-from shardwise.states.exact_squared_sums import GRAIN
+from shardwise.states.gradients.exact_squared_sums import GRAIN
+from shardwise.states.storage import storage
 from tests.disk import on_a_disk
 from tests.parity.random_programs import models as made_of
 from tests.parity.random_programs.models import Batch, explicit, items

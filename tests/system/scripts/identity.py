@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from shardwise.launch import launcher_detection
+from shardwise.net.launchers import detection as launcher_detection
 
 identity = launcher_detection.detect(os.environ)
 print(

@@ -50,8 +50,8 @@ def wait_for(port: int) -> None:
 
 def pose_as_rank_1(port: int, mark: Path) -> str:
     """Join with all that rank 1 is told but the secret, and send pickles that run code."""
-    from shardwise import initialize
-    from shardwise.collectives import base
+    from shardwise.comm import base
+    from shardwise.world import initialize
 
     told = {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 1, "LOCAL_SIZE": 2, "PORT": port}
     os.environ |= {f"SHARDWISE_LAUNCH_{name}": str(value) for name, value in told.items()}

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint.loader import CheckpointLoader
 from shardwise.engine import save_tensors
-from shardwise.engine.checkpoint_loader import CheckpointLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
@@ -68,14 +68,14 @@ def dies() -> None:
         os.kill(os.getpid(), args.signal)
 
 
-def write(*given: Any) -> Any:
+def lend(*given: Any) -> Any:
     """Write this rank's part of a checkpoint."""
     if args.in_save:
         dies()
-    return plain_write(*given)
+    return plain_lend(*given)
 
 
-plain_write, save_tensors.write = save_tensors.write, write
+plain_lend, save_tensors.lend = save_tensors.lend, lend
 
 
 def keep_anchor() -> None:

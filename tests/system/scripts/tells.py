@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from shardwise.launch import error_file
-from shardwise.launch.progress import ProgressWriter
-from shardwise.launch.restarts import SAVED
+from shardwise.net import error_file
+from shardwise.net.progress import ProgressWriter
+from shardwise.net.restarts import SAVED
 
 error_file.watch_exceptions()
 RANK = int(os.environ["SHARDWISE_LAUNCH_RANK"])

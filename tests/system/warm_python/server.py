@@ -2,7 +2,7 @@
 
     python server.py SOCKET MODULES ...
 
-As shardwise.verify.fork_server, whose forks are ranks that record; these are whole programs.
+As shardwise.tools.verify.fork_server, whose forks are ranks that record; these are whole programs.
 """
 
 import builtins
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch import program
-from shardwise.verify.fork_server import IMPORTED, ForkServer
-from shardwise.verify.rank_client import FREE
+from shardwise.tools.verify.fork_server import IMPORTED, ForkServer
+from shardwise.tools.verify.rank_client import FREE
 
 
 class Listener(socket.socket):

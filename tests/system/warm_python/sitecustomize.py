@@ -10,8 +10,8 @@ import os
 import sys
 
 _MODULES = (
-    *("shardwise.adopt", "shardwise.planning.observer", "shardwise.verify.fork_server"),
-    "shardwise.doctor",
+    *("shardwise.adopt", "shardwise.tools.plan.observer", "shardwise.tools.verify.fork_server"),
+    "shardwise.tools.doctor",
 )
 """Modules of ours that run scripts, or are ranks."""
 
@@ -41,6 +41,6 @@ def _program(words: list[str]) -> list[str]:
 
 
 if "TESTS_WARM" in os.environ and (_words := _program(sys.orig_argv[1:])):
-    from shardwise.verify import rank_client
+    from shardwise.tools.verify import rank_client
 
     os._exit(rank_client.main(os.environ["TESTS_WARM"], "0", *_words))

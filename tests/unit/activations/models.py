@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import Settings
+from shardwise.layout.placement import DEVICE, Tier
 from shardwise.model.activations import Activations
-from shardwise.placement import DEVICE, Tier
 
 CPU = torch.device("cpu")
 WAYS = ["recomputed", "nvme", "recomputed+nvme"]

@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import TierError
-from shardwise.world import World
+from shardwise.world.world import World
 from tests.disk import failing
 from tests.unit.activations.models import WAYS, Net, make, on, same, x
 

@@ -22,13 +22,13 @@ from shardwise.checkpoint.atomic_folders import (
     lacks_document,
     lost,
 )
-from shardwise.checkpoint.byte_ranges import ByteRange
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.checkpoint.export import write_model
 from shardwise.checkpoint.format import TensorSpec, lay_out
 from shardwise.checkpoint.writer import Writer, create
-from shardwise.cli import main
+from shardwise.cli.main import main
 from shardwise.errors import BrokenCheckpoint, CheckpointError
+from shardwise.layout.byte_ranges import ByteRange
 from tests.unit.checkpoint.test_document import FIELDS
 
 

@@ -6,16 +6,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import bucket_layout
-from shardwise.checkpoint.byte_ranges import (
-    ByteRange,
-    Extent,
-    byte_ranges,
-    clipped,
-    extents,
-    share,
-)
 from shardwise.checkpoint.checksum import ChecksumPart, joined
+from shardwise.layout import bucket_layout
+from shardwise.layout.byte_ranges import ByteRange, Extent, byte_ranges, clipped, extents, share
 
 
 def test_a_table():

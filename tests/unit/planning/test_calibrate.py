@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.planning.calibrate import as_toml, rank_counts
-from shardwise.planning.catalogue import read_catalogue
-from shardwise.planning.cluster import parse_cluster
+from shardwise.tools.plan.calibrate import as_toml, rank_counts
+from shardwise.tools.plan.catalogue import read_catalogue
+from shardwise.tools.plan.cluster import parse_cluster
 
 
 def _lines(ranks: int) -> list[dict[str, Any]]:

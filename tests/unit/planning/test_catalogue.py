@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.planning.catalogue import OWN, Curve, read_catalogue, read_file, user_folder
-from shardwise.planning.cluster import parse_cluster
+from shardwise.tools.plan.catalogue import OWN, Curve, read_catalogue, read_file, user_folder
+from shardwise.tools.plan.cluster import parse_cluster
 
 GOOD = """
 [sources.own]

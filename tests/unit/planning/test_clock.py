@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 
+from shardwise.layout.placement import Placement, Tier
 from shardwise.parallel.pipeline import schedule as tables
-from shardwise.placement import Placement, Tier
-from shardwise.planning.catalogue import GIB, Curve, Device, Link
-from shardwise.planning.choice import Choice
-from shardwise.planning.clock import ScriptClock, bytes_of
-from shardwise.planning.cluster import Cluster
-from shardwise.planning.collectives import (
+from shardwise.tools.plan.catalogue import GIB, Curve, Device, Link
+from shardwise.tools.plan.choice import Choice
+from shardwise.tools.plan.clock import ScriptClock, bytes_of
+from shardwise.tools.plan.cluster import Cluster
+from shardwise.tools.plan.collectives import (
     Group,
     all_gather_seconds,
     all_reduce_seconds,
@@ -22,10 +22,10 @@ from shardwise.planning.collectives import (
     reduce_scatter_seconds,
     send_seconds,
 )
-from shardwise.planning.operations import Work, busy
-from shardwise.planning.overlap import UnitTimes, backward_pass, forward_pass
-from shardwise.planning.pipeline_time import _walked, pipeline_seconds
-from shardwise.planning.record import (
+from shardwise.tools.plan.operations import Work, busy
+from shardwise.tools.plan.overlap import UnitTimes, backward_pass, forward_pass
+from shardwise.tools.plan.pipeline_time import _walked, pipeline_seconds
+from shardwise.tools.plan.record import (
     GroupRecord,
     LayerRecord,
     Operation,

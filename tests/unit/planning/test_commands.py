@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import cli
-from shardwise.placement import Placement, Tier
-from shardwise.planning.catalogue import read_catalogue
-from shardwise.planning.choice import Choice
-from shardwise.planning.cluster import parse_cluster
-from shardwise.planning.memory import MemoryPlan
-from shardwise.planning.observe import ObservedStep, Script
-from shardwise.planning.plans import Plan, PlanRequest
-from shardwise.planning.search import Line, Question
-from shardwise.printable import in_shell
+from shardwise.cli import main as cli
+from shardwise.layout.placement import Placement, Tier
+from shardwise.messages.printable import in_shell
+from shardwise.tools.plan.catalogue import read_catalogue
+from shardwise.tools.plan.choice import Choice
+from shardwise.tools.plan.cluster import parse_cluster
+from shardwise.tools.plan.memory import MemoryPlan
+from shardwise.tools.plan.observe import ObservedStep, Script
+from shardwise.tools.plan.plans import Plan, PlanRequest
+from shardwise.tools.plan.search import Line, Question
 
 WORDS = (
     *("--lr=1e-3", "-n", "3", "", "a b", "it's", '"q"', "$HOME", "`x`", "a\\b", "*", ";", "~"),
@@ -82,7 +82,7 @@ def test_a_printed_command_is_taken_as_it_is_typed(seed, tmp_path, monkeypatch, 
     for _ in range(40):
         words = (rng.choice(SCRIPTS), *rng.choices(WORDS, k=rng.randrange(5)))
         if rng.random() < 0.2:
-            words = ("-m", "shardwise.planning.hf_model", *words[1:])
+            words = ("-m", "shardwise.tools.plan.hf_model", *words[1:])
         made = plan_of(Script(words, rng.choice(FLAGS)), "8xH100")
         line = drawn(rng, rng.choice(folders))
         asked.append(words)

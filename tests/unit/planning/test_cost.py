@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwise.planning.catalogue import read_catalogue
-from shardwise.planning.cluster import parse_cluster
-from shardwise.planning.cost import cost_of, frontier, is_within
+from shardwise.tools.plan.catalogue import read_catalogue
+from shardwise.tools.plan.cluster import parse_cluster
+from shardwise.tools.plan.cost import cost_of, frontier, is_within
 
 CATALOGUE = read_catalogue(user=False)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwise.planning.fake_operators import grouped_mm, rnn_layer
+from shardwise.tools.plan.fake_operators import grouped_mm, rnn_layer
 
 
 def test_grouped_products_have_the_shapes_that_torch_gives():

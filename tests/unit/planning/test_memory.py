@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.placement import Placement, Tier
-from shardwise.planning.choice import Choice
-from shardwise.planning.memory import Hardware, predict
-from shardwise.planning.record import (
+from shardwise.layout.placement import Placement, Tier
+from shardwise.tools.plan.choice import Choice
+from shardwise.tools.plan.memory import Hardware, predict
+from shardwise.tools.plan.record import (
     GroupRecord,
     Operation,
     ParameterRecord,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.planning.observe import ObservedStep
-from shardwise.planning.record import Operation, StepRecord, TensorLife
+from shardwise.tools.plan.observe import ObservedStep
+from shardwise.tools.plan.record import Operation, StepRecord, TensorLife
 
 
 def record(samples, *names):

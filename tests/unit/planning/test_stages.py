@@ -2,13 +2,13 @@
 
 import pytest
 
-from shardwise.placement import Placement
-from shardwise.planning.catalogue import read_catalogue
-from shardwise.planning.choice import Choice
-from shardwise.planning.cluster import parse_cluster
-from shardwise.planning.memory import Hardware
-from shardwise.planning.meshes import Mesh, meshes
-from shardwise.planning.record import (
+from shardwise.layout.placement import Placement
+from shardwise.tools.plan.catalogue import read_catalogue
+from shardwise.tools.plan.choice import Choice
+from shardwise.tools.plan.cluster import parse_cluster
+from shardwise.tools.plan.memory import Hardware
+from shardwise.tools.plan.meshes import Mesh, meshes
+from shardwise.tools.plan.record import (
     GroupRecord,
     LayerRecord,
     Operation,
@@ -16,8 +16,8 @@ from shardwise.planning.record import (
     StepRecord,
     TensorLife,
 )
-from shardwise.planning.stage_memory import most_waiting, predict_pipeline, saved_bytes
-from shardwise.planning.stage_records import part_of, stage_layers
+from shardwise.tools.plan.stage_memory import most_waiting, predict_pipeline, saved_bytes
+from shardwise.tools.plan.stage_records import part_of, stage_layers
 
 ADAM = GroupRecord("AdamW", 0, 0, ("exp_avg", "exp_avg_sq"), True, True, True, True)
 SAVED, WEIGHTS = 2048, 4096

@@ -2,14 +2,14 @@
 
 import pytest
 
-from shardwise.planning import memory_plot, time_plots
-from shardwise.planning.catalogue import read_catalogue
-from shardwise.planning.choice import Estimate
-from shardwise.planning.cluster import parse_cluster
-from shardwise.planning.cost import cost_of
-from shardwise.planning.memory import KINDS as MEMORY_KINDS
-from shardwise.planning.stages import KINDS
-from shardwise.planning.time_plots import TimedPlacement
+from shardwise.tools.plan import memory_plot, time_plots
+from shardwise.tools.plan.catalogue import read_catalogue
+from shardwise.tools.plan.choice import Estimate
+from shardwise.tools.plan.cluster import parse_cluster
+from shardwise.tools.plan.cost import cost_of
+from shardwise.tools.plan.memory import KINDS as MEMORY_KINDS
+from shardwise.tools.plan.stages import KINDS
+from shardwise.tools.plan.time_plots import TimedPlacement
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.planning.cluster import Cluster
-from shardwise.planning.parallelism import Parallelism
-from shardwise.planning.transformer import Transformer
-from shardwise.planning.transformer_clock import (
+from shardwise.tools.plan.cluster import Cluster
+from shardwise.tools.plan.parallelism import Parallelism
+from shardwise.tools.plan.transformer import Transformer
+from shardwise.tools.plan.transformer_clock import (
     Software,
     _layers_of,
     step_seconds,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from shardwise.simulation.failure_classes import DAY, FailureClass, Topology
-from shardwise.simulation.goodput import simulate
-from shardwise.simulation.run_model import RunModel
+from shardwise.tools.simulate.failure_classes import DAY, FailureClass, Topology
+from shardwise.tools.simulate.goodput import simulate
+from shardwise.tools.simulate.run_model import RunModel
 
 HOSTS = Topology(hosts=128, devices_per_host=8, hosts_per_rack=4, racks_per_pod=8)
 

@@ -5,21 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardwise.outer_optimizer import IslandRule
-from shardwise.simulation.failure_classes import (
-    DAY,
-    FailureClass,
-    Topology,
-)
-from shardwise.simulation.goodput import (
-    intervals_around,
-    simulate,
-    stops_per_second,
-)
-from shardwise.simulation.island_trial import IslandTrial
-from shardwise.simulation.run_model import CAUSES, RunModel, young
-from shardwise.simulation.slow_links import SlowLinks
-from shardwise.simulation.trial import Trial
+from shardwise.config.outer_optimizer import IslandRule
+from shardwise.tools.simulate.failure_classes import DAY, FailureClass, Topology
+from shardwise.tools.simulate.goodput import intervals_around, simulate, stops_per_second
+from shardwise.tools.simulate.island_trial import IslandTrial
+from shardwise.tools.simulate.run_model import CAUSES, RunModel, young
+from shardwise.tools.simulate.slow_links import SlowLinks
+from shardwise.tools.simulate.trial import Trial
 from tests.unit.simulation.runs import HOSTS, check_goodput, failing, model
 
 

@@ -9,22 +9,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from shardwise.cli import main
+from shardwise.cli.main import main
 from shardwise.config.values import duration
 from shardwise.errors import ConfigError
-from shardwise.simulation.failure_classes import (
-    DAY,
-    Topology,
-    names,
-    read_failures,
-)
-from shardwise.simulation.flags import command
-from shardwise.simulation.goodput import (
-    best_interval,
-    simulate,
-)
-from shardwise.simulation.run_model import CAUSES, RunModel, daly, slowest_of, young
-from shardwise.simulation.trial import Trial
+from shardwise.tools.simulate.failure_classes import DAY, Topology, names, read_failures
+from shardwise.tools.simulate.flags import command
+from shardwise.tools.simulate.goodput import best_interval, simulate
+from shardwise.tools.simulate.run_model import CAUSES, RunModel, daly, slowest_of, young
+from shardwise.tools.simulate.trial import Trial
 from tests.unit.simulation.runs import check_goodput, failing, model
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import timeline_control as recording
 from shardwise.errors import ConfigError
-from shardwise.timeline import Row, reading, recorder, span
+from shardwise.timeline import Row, recorder, span
 from shardwise.timeline.encoding import LONGEST, Encoder
 from shardwise.timeline.file import PAGE, TimelineFile
 from shardwise.timeline.recorder import TimelineEvent, TimelineRecorder
+from shardwise.tools.timeline import reading
 from shardwise.watch.status_server import CLOCK_ROUNDS, ClockOffset, StatusServer
+from shardwise.world import timeline_control as recording
 
 
 class Kept:

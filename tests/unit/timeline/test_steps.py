@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.timeline import tables
-from shardwise.timeline.slowest import counted, slowest
-from shardwise.timeline.steps import StepTimes, clipped, length, minus, steps_of, union
+from shardwise.tools.timeline import tables
+from shardwise.tools.timeline.slowest import counted, slowest
+from shardwise.tools.timeline.steps import StepTimes, clipped, length, minus, steps_of, union
 
 Event = dict[str, Any]
 

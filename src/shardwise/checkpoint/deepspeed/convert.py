@@ -11,7 +11,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.deepspeed.fragments import FragmentReader
+from shardwise.checkpoint.deepspeed.partitions import FragmentReader
 from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.export import PICKLED, disk_errors, written_aside
 from shardwise.checkpoint.format import MOST_TENSORS, TensorSpec, dtype_of, lay_out
@@ -46,7 +46,10 @@ def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
     Raises CheckpointError where it cannot be written, BrokenCheckpoint for one that is cut.
     """
     tensors, twins = save.fp32(), save.twins
-    specs = [_wide(spec) for spec in tensors.specs.values()]
+    specs = [
+        TensorSpec(spec.name, "F32", spec.shape) if dtype_of(spec.dtype).is_floating_point else spec
+        for spec in tensors.specs.values()
+    ]
     try:
         with written_aside(out) as file:
             if out.suffix in PICKLED:
@@ -62,11 +65,6 @@ def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
 def numel(save: Save) -> int:
     """How many elements `write_fp32` writes."""
     return sum(spec.numel for spec in save.fp32().specs.values())
-
-
-def _wide(spec: TensorSpec) -> TensorSpec:
-    dtype = "F32" if dtype_of(spec.dtype).is_floating_point else spec.dtype
-    return TensorSpec(spec.name, dtype, spec.shape)
 
 
 def _write_safetensors(

@@ -56,8 +56,10 @@ def find(path: Path) -> Path | None:
         return None
     if _is_save(path):
         return path
-    tag = _tag(path)
-    if tag is not None:
+    tag = None
+    if (path / LATEST).is_file():
+        tag = read_whole(path / LATEST)[:4096].decode(errors="replace").strip()
+    if tag is not None and plain_name(tag):
         if _is_save(path / tag):
             return path / tag
         if not (path / tag).exists() and (path / _SCRIPT).exists():
@@ -83,14 +85,6 @@ def _is_save(path: Path) -> bool:
         )
     except OSError:
         return False
-
-
-def _tag(path: Path) -> str | None:
-    """The tag that `latest` names; None where there is no such file, or no name in it."""
-    if not (path / LATEST).is_file():
-        return None
-    tag = read_whole(path / LATEST)[:4096].decode(errors="replace").strip()
-    return tag if plain_name(tag) else None
 
 
 def files_of(folder: Path) -> SaveFiles:

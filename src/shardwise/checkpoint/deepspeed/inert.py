@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from shardwise.checkpoint.file_system import must_be_file
 from shardwise.errors import BrokenCheckpoint
@@ -79,15 +78,6 @@ class _Builder:
         return self.function(*args)
 
 
-def _tensor(*args: Any) -> Tensor:
-    value: Tensor = torch._utils._rebuild_tensor_v2(*args[:6])  # type: ignore[no-untyped-call]
-    return value
-
-
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
 def _of_type(function: Any, _: Any, args: Any, __: Any) -> Any:
     """A tensor that carries attributes, which are left out."""
     return function(*args) if isinstance(function, _Builder) else Inert()
@@ -102,19 +92,21 @@ def _number(kind: Any, data: bytes = b"") -> Any:
     return struct.unpack(f"<{form}", data)[0]
 
 
-def _bytes(text: str, coding: str = "latin1") -> bytes:
-    return text.encode("latin1") if coding == "latin1" else text.encode("utf-8")
-
-
 BUILDERS: dict[tuple[str, str], _Builder] = {
     ("collections", "OrderedDict"): _Builder(lambda *args: OrderedDict(*args)),
     ("torch", "Size"): _Builder(lambda *args: torch.Size(*args)),
-    ("torch._utils", "_rebuild_tensor_v2"): _Builder(_tensor),
-    ("torch._utils", "_rebuild_parameter"): _Builder(_parameter),
+    ("torch._utils", "_rebuild_tensor_v2"): _Builder(
+        # Later arguments are hooks and metadata, which are left out.
+        lambda *args: torch._utils._rebuild_tensor_v2(*args[:6])  # type: ignore[no-untyped-call]
+    ),
+    ("torch._utils", "_rebuild_parameter"): _Builder(lambda data, *_: data),
     ("torch._tensor", "_rebuild_from_type_v2"): _Builder(_of_type),
     ("builtins", "set"): _Builder(lambda *args: set(*args)),
     ("builtins", "complex"): _Builder(lambda *args: complex(*args)),
-    ("_codecs", "encode"): _Builder(_bytes),
+    # Python 2 protocols write bytes as text of this coding.
+    ("_codecs", "encode"): _Builder(
+        lambda text, coding="latin1": text.encode("latin1" if coding == "latin1" else "utf-8")
+    ),
     ("numpy.core.multiarray", "scalar"): _Builder(_number),
     ("numpy._core.multiarray", "scalar"): _Builder(_number),
 }

@@ -1,9 +1,10 @@
-"""The flat partitions that ranks saved of an optimizer's groups, and the state over them."""
+"""Reads tensors that are cut over the flat partitions of several ranks, and the state over them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,74 @@ from torch import Tensor
 
 from shardwise.checkpoint.deepspeed import inert
 from shardwise.checkpoint.deepspeed.flat_groups import Cut, Shapes, each_by_itself, end_to_end
-from shardwise.checkpoint.deepspeed.fragments import FragmentReader
+from shardwise.checkpoint.format import TensorSpec, dtype_name
+from shardwise.checkpoint.reader import TensorReader
 from shardwise.errors import BrokenCheckpoint, CheckpointError
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The elements of a tensor from `first` on, which are `values` (flat)."""
+
+    first: int
+    values: Tensor
+
+
+class FragmentReader(TensorReader):
+    """Tensors by name, each put together from its fragments while it is read."""
+
+    def __init__(self) -> None:
+        self._fragments: dict[str, list[Fragment]] = {}
+        self.specs: dict[str, TensorSpec] = {}
+
+    def add_whole(self, name: str, value: Tensor) -> None:
+        """Have all of tensor `name`."""
+        spec = TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
+        self.specs[name] = spec
+        self._fragments[name] = [Fragment(0, value.detach().contiguous().view(-1))]
+
+    def add_cuts(
+        self, name: str, shape: Sequence[int], cuts: Sequence[Cut], flats: Mapping[int, Tensor]
+    ) -> None:
+        """Have tensor `name` of `shape`, whose `cuts` lie in the flat tensors of ranks.
+
+        Raises BrokenCheckpoint where these end before, or some elements are in none.
+        """
+        found = []
+        for cut in cuts:
+            flat = flats[cut.rank].detach().view(-1)
+            values = flat[cut.at : cut.at + cut.count]
+            if values.numel() < cut.count:
+                raise BrokenCheckpoint(
+                    f"The part of {name} that rank {cut.rank} saved ends after {values.numel()} of "
+                    f"{cut.count} elements: files of several saves are mixed, or states that were "
+                    "on NVMe are not in them. Take another checkpoint."
+                )
+            found.append(Fragment(cut.first, values))
+        if sum(each.values.numel() for each in found) != prod(shape):
+            raise BrokenCheckpoint(
+                f"The ranks' parts of {name} are not all of its {prod(shape)} elements. Take "
+                "another checkpoint."
+            )
+        dtype = flats[min(flats)].dtype
+        self.specs[name] = TensorSpec(name, dtype_name(dtype), tuple(shape))
+        self._fragments[name] = found
+
+    def add_from(self, name: str, other: FragmentReader, theirs: str) -> None:
+        """Have under `name` what is `theirs` in another."""
+        spec = other.specs[theirs]
+        self.specs[name] = TensorSpec(name, spec.dtype, spec.shape)
+        self._fragments[name] = other._fragments[theirs]
+
+    def read(self, name: str, first: int, into: Tensor) -> None:
+        end = first + into.numel()
+        for fragment in self._fragments[name]:
+            low = max(first, fragment.first)
+            high = min(end, fragment.first + fragment.values.numel())
+            if low < high:
+                values = fragment.values[low - fragment.first : high - fragment.first]
+                into[low - first : high - first].copy_(values)
+
 
 STAGE_3 = 3
 
@@ -103,15 +170,11 @@ class Partitions:
         first = self._saved[0]
         partition = self.flats(group)[0].numel()
         if "zero_stage" in first:  # the others save the padding too
-            partition += _number_of(first, "group_paddings", group)
+            told = first.get("group_paddings")
+            padding = told[group] if isinstance(told, list) and group < len(told) else 0
+            partition += padding if isinstance(padding, int) else 0
         paddings = first.get("param_alignment_paddings")
         return end_to_end(shapes, partition, ranks, paddings[group] if paddings else None)
-
-
-def _number_of(saved: Mapping[str, Any], key: str, group: int) -> int:
-    told = saved.get(key)
-    found = told[group] if isinstance(told, list) and group < len(told) else 0
-    return found if isinstance(found, int) else 0
 
 
 def stage_of(folder: Path, saved: Mapping[int, Mapping[str, Any]]) -> int:

@@ -12,8 +12,13 @@ from shardwise.checkpoint import tensor_names
 from shardwise.checkpoint.deepspeed import inert
 from shardwise.checkpoint.deepspeed.flat_groups import Shapes, each_by_itself
 from shardwise.checkpoint.deepspeed.folders import SaveFiles, as_written, files_of
-from shardwise.checkpoint.deepspeed.fragments import FragmentReader
-from shardwise.checkpoint.deepspeed.partitions import STAGE_3, Partitions, check_count, stage_of
+from shardwise.checkpoint.deepspeed.partitions import (
+    STAGE_3,
+    FragmentReader,
+    Partitions,
+    check_count,
+    stage_of,
+)
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 
 _OF_DEEPSPEED = {
@@ -61,7 +66,14 @@ class Save:
     def _read(self, folder: Path) -> None:
         self._models = {rank: _map_in(path) for rank, path in self.files.models.items()}
         self._beside = self._models[0]
-        saved = {rank: _optimizer_in(path) for rank, path in self.files.optimizers.items()}
+        saved: dict[int, dict[str, Any]] = {}
+        for rank, path in self.files.optimizers.items():
+            told = _map_in(path).get("optimizer_state_dict")
+            if not isinstance(told, dict):
+                raise BrokenCheckpoint(
+                    f"{path} holds no optimizer_state_dict. Take another checkpoint."
+                )
+            saved[rank] = told
         self.stage = stage_of(folder, saved)
         self.partitions: Partitions | None = None
         if saved:
@@ -204,13 +216,6 @@ def _map_in(path: Path) -> dict[str, Any]:
     told = inert.load(path)
     if not isinstance(told, dict):
         raise BrokenCheckpoint(f"{path} holds no map, as DeepSpeed writes one.")
-    return told
-
-
-def _optimizer_in(path: Path) -> dict[str, Any]:
-    told = _map_in(path).get("optimizer_state_dict")
-    if not isinstance(told, dict):
-        raise BrokenCheckpoint(f"{path} holds no optimizer_state_dict. Take another checkpoint.")
     return told
 
 

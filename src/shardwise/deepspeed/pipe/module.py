@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from shardwise import randomness
 from shardwise.bridging.joining import divide
 from shardwise.deepspeed import checkpointing
 from shardwise.deepspeed.comm import join_run
@@ -25,6 +24,7 @@ from shardwise.deepspeed.pipe.topology import (
 from shardwise.engine.pipeline_parallel import stages_of
 from shardwise.errors import UsageError
 from shardwise.parallel.pipeline.partition import Layer, adds_parameters
+from shardwise.world import randomness
 
 
 class PipelineModule(nn.Module):

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import shardwise as sw
-from shardwise import fingerprints
 from shardwise.errors import UsageError
+from shardwise.layout import fingerprints
 
 
 def check_same(world: sw.World, batches: Sequence[Any]) -> None:

@@ -32,13 +32,14 @@ from typing import Any
 
 from shardwise import __version__
 from shardwise.errors import LaunchError
-from shardwise.launch import failure_report, network, program
+from shardwise.launch import failure_report, program
 from shardwise.launch.local_workers import HostTask, LocalWorkers, RankExit
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import protocol
 from shardwise.launch.ssh.agent_islands import AgentIslands
 from shardwise.launch.worker import WorkerStreams
+from shardwise.net import network
 
 IN, OUT = 0, 1
 FIRST_PATIENCE = 60.0

@@ -23,12 +23,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from shardwise.errors import LaunchError
-from shardwise.launch import network
-from shardwise.launch.island_desk import Contribution, Delivery, IslandDesk, Key
-from shardwise.launch.island_membership import ADMITS
 from shardwise.launch.island_workers import IslandWorkers, allow_files
 from shardwise.launch.local_workers import RankExit
 from shardwise.launch.ssh import protocol, transfers
+from shardwise.net import network
+from shardwise.net.island_desk import Contribution, Delivery, IslandDesk, Key
+from shardwise.net.island_membership import ADMITS
 
 LITTLE = 1 << 15
 """So many bytes travel through the launcher, which takes one way less than to be fetched."""

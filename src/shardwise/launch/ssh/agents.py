@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 from shardwise.errors import LaunchError
-from shardwise.launch.hosts import LOOPBACK, Host, Share
 from shardwise.launch.job import Job
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.ssh import command, heartbeat
@@ -17,6 +16,7 @@ from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.ssh.protocol import Message
 from shardwise.launch.ssh.remote_host import RemoteHost
 from shardwise.launch.supervisor import Supervisor
+from shardwise.net.hosts import LOOPBACK, Host, Share
 
 START_LIMIT = 60.0
 """Seconds that a host may take to log us in and answer."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from shardwise.errors import LaunchError
-from shardwise.launch.hosts import Host, Share
+from shardwise.net.hosts import Host, Share
 
 AGENT = "shardwise.launch.ssh.agent"
 

@@ -17,11 +17,9 @@ from typing import Any
 from shardwise.errors import LaunchError
 from shardwise.launch import failure_report
 from shardwise.launch.console import Console
-from shardwise.launch.island_desk import Contribution, Key
 from shardwise.launch.island_hub import Desk
 from shardwise.launch.island_supervisor import IslandSupervisor
 from shardwise.launch.job import Job
-from shardwise.launch.restarts import Ending, Restarts
 from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import agents, command, transfers
 from shardwise.launch.ssh.agents import START_LIMIT, Agents
@@ -29,6 +27,8 @@ from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.ssh.remote_desk import RemoteDesk
 from shardwise.launch.ssh.remote_host import LAST_WAIT, RemoteHost
 from shardwise.launch.ssh.remote_island import IslandHost, RemoteIsland, here
+from shardwise.net.island_desk import Contribution, Key
+from shardwise.net.restarts import Ending, Restarts
 
 Pairs = Sequence[tuple[IslandHost, IslandHost]]
 

@@ -4,15 +4,15 @@ import os
 from contextlib import closing
 from functools import partial
 
-from shardwise.launch import restarts
 from shardwise.launch.console import Console
 from shardwise.launch.job import Job
-from shardwise.launch.restarts import Ending
 from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import agents, island_hosts
 from shardwise.launch.ssh.agents import Agents
 from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.supervisor import Supervisor
+from shardwise.net import restarts
+from shardwise.net.restarts import Ending
 
 
 def run(job: Job, options: SshOptions) -> int:

@@ -15,10 +15,10 @@ from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shardwise.errors import LaunchError
-from shardwise.launch.error_file import ErrorReport
 from shardwise.launch.failure_report import ExitStatus
 from shardwise.launch.local_workers import RankExit
-from shardwise.launch.progress import Progress
+from shardwise.net.error_file import ErrorReport
+from shardwise.net.progress import Progress
 
 T = TypeVar("T")
 Message = dict[str, Any]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shardwise.launch.island_desk import Contribution, Delivery, Key
 from shardwise.launch.island_hub import IslandHub
 from shardwise.launch.ssh import protocol, transfers
+from shardwise.net.island_desk import Contribution, Delivery, Key
 
 
 class RemoteDesk:

@@ -14,9 +14,8 @@ from typing import Any
 
 from shardwise import __version__
 from shardwise.errors import LaunchError
-from shardwise.launch import network, orphan_reaper
+from shardwise.launch import orphan_reaper
 from shardwise.launch.console import STDERR, STDOUT
-from shardwise.launch.hosts import Share
 from shardwise.launch.local_workers import HostTask
 from shardwise.launch.screen import Lines, Tail
 from shardwise.launch.ssh import command, protocol
@@ -24,6 +23,8 @@ from shardwise.launch.ssh.command import SshOptions
 from shardwise.launch.ssh.remote_desk import RemoteDesk
 from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.worker_output import LIVE
+from shardwise.net import network
+from shardwise.net.hosts import Share
 
 READ_SIZE = 2**16
 LAST_WAIT = 6.0

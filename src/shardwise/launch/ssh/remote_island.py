@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 
-from shardwise.launch.hosts import Share
-from shardwise.launch.island_place import ranks_here
 from shardwise.launch.island_supervisor import IslandSupervisor
 from shardwise.launch.ssh.remote_desk import RemoteDesk
 from shardwise.launch.ssh.remote_host import RemoteHost
+from shardwise.net.hosts import Share
+from shardwise.net.island_place import ranks_here
 
 
 class IslandHost:

@@ -19,8 +19,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
 
-from shardwise import authentication
-from shardwise.launch.island_desk import Key
+from shardwise.net import authentication
+from shardwise.net.island_desk import Key
 
 NOTHING = 0
 """The number of what every host has, for whoever wants to know whether it can be reached."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from shardwise.errors import ModelError
-from shardwise.randomness import generator_of
 from shardwise.tiers.host_memory import mapped, trim
+from shardwise.world.randomness import generator_of
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise.collectives import Collectives, Handle
+from shardwise.comm import Collectives, Handle
 
 MOST_IN_FLIGHT = 64
 """The number of sent messages that are held while nothing says that they were received."""

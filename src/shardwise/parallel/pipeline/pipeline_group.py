@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.parallel.pipeline.fake_outputs import FakeOutputs
 from shardwise.parallel.pipeline.fake_tensors import fake_like, fake_mode
 from shardwise.parallel.pipeline.parameter_ownership import ParameterOwnership
 from shardwise.parallel.pipeline.stage_tensors import StageRun
 from shardwise.parallel.pipeline.stages import Stages
 from shardwise.parallel.pipeline.tied_weights import TiedWeights
-from shardwise.randomness import generator_of, seed_from
+from shardwise.world.randomness import generator_of, seed_from
 
 
 class Undoable(Protocol):

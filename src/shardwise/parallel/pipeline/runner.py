@@ -16,17 +16,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.bucket_layout import even_cuts
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.config import Settings
 from shardwise.errors import DataError, ParameterAccess, UsageError
+from shardwise.layout.bucket_layout import even_cuts
 from shardwise.model.precision import NARROW
-from shardwise.nested_batch import Rows
 from shardwise.parallel.pipeline.pipeline_group import PipelineGroup
 from shardwise.parallel.pipeline.schedule import Action, actions_of
 from shardwise.parallel.pipeline.split_backward import SplitBackward
 from shardwise.parallel.pipeline.stage_tensors import StageRun, StageTensor
-from shardwise.randomness import seed_everything, seed_from
+from shardwise.world.nested_batch import Rows
+from shardwise.world.randomness import seed_everything, seed_from
 
 MICROBATCHES_PER_STAGE = 4
 """Default number of micro-batches for each worker of a pipeline: a fifth of the time is idle."""

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from shardwise.collectives import Handle
+from shardwise.comm import Handle
 from shardwise.errors import UsageError
 from shardwise.parallel.pipeline import recomputed_layers
 from shardwise.parallel.pipeline.fake_tensors import (

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.errors import UsageError
 from shardwise.parallel.pipeline.channels import Channels
 from shardwise.parallel.pipeline.partition import Partition

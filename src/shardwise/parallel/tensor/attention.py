@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.layout.shards import Ranges
 from shardwise.parallel.tensor import split_rules
 from shardwise.parallel.tensor.split_rules import SplitGroup, range_length
-from shardwise.shards import Ranges
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.errors import UsageError
 from shardwise.model.precision import NARROW
 from shardwise.parallel.tensor.parallel_layers import ColwiseParallel, check_in_range

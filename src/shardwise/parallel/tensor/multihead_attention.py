@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.errors import ModelError
+from shardwise.layout.shards import Range
 from shardwise.parallel.tensor import split_rules
 from shardwise.parallel.tensor.parallel_layers import TensorParallelModule
 from shardwise.parallel.tensor.region_collectives import (
@@ -19,7 +20,6 @@ from shardwise.parallel.tensor.region_collectives import (
     reduce_from_region,
 )
 from shardwise.parallel.tensor.split_rules import ModuleSplit, SplitGroup
-from shardwise.shards import Range
 
 
 class SplitMultiheadAttention(TensorParallelModule):

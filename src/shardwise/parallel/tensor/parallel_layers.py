@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import UsageError
+from shardwise.layout.shards import Range
 from shardwise.parallel.tensor.graph_paths import AllowedOperations
 from shardwise.parallel.tensor.region_collectives import (
     ShardedDim,
@@ -26,7 +27,6 @@ from shardwise.parallel.tensor.region_collectives import (
 )
 from shardwise.parallel.tensor.replica import Replica
 from shardwise.parallel.tensor.sequence_parallel import SequenceShard, shard_arguments
-from shardwise.shards import Range
 
 on_local_tensors = torch._C.DisableTorchFunctionSubclass
 """Inside this block parameters are this rank's parts, whoever computes with them."""

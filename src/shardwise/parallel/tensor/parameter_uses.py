@@ -231,7 +231,7 @@ def _refused(what: str, parameter: Tensor) -> UsageError:
 
 def _called_by_this_library(frame: FrameType | None) -> bool:
     """Whether the caller is this library: directly, through torch, or through modules that pass on
-    what others call (states/parameters_at_rest.py)."""
+    what others call (states/parameters/parameters_at_rest.py)."""
     while frame is not None:
         room = frame.f_globals.get("__name__", "").partition(".")[0]
         if room != "torch" and not frame.f_globals.get("PASSES_ON"):

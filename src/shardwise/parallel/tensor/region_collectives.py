@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.collectives import Collectives
-from shardwise.shards import Range
+from shardwise.comm import Collectives
+from shardwise.layout.shards import Range
 
 
 @dataclass(frozen=True)

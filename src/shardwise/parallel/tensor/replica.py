@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.model.recomputation import once
 from shardwise.parallel.tensor.region_collectives import (
     copy_to_region,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.recomputation import once
-from shardwise.randomness import generator_of, seed_from
+from shardwise.world.randomness import generator_of, seed_from
 
 
 class ReplicaRandomness:

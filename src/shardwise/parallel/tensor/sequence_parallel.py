@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.errors import UsageError
+from shardwise.layout.shards import even_ranges
 from shardwise.model.recomputation import StandsForPart
 from shardwise.parallel.tensor.region_collectives import (
     ShardedDim,
@@ -46,7 +47,6 @@ from shardwise.parallel.tensor.torch_functions import (
     NORMS,
     UNTRACKED_WRITES,
 )
-from shardwise.shards import even_ranges
 
 TOKEN_DIM = -2
 """The dimension that is split."""

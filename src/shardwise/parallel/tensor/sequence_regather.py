@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.model.activation_offload import Kept
 from shardwise.parallel.tensor.region_collectives import ShardedDim, all_gathered
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.collectives import Collectives
+from shardwise.comm import Collectives
 from shardwise.errors import ModelError, UsageError
+from shardwise.layout.shards import Shard
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.parallel.tensor import parallel_layers
 from shardwise.parallel.tensor.parallel_layers import TensorParallelModule
@@ -19,7 +20,6 @@ from shardwise.parallel.tensor.replica import ForwardHooks, Replica
 from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
 from shardwise.parallel.tensor.split_rules import ModuleSplit, SplitGroup
 from shardwise.parallel.tensor.user_hooks import HookGuard
-from shardwise.shards import Shard
 
 
 class TensorParallelModels:

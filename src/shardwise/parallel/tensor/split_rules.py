@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import ModelError
+from shardwise.layout.shards import Range, Ranges, even_ranges
 from shardwise.parallel.tensor.graph_paths import AllowedOperations
 from shardwise.parallel.tensor.parallel_layers import (
     ColwiseParallel,
@@ -20,7 +21,6 @@ from shardwise.parallel.tensor.parallel_layers import (
     VocabParallelEmbedding,
     has_columns,
 )
-from shardwise.shards import Range, Ranges, even_ranges
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.collectives import Handle, Solo
-from shardwise.collectives.ordered_sums import PLAIN, Sum
+from shardwise.comm import Handle, Solo
+from shardwise.comm.ordered_sums import PLAIN, Sum
 from shardwise.errors import UsageError
+from shardwise.layout.shards import Shard
 from shardwise.parallel.tensor import parallel_layers, split_rules
 from shardwise.parallel.tensor.graph_paths import RecordedOperations
 from shardwise.parallel.tensor.replica import Replica
@@ -28,8 +29,7 @@ from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
 from shardwise.parallel.tensor.split_rules import ModuleSplit, SplitGroup
 from shardwise.parallel.tensor.user_hooks import silenced
 from shardwise.parallel.tensor.without_dropout import WithoutRandomness
-from shardwise.randomness import preserved
-from shardwise.shards import Shard
+from shardwise.world.randomness import preserved
 
 ROWS, LENGTH = 2, 5
 LIMIT = 60.0

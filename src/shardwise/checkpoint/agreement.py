@@ -1,0 +1,44 @@
+"""Raises the error of one rank on all ranks, so that none waits for another that gave up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from shardwise.comm import Collectives
+from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
+
+T = TypeVar("T")
+
+
+def agree(
+    group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
+) -> None:
+    """Raise `kind` on all ranks if one has a `failure`. Collective."""
+    for rank, each in enumerate(group.gather_objects(failure)):
+        if each is not None:
+            raise kind(each if group.size == 1 else f"Rank {rank}: {each}")
+
+
+def read_on_all(group: Collectives, path: Path, read: Callable[[], T]) -> T:
+    """Return what `read` returns here, once it has returned on all ranks. Collective.
+
+    Raises on all ranks the error of one: BrokenCheckpoint before CheckpointMismatch, because a
+    damaged file may also look like that of another model.
+    """
+    result, failure = None, None
+    try:
+        result = read()
+    except CheckpointError as error:
+        failure = type(error).__name__, str(error)
+    except OSError as error:
+        failure = BrokenCheckpoint.__name__, f"{path} cannot be read: {error}."
+    failures = group.gather_objects(failure)
+    for kind in (BrokenCheckpoint, CheckpointMismatch, CheckpointError):
+        for rank, each in enumerate(failures):
+            if each is not None and each[0] == kind.__name__:
+                known = all(other == each for other in failures)
+                raise kind(each[1] if known else f"Rank {rank}: {each[1]}")
+    assert result is not None
+    return result

@@ -1,0 +1,566 @@
+"""Saves and restores the attributes of optimizers, and state that belongs to no parameter.
+
+Such attributes are counters, lists, tensors, or another optimizer that is wrapped. torch's
+`state_dict()` has no attributes, so a resume would start them again. They become JSON, which names
+the larger tensors that are stored next to it:
+
+    optimizer.count = 7            "count": 7
+    optimizer.slow = {w: tensor}   "slow": {"$map": [[{"$parameter": "0.weight"},
+                                                      {"$stored": ["0.slow.0.weight", false]}]]}
+    optimizer.base = AdamW(...)    "base": {"$optimizer": {"groups": ..., "state": ..., ...}}
+
+Only attributes that have changed since the engine was made are saved, because the others are the
+script's choice. A load fills the containers, tensors and objects that are there, so references
+between them stay. It constructs only containers and tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardwise.checkpoint import json_values
+from shardwise.checkpoint.json_values import NotPlain
+from shardwise.checkpoint.spec_view import Spec
+from shardwise.checkpoint.tensor_names import listed
+from shardwise.checkpoint.tracking import trackable
+from shardwise.errors import BrokenCheckpoint, CheckpointMismatch, UsageError
+from shardwise.model.optimizer_access import held
+from shardwise.states.optimizer.optimizer_kind import attributes_of, common_state, is_known
+
+_COMMON = "state"
+"""Stands among the attributes for the state that belongs to no parameter."""
+
+_MOST = 100_000
+"""The most values that are saved of one optimizer. Beyond, it refers to a dataset or the like."""
+
+_STATELESS = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+    *(type, functools.partial, torch.dtype, torch.device),
+)
+
+_OTHERS = {"_io", "_thread", "_weakref", "logging", "re", "shardwise", "threading", "torch"}
+"""Packages whose objects (locks, loggers, groups of ranks) no resume needs."""
+
+_NOTHING = object()
+
+
+def _saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """What attributes may refer to and a checkpoint has anyway, with the place of each."""
+    yield "optimizer", optimizer
+    yield "held", held(optimizer)
+    yield "param_groups", optimizer.param_groups
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"param_groups.{number}", group
+        yield f"param_groups.{number}.params", group["params"]
+
+
+def _inside(place: str, key: Any) -> str:
+    """The place of what stands at `place` under `key`, which is encoded."""
+    if isinstance(key, dict):
+        key = next(iter(key.values()))
+    return f"{place}.{key}" if isinstance(key, str) else f"{place}[{key}]"
+
+
+@dataclass
+class AttributeValues:
+    """The values of an optimizer's attributes at one time.
+
+    `fields` are JSON by attribute; `tensors` are the stored ones by name. `unsaved` has the places
+    of values that cannot be saved. An attribute has changed if its field or its `marks` have.
+    """
+
+    fields: dict[str, Any]
+    tensors: dict[str, Tensor]
+    unsaved: dict[str, list[str]]
+    marks: dict[str, list[Any]]
+
+    def changed_since(self, initial: AttributeValues) -> AttributeValues:
+        """Only the attributes that differ from `initial`."""
+        names = [
+            name
+            for name, value in self.fields.items()
+            if value != initial.fields.get(name, _NOTHING)
+            or self.marks.get(name) != initial.marks.get(name)
+        ]
+        fields = {name: self.fields[name] for name in names}
+        wanted = {name for value in fields.values() for name in _stored(value)}
+        return AttributeValues(
+            fields,
+            {name: value for name, value in self.tensors.items() if name in wanted},
+            {name: self.unsaved[name] for name in names if name in self.unsaved},
+            {},
+        )
+
+
+def _stored(value: Any) -> Iterator[str]:
+    """The names of the stored tensors in an encoded `value`."""
+    if isinstance(value, dict):
+        if "$stored" in value:
+            yield value["$stored"][0]
+            return
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from _stored(each)
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, list) and len(each) == 2 and not isinstance(each[0], list)
+        for each in value
+    )
+
+
+def _is_pair(value: Any, first: type, second: type) -> bool:
+    is_two = isinstance(value, list) and len(value) == 2
+    return is_two and isinstance(value[0], first) and isinstance(value[1], second)
+
+
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("$parameter", "$same", "$enum"), lambda told: isinstance(told, str)),
+    **dict.fromkeys(("$tuple", "$list", "$deque"), lambda told: isinstance(told, list)),
+    "$kept": lambda told: told is None,
+    "$given": lambda told: isinstance(told, dict),
+    "$map": _is_map,
+    "$small": lambda told: _is_pair(told, dict, bool),
+    "$stored": lambda told: _is_pair(told, str, bool),
+    "$object": lambda told: _is_pair(told, str, dict),
+    "$optimizer": lambda told: (
+        isinstance(told, dict)
+        and all(map(_is_map, told["groups"]))
+        and isinstance(told["attributes"], dict)
+    ),
+}
+"""By tag, whether what stands under it can have been written."""
+
+
+def check(fields: Mapping[str, Any]) -> None:
+    """Raise BrokenCheckpoint for `fields` that cannot have been written."""
+    for name, value in fields.items():
+        try:
+            _check(value)
+        except (BrokenCheckpoint, KeyError, TypeError, ValueError) as error:
+            raise BrokenCheckpoint(
+                f"The attribute {name} of an optimizer is {value!r:.60} in checkpoint.json, which "
+                "no save has written. Take another checkpoint."
+            ) from error
+
+
+def _check(value: Any) -> None:
+    if not isinstance(value, dict):
+        if isinstance(value, list):
+            raise TypeError("a list stands alone")
+        return
+    ((tag, told),) = value.items()
+    if tag not in _FORMS:
+        json_values.decode(value)
+        return
+    if not _FORMS[tag](told):
+        raise TypeError(tag)
+    if tag in ("$tuple", "$list", "$deque"):
+        inside = told
+    elif tag == "$map":
+        inside = [each for _, each in told]
+    elif tag == "$object":
+        inside = list(told[1].values())
+    elif tag == "$optimizer":
+        inside = [each for group in told["groups"] for _, each in group]
+        inside += [told["state"], *told["attributes"].values()]
+    else:
+        inside = [told[0]] if tag == "$small" else [told] if tag == "$given" else []
+    for each in inside:
+        _check(each)
+
+
+class _Encoder:
+    """Encodes the attributes of `optimizer`, whose tensors get names that begin with `number`."""
+
+    def __init__(self, optimizer: optim.Optimizer, number: int, spec: Spec) -> None:
+        self._optimizer = optimizer
+        self._number = number
+        self._names = {named.parameter: named.name for named in spec.located()}
+        self._by_id = {id(parameter): name for parameter, name in self._names.items()}
+        self._modules = {module for model in spec.models for module in model.modules()}
+        self._places = {id(value): place for place, value in _saved_elsewhere(optimizer)}
+        self._alive: list[Any] = []  # no other object may get an id that is in `_places`
+        self._left = _MOST
+        self._depth_in_objects = 0
+        self._name = ""
+        self._made = AttributeValues({}, {}, {}, {})
+
+    def encode(self) -> AttributeValues:
+        """Encode every attribute."""
+        found = attributes_of(self._optimizer) | {_COMMON: common_state(held(self._optimizer))}
+        for self._name, value in found.items():
+            self._made.fields[self._name] = self._encoded(value, self._name)
+        return self._made
+
+    def _mark(self, mark: Any) -> None:
+        self._made.marks.setdefault(self._name, []).append(mark)
+
+    def _encoded(self, value: Any, place: str) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            return self._left_out(value, place)
+        if isinstance(value, nn.Parameter) and value in self._names:
+            return {"$parameter": self._names[value]}
+        if (isinstance(value, nn.Module) and value in self._modules) or isinstance(
+            value, _STATELESS
+        ):
+            return {"$kept": None}
+        if not isinstance(value, Tensor | dict | list | tuple):
+            try:
+                return json_values.encode(value)
+            except NotPlain:
+                self._mark(_Identity(value))  # not a plain value: one of those below
+        if isinstance(value, Enum):
+            return {"$enum": value.name}
+        if isinstance(value, tuple):
+            return {"$tuple": self._items(value, place)}
+        if id(value) in self._places:
+            return {"$same": self._places[id(value)]}
+        self._places[id(value)] = place
+        self._alive.append(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value, place)
+        if isinstance(value, dict):
+            return {"$map": self._map(value, place)}
+        if isinstance(value, list | deque):
+            return {"$list" if isinstance(value, list) else "$deque": self._items(value, place)}
+        if isinstance(value, optim.Optimizer):
+            return {"$optimizer": self._other(value, place)}
+        return self._object(value, place)
+
+    def _items(self, several: Any, place: str) -> list[Any]:
+        return [self._encoded(each, f"{place}.{index}") for index, each in enumerate(several)]
+
+    def _map(self, value: Mapping[Any, Any], place: str) -> list[Any]:
+        encoded = []
+        for key, each in value.items():
+            known: Any
+            if isinstance(key, nn.Parameter) and key in self._names:
+                known = {"$parameter": self._names[key]}
+            elif type(key) is int and key in self._by_id:  # slow[id(parameter)] = ...
+                known = {"$id": self._by_id[key]}
+            else:
+                try:
+                    known = json_values.encode(key)
+                except NotPlain:
+                    self._left_out(key, f"{place}[...]")
+                    continue
+            encoded.append([known, self._encoded(each, _inside(place, known))])
+        return encoded
+
+    def _tensor(self, value: Tensor, place: str) -> Any:
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            return self._left_out(value, place)
+        on_device = value.device.type != "cpu"
+        try:
+            return {"$small": [json_values.encode(value), on_device]}
+        except NotPlain:
+            # Writes by .data do not count versions. So tensors are taken to change, except in
+            # objects, which may refer to the data that is trained on.
+            self._mark(_Identity(value) if self._depth_in_objects else object())
+            name = f"{self._number}.{place}"
+            self._made.tensors[name] = value.detach()
+            return {"$stored": [name, on_device]}
+
+    def _other(self, other: optim.Optimizer, place: str) -> dict[str, Any]:
+        """An optimizer that this one refers to, such as the one that it wraps."""
+        groups = []
+        for number, group in enumerate(other.param_groups):
+            here = f"{place}.param_groups.{number}"
+            is_shared = id(group) in self._places
+            self._places.setdefault(id(group), here)
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            groups.append([] if is_shared else self._map(options, here))
+        fields = attributes_of(other).items()
+        return {
+            "groups": groups,
+            "state": self._encoded(held(other), f"{place}.state"),
+            "attributes": {name: self._encoded(v, f"{place}.{name}") for name, v in fields},
+        }
+
+    def _object(self, value: Any, place: str) -> Any:
+        """Encode a generator, an object with a state_dict, or one with attributes."""
+        self._depth_in_objects += 1
+        try:
+            if (given := _state_dict_of(value)) is not _NOTHING:
+                self._mark(object())  # what it returns may be new at each call
+                return {"$given": self._encoded(given, f"{place}.state_dict()")}
+            package = type(value).__module__.partition(".")[0]
+            if package in _OTHERS:
+                return {"$kept": None}
+            if package in sys.stdlib_module_names or not hasattr(value, "__dict__"):
+                return self._left_out(value, place)
+            fields = vars(value).items()
+            encoded = {name: self._encoded(each, f"{place}.{name}") for name, each in fields}
+            return {"$object": [type(value).__qualname__, encoded]}
+        finally:
+            self._depth_in_objects -= 1
+
+    def _left_out(self, value: Any, place: str) -> Any:
+        """Note that `value` cannot be saved."""
+        # Of one that is no constant it cannot be told whether it has changed.
+        counts = isinstance(value, Iterator) or hasattr(value, "__array__")
+        is_constant = isinstance(value, Hashable) and not counts
+        self._mark(_Identity(value) if is_constant else object())
+        places = self._made.unsaved.setdefault(self._name, [])
+        places.append(f"{place} (a {type(value).__name__})")
+        return {"$kept": None}
+
+
+class _Identity:
+    """Equals another one if both are of one object, and nothing was written into it since."""
+
+    def __init__(self, value: Any) -> None:
+        self._version = value._version if isinstance(value, Tensor) else 0
+        try:
+            self._find: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # such as bytes: small, so it may be held
+            self._find = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Identity) or self._version != other._version:
+            return False
+        return self._find() is not None and self._find() is other._find()
+
+    __hash__ = object.__hash__
+
+
+def _state_dict_of(value: Any) -> Any:
+    try:
+        return trackable("value", value).state_dict()
+    except UsageError:
+        return _NOTHING
+
+
+class _Restorer:
+    """Restores attributes of `optimizer`; `read` returns a stored tensor.
+
+    `lost` has the places of saved values that no object here could take.
+    """
+
+    def __init__(
+        self, optimizer: optim.Optimizer, spec: Spec, read: Callable[[str], Tensor]
+    ) -> None:
+        self.lost: list[str] = []
+        self._optimizer = optimizer
+        self._read = read
+        self._device = spec.device
+        self._parameters = {named.name: named.parameter for named in spec.located()}
+        self._places: dict[str, Any] = dict(_saved_elsewhere(optimizer))
+
+    def restore(self, name: str, saved: Any) -> None:
+        """Restore attribute `name` from its `saved` value."""
+        if name == _COMMON:
+            common, state = common_state(held(self._optimizer)), held(self._optimizer)
+            new = self._restored(common, saved, name)
+            for key in common:
+                state.pop(key, None)
+            state.update(new)
+        else:
+            self._put(vars(self._optimizer), name, saved, name)
+
+    def _put(self, into: MutableMapping[Any, Any], key: Any, saved: Any, place: str) -> None:
+        value = self._restored(into.get(key, _NOTHING), saved, place)
+        if value is not _NOTHING:
+            into[key] = value
+
+    def _restored(self, now: Any, saved: Any, place: str) -> Any:
+        """Return the value for `place`: the object `now` that is there, filled, if possible."""
+        tag, told = next(iter(saved.items())) if isinstance(saved, dict) else ("", saved)
+        if tag == "$parameter":
+            return self._parameters[told]
+        if tag == "$same" and told in self._places:
+            return self._places[told]
+        if tag == "$enum" and isinstance(now, Enum):
+            return type(now)[told]
+        if tag == "$tuple":
+            old = now if isinstance(now, tuple) else ()
+            parts = [self._restored(n, s, p) for n, s, p in _pairs(old, told, place)]
+            return type(now)._make(parts) if hasattr(now, "_make") else tuple(parts)
+        if tag in ("$small", "$stored"):
+            value = self._tensor(now, tag, *told)
+        elif tag == "$map":
+            value = self._map(now, told, place)
+        elif tag in ("$list", "$deque"):
+            value = self._list(now, list if tag == "$list" else deque, told, place)
+        elif tag in ("$optimizer", "$object", "$given", "$kept", "$enum", "$same"):
+            value = now
+            if not self._fill(now, tag, told, place):
+                self.lost.append(place)
+        else:
+            return json_values.decode(saved)
+        self._places[place] = value
+        return value
+
+    def _tensor(self, now: Any, tag: str, told: Any, on_device: bool) -> Tensor:
+        value: Tensor = json_values.decode(told) if tag == "$small" else self._read(told)
+        if isinstance(now, Tensor) and now.shape == value.shape:
+            now.detach().copy_(value)
+            return now
+        return value.to(self._device) if on_device else value
+
+    def _map(self, now: Any, told: Any, place: str) -> Any:
+        into: MutableMapping[Any, Any] = now if isinstance(now, dict) else {}
+        self._places[place] = into  # for what refers to it from inside
+        old = dict(into)
+        into.clear()
+        for key, saved in told:
+            known: Any
+            if isinstance(key, dict) and "$parameter" in key:
+                known = self._parameters[key["$parameter"]]
+            elif isinstance(key, dict) and "$id" in key:
+                known = id(self._parameters[key["$id"]])
+            else:
+                known = json_values.decode(key)
+            value = self._restored(old.get(known, _NOTHING), saved, _inside(place, key))
+            if value is not _NOTHING:
+                into[known] = value
+        return into
+
+    def _list(self, now: Any, kind: type[Any], told: Any, place: str) -> Any:
+        into: Any = now if isinstance(now, kind) else kind()
+        self._places[place] = into
+        old = list(into)
+        into.clear()
+        into.extend(self._restored(n, s, p) for n, s, p in _pairs(old, told, place))
+        return into
+
+    def _fill(self, now: Any, tag: str, told: Any, place: str) -> bool:
+        """Fill an object that only the script can make; False if it has made none such."""
+        if tag in ("$enum", "$same"):
+            return False
+        if tag == "$kept":
+            return now is not _NOTHING
+        if tag == "$given":
+            if _state_dict_of(now) is _NOTHING:
+                return False
+            state = self._restored(_NOTHING, told, f"{place}.state_dict()")
+            trackable("value", now).load_state_dict(state)
+            return True
+        self._places[place] = now
+        if tag == "$object":
+            kind, fields = told
+            if type(now).__qualname__ != kind:
+                return False
+        else:
+            if not isinstance(now, optim.Optimizer):
+                return False
+            for number, (group, options) in enumerate(
+                zip(now.param_groups, told["groups"], strict=True)
+            ):
+                here = f"{place}.param_groups.{number}"
+                self._places.setdefault(here, group)
+                for key, saved in options:
+                    self._put(group, key, saved, _inside(here, key))
+            self._restored(held(now), told["state"], f"{place}.state")
+            fields = told["attributes"]
+        for name, saved in fields.items():
+            self._put(vars(now), name, saved, f"{place}.{name}")
+        return True
+
+
+def _pairs(old: Any, told: list[Any], place: str) -> Iterator[tuple[Any, Any, str]]:
+    for index, saved in enumerate(told):
+        yield old[index] if index < len(old) else _NOTHING, saved, f"{place}.{index}"
+
+
+class OptimizerAttributes:
+    """The attributes of the optimizers of `spec`, now and when the engine was made.
+
+    torch's own optimizers are left out: their state is all in torch's places.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self._initial = {
+            optimizer: replace(_Encoder(optimizer, number, spec).encode(), tensors={})
+            for number, optimizer in enumerate(spec.optimizers)
+            if not is_known(optimizer)
+        }
+
+    def changed(self, optimizer: optim.Optimizer) -> AttributeValues | None:
+        """Return the attributes that have changed since; None for an optimizer of torch's."""
+        if optimizer not in self._initial:
+            return None
+        number = self._spec.optimizers.index(optimizer)
+        now = _Encoder(optimizer, number, self._spec).encode()
+        return now.changed_since(self._initial[optimizer])
+
+    def lacks(self) -> Iterator[str]:
+        """Yield a line for each attribute that a resume from a save of now would start again."""
+        for optimizer in self._initial:
+            values = self.changed(optimizer)
+            for name, places in values.unsaved.items() if values is not None else ():
+                yield (
+                    f"{type(optimizer).__name__} keeps {listed(places)} in its attribute {name}, "
+                    "which a checkpoint cannot hold: a resume would start it again. Keep tensors, "
+                    "numbers, text, or lists and dicts of these."
+                )
+
+    def restore(
+        self,
+        optimizer: optim.Optimizer,
+        saved: Mapping[str, Any],
+        read: Callable[[str], Tensor],
+        say: Callable[[str], None],
+        *,
+        common: bool = True,
+    ) -> None:
+        """Restore the attributes of `optimizer` that were `saved`; `read` returns a stored tensor.
+
+        Attributes that had not changed by then get their first values, and so does state that
+        belongs to no parameter, if `common`. `say` gets a line about values that cannot be
+        restored. Raises CheckpointMismatch if the optimizer here is built in another way.
+        """
+        if (now := self.changed(optimizer)) is None:
+            return
+        initial = self._initial[optimizer].fields
+        names = [n for n in now.fields if n in initial and (common or n != _COMMON)]
+        begun = {name: initial[name] for name in names}
+        unknown = [n for n, value in begun.items() if n not in saved and any(_stored(value))]
+        restorer = _Restorer(optimizer, self._spec, read)
+        try:
+            with torch.no_grad():
+                for name, value in {**begun, **saved}.items():
+                    if name not in unknown:
+                        restorer.restore(name, value)
+        except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+            raise CheckpointMismatch(
+                f"The attributes of {type(optimizer).__name__} in the checkpoint do not fit the "
+                f"optimizer here ({type(error).__name__}: {error}). Make the optimizer that was "
+                "saved, or load the model alone: model_only=True."
+            ) from error
+        if lost := restorer.lost + unknown:
+            say(
+                f"attributes of {type(optimizer).__name__} in the checkpoint cannot be restored: "
+                f"{listed(lost)}. They stay as they are here."
+            )
+
+    def plain(self, optimizer: optim.Optimizer) -> dict[str, Any]:
+        """Return the changed attributes for a state_dict; empty if there are none."""
+        values = self.changed(optimizer)
+        # State of no parameter stands in torch's own part of a state_dict.
+        fields = {} if values is None else {k: v for k, v in values.fields.items() if k != _COMMON}
+        if values is None or not fields:
+            return {}
+        return {"values": fields, "tensors": values.tensors}
+
+    def take_plain(
+        self, optimizer: optim.Optimizer, plain: Mapping[str, Any], say: Callable[[str], None]
+    ) -> None:
+        """Restore the attributes of `optimizer` from the return value of `plain`."""
+        read = plain["tensors"].__getitem__
+        self.restore(optimizer, plain["values"], read, say, common=False)

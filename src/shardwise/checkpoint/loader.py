@@ -1,0 +1,160 @@
+"""Loads a checkpoint, whatever row and size wrote it, into an engine."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import (
+    atomic_folders,
+    engine_fields,
+    load_tensors,
+    optimizer_fields,
+    source,
+)
+from shardwise.checkpoint.agreement import agree, read_on_all
+from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, lacks_document
+from shardwise.checkpoint.deepspeed.folders import find as of_deepspeed
+from shardwise.checkpoint.engine_view import Engine
+from shardwise.checkpoint.source import CheckpointSource
+from shardwise.checkpoint.tensors import EngineTensors
+from shardwise.checkpoint.tracking import Tracking
+from shardwise.timeline import Row, span
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """The fields of a checkpoint, read and checked before anything changes."""
+
+    step: int
+    engine: dict[str, Any]
+    tracked: dict[str, Any]
+    optimizers: optimizer_fields.OptimizerFields
+
+
+class CheckpointLoader:
+    """Reads checkpoints into the engine's tensors, the numbers beside them, and what is
+    `tracked`."""
+
+    def __init__(self, state: Engine, tracked: Tracking) -> None:
+        self._state = state
+        self._world = state.world
+        self._spec = state.spec
+        self._objects = state.objects
+        self._tracked = tracked
+
+    def found(self, folder: Path) -> tuple[list[Found], list[Found]]:
+        """The complete checkpoints in `folder`, and what only looks like one: newest first, alike
+        on all ranks. Collective.
+
+        Raises CheckpointError where `folder` cannot be read, or is itself a checkpoint.
+        """
+        mine: tuple[list[Found], list[Found]] = [], []
+        failure = None
+        # One rank looks for all: on a network disk another may see a new folder later.
+        if self._spec.world_group.rank == 0:
+            try:
+                mine = atomic_folders.complete(folder)[::-1], atomic_folders.lost(folder)[::-1]
+            except OSError as error:
+                failure = f"{folder} cannot be looked into: {error.strerror or error}."
+            if os.path.lexists(folder / DOCUMENT) or lacks_document(folder):
+                failure = (
+                    f"{folder} is a checkpoint itself, and resume takes the folder of all: write "
+                    f'engine.resume("{folder.parent}"), or engine.load("{folder}") for just this.'
+                )
+            elif not mine[0] and of_deepspeed(folder):
+                failure = (
+                    f"{folder} holds what DeepSpeed saved, and resume takes checkpoints of ours: "
+                    f'write engine.load("{folder}"), and resume and save in another folder.'
+                )
+        agree(self._spec.world_group, failure)
+        everywhere: tuple[list[Found], list[Found]] = self._world.broadcast_object(mine)
+        return everywhere
+
+    def load(self, path: Path, *, strict: bool, model_only: bool) -> int | None:
+        """See Engine.load; returns the number of steps, if `path` says it.
+
+        If it raises BrokenCheckpoint, it has changed nothing, and raises it on all ranks.
+        """
+        state, spec, objects, world = self._state, self._spec, self._objects, self._world
+        objects.look_for_changes()
+        tensors = EngineTensors(spec, objects.states, state.extra_sets)
+        with ExitStack() as stack:
+            stack.enter_context(span("load", Row.CHECKPOINT))
+            examine = partial(
+                self._examine, path, tensors, stack, strict=strict, model_only=model_only
+            )
+            # All ranks read and check their part before anything changes. So a damaged checkpoint
+            # leaves the engine as it was, and `resume` can try the one before.
+            found, parsed = read_on_all(spec.world_group, path, examine)
+            if model_only and not found.fields and lacks_document(path):
+                world.say_once(
+                    f"{path} has lost its {DOCUMENT}: whether its weights are those that "
+                    "were written cannot be told."
+                )
+            if objects.make_room_for_averages(found.averaged):
+                tensors = EngineTensors(spec, objects.states, state.extra_sets)
+            state.extra_sets.before_model()
+            load_tensors.fill_model(tensors, found)
+            # These are no writes of the user, which would be compared over the ranks.
+            objects.buffers.remember()
+            if spec.pipeline is not None:
+                spec.pipeline.tied_weights.invalidate()
+            if parsed is None:
+                state.extra_sets.start_again()
+                return None
+            fill = partial(load_tensors.fill_spans, tensors, found)
+            state.extra_sets.after_model(found.read, parsed.step, tensors.extra_places, fill)
+            load_tensors.fill_optimizers(
+                tensors, found, parsed.optimizers, objects.attributes, world.say_once
+            )
+            for line in state.extra_sets.notes(found.fields):
+                world.say_once(line)
+        engine_fields.restore(state, parsed.engine)
+        if found.foreign is not None and (lacking := self._tracked.left_out(parsed.tracked)):
+            world.say_once(
+                f"a save of DeepSpeed has no state of {', '.join(lacking)}, tracked here: it stays "
+                "as it is."
+            )
+        self._tracked.give(parsed.tracked)
+        # Tells the launcher that a restart has made progress from here, not from step 0.
+        world.progress.stepped(state.number, parsed.step)
+        world.progress.kept(state.number, parsed.step)
+        return parsed.step
+
+    def _examine(
+        self,
+        path: Path,
+        tensors: EngineTensors,
+        stack: ExitStack,
+        *,
+        strict: bool,
+        model_only: bool,
+    ) -> tuple[CheckpointSource, _Parsed | None]:
+        """Open `path`, and read this rank's part of it to compare the checksums.
+
+        The second is None if only the model is wanted, or there is no more.
+        """
+        group = self._spec.world_group
+        extra = self._state.extra_sets
+        found = source.open_source(
+            path, tensors, extra, stack, strict=strict, model_only=model_only
+        )
+        if not found.fields and found.foreign is None:
+            return found, None
+        source.verify(path, found, group.rank, group.size)
+        if model_only or not found.fields:
+            return found, None
+        fields = found.fields
+        if found.foreign is None:
+            tracked = self._tracked.read(path, fields)
+        else:
+            tracked = self._tracked.matched(fields["tracked"])
+        optimizers = optimizer_fields.read(fields)
+        parsed = _Parsed(fields["step"], engine_fields.parse(path, fields), tracked, optimizers)
+        optimizer_fields.check(tensors, fields, optimizers)
+        return found, parsed

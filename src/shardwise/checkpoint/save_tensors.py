@@ -1,0 +1,225 @@
+"""Plans a save, hands out this rank's byte ranges, and makes the documents next to the tensors.
+
+plan ─▶ lend: spans ─▶ extents ─▶ byte ranges ─▶ a writer or a copy ─▶ documents with checksums
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from shardwise.checkpoint import document, optimizer_fields
+from shardwise.checkpoint.atomic_folders import DOCUMENT
+from shardwise.checkpoint.checksum import ChecksumPart, joined
+from shardwise.checkpoint.extra_sets import ExtraSets
+from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
+from shardwise.checkpoint.tensor_spans import (
+    ATTRIBUTES,
+    AVERAGE,
+    ISLAND,
+    MODEL,
+    OPTIMIZER,
+    ReportedState,
+    TensorSpan,
+)
+from shardwise.checkpoint.tensors import (
+    EngineTensors,
+    average_specs,
+    optimizer_specs,
+    spec_of,
+)
+from shardwise.checkpoint.writer import CHUNK, TensorSink
+from shardwise.layout.byte_ranges import byte_ranges, clipped, share
+from shardwise.states.optimizer.existing_optimizer_state import Blank
+from shardwise.tiers.host_window import HostWindow
+
+T = TypeVar("T")
+
+Sums = Mapping[tuple[str, str], Sequence[ChecksumPart]]
+"""By set and tensor, the checksums of the parts that a rank has written."""
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """A checkpoint before it is written, alike on all ranks."""
+
+    sets: dict[str, list[TensorFile]]
+    reported: ReportedState
+    state: dict[str, dict[str, Any]]
+    """By parameter what the optimizers keep of it as one value, as JSON, whatever rank has it."""
+    borders: list[str]
+    """The parameters at which segments were cut."""
+    extra_fields: dict[str, Any]
+    """The fields that an ExtraSets adds."""
+    failure: str | None
+    """Why a value cannot be saved, if so."""
+
+    @property
+    def files(self) -> list[TensorFile]:
+        """All of them."""
+        return [file for files in self.sets.values() for file in files]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+
+def plan(
+    engine_tensors: EngineTensors, extra_sets: ExtraSets, scaling: Mapping[str, Any], limit: int
+) -> SavePlan:
+    """Plan the files, of at most `limit` bytes each. Collective."""
+    spec, states, inventory = engine_tensors.spec, engine_tensors.states, engine_tensors.inventory
+    of_all_layers = engine_tensors.of_all_layers
+    reported = engine_tensors.trained.reported()
+    # Ranks may differ in the shape of a buffer that grows: the rank that writes it decides.
+    buffers: dict[str, TensorSpec] = {}
+    mine = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
+    for several in spec.world_group.gather_objects(mine):
+        buffers |= several
+    named = states.parameters.named
+    numbers: dict[str, dict[str, Any]] = {}
+    singles = {
+        named[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
+        for number, entries in sorted(reported.states.items())
+    }
+    singles |= {e.name: e.numbers for e in engine_tensors.idle if e.numbers or e.tensors}
+    for part in of_all_layers(singles):
+        numbers |= part
+    # Segments were cut where a parameter had no gradient. A load cuts there again, because
+    # optimizers keep one step count for each segment.
+    borders = _joined(of_all_layers([named[number].name for number in sorted(reported.borders)]))
+    specs = {
+        MODEL: [
+            inventory.parameters[name] if name in inventory.parameters else buffers[name]
+            for name in inventory.names
+        ],
+        AVERAGE: _joined(of_all_layers(average_specs(states))),
+        ATTRIBUTES: engine_tensors.attribute_specs,
+    } | _specs_of_groups(engine_tensors, reported)
+    sets = {
+        kind: lay_out(kind, each, limit=limit, aliases=inventory.aliases if kind == MODEL else {})
+        for kind, each in specs.items()
+        if each
+    }
+    # A value that no file can hold is an error of all ranks, but only after the collectives below.
+    state, failure = optimizer_fields.encoded_state(numbers)
+    extra = extra_sets.fields(
+        {"state": state, "borders": borders, "scaling": scaling}, of_all_layers
+    )
+    return SavePlan(sets, reported, state, borders, extra, failure)
+
+
+def _specs_of_groups(
+    engine_tensors: EngineTensors, reported: ReportedState
+) -> dict[str, list[TensorSpec]]:
+    """By set, the tensors of which groups of ranks may have different ones. Collective."""
+    spec, extra = engine_tensors.spec, engine_tensors.extra
+    mine = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
+    if extra is not None:
+        mine |= extra.specs()
+    several = engine_tensors.of_all_layers(mine)
+    joined = {kind: _joined(each[kind] for each in several) for kind in mine}
+    if extra is not None:
+        # Not over the layers: one replica's ranks write the buffers for all.
+        buffers = [spec_of(name, value) for name, value in engine_tensors.extra_buffers.items()]
+        joined[ISLAND] += _joined(spec.step_group.gather_objects(buffers))
+    return {
+        engine_tensors.set_of(kind, group): specs
+        for group, theirs in enumerate(spec.peers.gather_objects(joined))
+        for kind, specs in theirs.items()
+    }
+
+
+def _joined(several: Iterable[Iterable[T]]) -> list[T]:
+    return list(itertools.chain.from_iterable(several))
+
+
+def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> None:
+    """Give `sink` all that this rank writes. Collective if memory is out of order."""
+    known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
+    # Of a tensor in channels_last order, a rank has no contiguous range of the file. These
+    # are put together and written whole, all others first from where they are.
+    apart = engine_tensors.out_of_order(made.reported)
+    apart = {(engine_tensors.set_of(kind), name) for kind, name in apart}
+    window = HostWindow()
+    for held in [*engine_tensors.trained, *engine_tensors.beside()]:
+        _lend_span(held, engine_tensors.set_of(held.kind), known - apart, sink, window)
+    if apart:
+        for held in engine_tensors.reordered(made.reported):
+            _lend_span(held, engine_tensors.set_of(held.kind), known, sink, window)
+
+
+def _lend_span(
+    held: TensorSpan,
+    kind: str,
+    wanted: Set[tuple[str, str]],
+    sink: TensorSink,
+    window: HostWindow,
+) -> None:
+    """Give `sink` this rank's share of the `wanted` tensors of a span, which are in the set
+    `kind`."""
+    storage = held.storage
+    mine = [part for part in held.extents if (kind, part.tensor) in wanted]
+    if not mine:
+        return
+    # Ranks with the same elements write equal shares, so that all disks and links are used.
+    first, end = share(storage.numel, held.copy, held.copies)
+    pieces = [
+        (number, max(a, first) - a, min(b, end) - a, a)
+        for number, (a, b) in enumerate(storage.spans)
+        if max(a, first) < min(b, end)
+    ]
+    for place, (number, low, high, start) in enumerate(pieces):
+        if place + 1 < len(pieces):
+            storage.read_ahead(pieces[place + 1][0])
+        taken = storage.take(number)[low:high].detach()
+        for offset, near in window.read(taken, sink.settle):
+            begin = start + low + offset
+            parts = clipped(mine, begin, begin + near.numel())
+            memory = near.view(torch.uint8).numpy().data if near.numel() else memoryview(b"")
+            sink.write(kind, byte_ranges(parts, storage.dtype.itemsize, CHUNK), memory)
+        # The storage may reuse the memory of this piece: the sink must be done with it.
+        sink.settle()
+        storage.put(number, changed=False)
+
+
+def documents(
+    made: SavePlan,
+    several: Iterable[Sums],
+    fields: Mapping[str, Any],
+    more: Mapping[str, bytes],
+) -> dict[str, bytes]:
+    """Return the small files of a checkpoint by name, checkpoint.json last.
+
+    Args:
+        several: The checksums of what each rank has written.
+        fields: The fields of checkpoint.json besides those about files.
+        more: Further small files.
+    """
+    parts: dict[tuple[str, str], list[ChecksumPart]] = {}
+    for sums in several:
+        for tensor, found in sums.items():
+            parts.setdefault(tensor, []).extend(found)
+    checksums: dict[str, dict[str, str]] = {kind: {} for kind in made.sets}
+    for kind, files in made.sets.items():
+        for placed in (placed for file in files for placed in file.tensors.values()):
+            name = placed.spec.name
+            crc = joined(parts.get((kind, name), ()), placed.spec.nbytes)
+            assert crc is not None, f"{name} was not written whole: {sorted(parts[kind, name])}"
+            checksums[kind][name] = f"{crc:08x}"
+    small = dict(more)
+    for kind, files in made.sets.items():
+        if len(files) > 1:
+            small[index_name(kind)] = json.dumps(index(files), indent=1).encode() + b"\n"
+    sets = {kind: [file.name for file in files] for kind, files in made.sets.items()}
+    summed = {name: document.crc_of(data) for name, data in small.items()}
+    summed |= {file.name: document.crc_of(file.header) for file in made.files}
+    tensors = {"sets": sets, "checksums": checksums, "files": summed}
+    # Last: a folder counts as a checkpoint once this file is in it.
+    return small | {DOCUMENT: document.dump(tensors | dict(fields))}

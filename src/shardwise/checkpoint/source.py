@@ -1,0 +1,205 @@
+"""Opens what is loaded, checks it against the model, and finds the values of each tensor in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Set
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint import document, reader
+from shardwise.checkpoint import tensor_names as names
+from shardwise.checkpoint.atomic_folders import DOCUMENT, lacks_document
+from shardwise.checkpoint.deepspeed.as_checkpoint import fields_of
+from shardwise.checkpoint.deepspeed.as_checkpoint import verify as verify_save
+from shardwise.checkpoint.deepspeed.folders import find
+from shardwise.checkpoint.deepspeed.save import Save
+from shardwise.checkpoint.extra_sets import ExtraSets, Sets, SetsToRead
+from shardwise.checkpoint.format import dtype_of
+from shardwise.checkpoint.reader import TensorReader
+from shardwise.checkpoint.tensor_spans import AVERAGE, MASTER, MODEL, OPTIMIZER, state_name
+from shardwise.checkpoint.tensors import EngineTensors
+from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Where a rank finds the values of a model's tensors."""
+
+    read: SetsToRead
+    """The sets and fields that this rank reads."""
+    names: Mapping[str, str]
+    """By the model's names of tensors, those in the files."""
+    foreign: Save | None
+    """The save of DeepSpeed that it is, if it is one."""
+    written: Sets
+    """All sets, as they were written."""
+
+    @property
+    def sets(self) -> Sets:
+        """The sets that this rank reads."""
+        return self.read.sets
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The fields of checkpoint.json, or of a save of DeepSpeed; empty for other files."""
+        return self.read.fields
+
+    def has(self, kind: str, name: str) -> bool:
+        """Whether tensor `name` of set `kind` is there."""
+        return kind in self.sets and name in self.sets[kind].specs
+
+    @property
+    def averaged(self) -> Set[str]:
+        """The names of what has a moving average."""
+        return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
+
+    def of_model(self, name: str) -> tuple[TensorReader, str]:
+        """Return the files that have tensor `name` of the model, and its name there."""
+        return self.read.own.get(name) or (self.sets[MODEL], self.names[name])
+
+    def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[TensorReader, str] | None:
+        """Return the files with the best values for tensor `name`, and its name there.
+
+        A master is better than the parameter made of it where the wider dtype is wanted, and
+        replaces an average that was not kept; a parameter replaces its master.
+        """
+        is_master = kind == OPTIMIZER and name.endswith(f".{MASTER}")
+        if self.has(kind, name) and kind != MODEL and not is_master:
+            return self.sets[kind], name
+        if kind not in (MODEL, AVERAGE) and not is_master:
+            return None
+        parameter = name.removesuffix(f".{MASTER}") if is_master else name
+        if parameter in self.read.own:
+            return self.read.own[parameter]
+        if parameter not in self.names:
+            return None
+        master = state_name(parameter, MASTER)
+        held = self.sets[MODEL].specs[self.names[parameter]]
+        if dtype.itemsize > dtype_of(held.dtype).itemsize and self.has(OPTIMIZER, master):
+            return self.sets[OPTIMIZER], master
+        return self.sets[MODEL], self.names[parameter]
+
+
+def open_source(
+    path: Path,
+    engine_tensors: EngineTensors,
+    extra_sets: ExtraSets,
+    stack: ExitStack,
+    *,
+    strict: bool,
+    model_only: bool,
+) -> CheckpointSource:
+    """Open `path`, a checkpoint's folder or another library's files, for the model of
+    `engine_tensors`.
+
+    The files are open until `stack` is closed. Raises CheckpointMismatch, with all names, if
+    tensors are misshapen, or with `strict` missing or unexpected; BrokenCheckpoint if the
+    checkpoint.json is missing and more than the model is wanted.
+    """
+    fields: dict[str, Any] = {}
+    save: Save | None = None
+    if lacks_document(path) and not model_only:
+        raise BrokenCheckpoint(
+            f"{path} has the tensors of a checkpoint, and no {DOCUMENT}, which says the rest of "
+            "it. Bring the file back, or take another checkpoint. To load the weights alone: "
+            "engine.load(path, model_only=True)."
+        )
+    if os.path.lexists(path / DOCUMENT):
+        fields = document.load(path)
+        sets: dict[str, TensorReader] = {
+            kind: stack.enter_context(closing(reader.open_set(path, files, fields["files"])))
+            for kind, files in fields["sets"].items()
+        }
+        if MODEL not in sets:
+            raise BrokenCheckpoint(f"{path / DOCUMENT} has no set of tensors {MODEL!r}.")
+    elif (folder := find(path)) is not None:
+        save = Save(folder)
+        sets = {MODEL: save.model}
+        if not model_only:
+            optimized = engine_tensors.optimized
+            groups = [
+                [optimized[parameter] for parameter in group["params"]]
+                for optimizer in engine_tensors.spec.optimizers
+                for group in optimizer.param_groups
+            ]
+            sets, fields = fields_of(save, engine_tensors.inventory.names, groups)
+    else:
+        sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
+    # Names may have a prefix of DistributedDataParallel or torch.compile.
+    found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
+    _check(path, engine_tensors, sets[MODEL], found, strict=strict)
+    buffers = engine_tensors.inventory.buffers.keys()
+    read = extra_sets.read_as(sets, fields, buffers, model_only=model_only)
+    return CheckpointSource(read, found.found, save, sets)
+
+
+def _check(
+    path: Path,
+    engine_tensors: EngineTensors,
+    tensors: TensorReader,
+    found: names.Match,
+    *,
+    strict: bool,
+) -> None:
+    """Raise CheckpointMismatch for all that does not fit."""
+    inventory = engine_tensors.inventory
+    shapes = {name: spec.shape for name, spec in inventory.parameters.items()}
+    shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}
+    misshapen = [
+        f"{name} (here {list(shapes[name])}, there {list(tensors.specs[theirs].shape)})"
+        for name, theirs in found.found.items()
+        if shapes[name] != tensors.specs[theirs].shape
+    ]
+    faults = [("misshapen", misshapen)]
+    if strict:
+        faults += [("missing in it", found.missing), ("unexpected in it", found.unexpected)]
+    lines = [f"{what}: {names.listed(several)}" for what, several in faults if several]
+    if lines:
+        loosely = " To load what fits and keep the rest: strict=False." if not misshapen else ""
+        raise CheckpointMismatch(
+            f"{path} is not of this model. {'; '.join(lines)}. Build the model that was saved."
+            f"{loosely}"
+        )
+
+
+def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
+    """Read what falls to `rank` of `size` of a checkpoint's bytes.
+
+    Tensors are dealt out by their bytes, the largest first. Raises BrokenCheckpoint for one that is
+    not as it was written.
+    """
+    if source.foreign is not None:
+        verify_save(source.foreign, rank, size)
+        return
+    lost = [
+        f"{name} of the set {kind}"
+        for kind, sums in source.fields["checksums"].items()
+        for name in sums
+        if kind not in source.written or name not in source.written[kind].specs
+    ]
+    if lost:
+        raise BrokenCheckpoint(
+            f"{path} lacks what was written: {names.listed(lost)}. Take another checkpoint."
+        )
+    # Every byte of all sets, not just those that this rank will read: each is checked once, by
+    # some rank. The largest tensors go to the least loaded rank, so that all take equally long.
+    loads = [0] * size
+    specs = [
+        (kind, spec)
+        for kind, tensors in sorted(source.written.items())
+        for spec in tensors.specs.values()
+    ]
+    for kind, spec in sorted(specs, key=lambda each: (-each[1].nbytes, each[1].name)):
+        turn = loads.index(min(loads))
+        loads[turn] += spec.nbytes
+        written = source.fields["checksums"].get(kind, {}).get(spec.name)
+        if turn == rank and source.written[kind].checksum(spec.name) != written:
+            raise BrokenCheckpoint(
+                f"{spec.name} of the set {kind} in {path} is not what was written: its CRC-32 is "
+                f"not {written}. Take another checkpoint; `shardwise checkpoint verify` tells more."
+            )

@@ -1,0 +1,389 @@
+"""Names the tensors of an engine that a checkpoint holds, with the intervals that this rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, TypeVar
+
+from torch import Tensor, nn, optim
+
+from shardwise.checkpoint import tensor_spans
+from shardwise.checkpoint.attribute_values import AttributeValues
+from shardwise.checkpoint.extra_sets import ExtraSets
+from shardwise.checkpoint.format import TensorSpec, dtype_name
+from shardwise.checkpoint.spec_view import Spec, States
+from shardwise.checkpoint.tensor_spans import (
+    ISLAND,
+    OUTER,
+    ReportedState,
+    TensorSpan,
+    TensorSpans,
+)
+from shardwise.layout.shards import Shard
+from shardwise.model.optimizer_access import held
+from shardwise.states.optimizer.existing_optimizer_state import Blank
+from shardwise.states.optimizer.optimizer_kind import OptimizerKind, placed
+from shardwise.states.optimizer.optimizer_trial import examine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What there is, in the order of registration.
+
+    `names`: all names of each tensor of the models by the first, under which it is written.
+    `specs`: dtype and shape of each by set, those of buffers as this rank has them.
+    """
+
+    names: dict[str, list[str]]
+    buffers: dict[str, Tensor]
+    homes: dict[str, nn.Module]
+    """The modules that have them."""
+    whole: dict[str, Tensor]
+    """Parameters that are not trained and not laid out, as every rank has them."""
+    parameters: dict[str, TensorSpec]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The further names of tied weights, by the first."""
+        return {alias: first for first, several in self.names.items() for alias in several[1:]}
+
+
+def take(spec: Spec, states: States) -> Inventory:
+    """List the tensors that an engine has now."""
+    parameters = states.parameters
+    laid = {t.parameter: t for t in parameters.named}
+    laid |= {t.parameter: t for slab in parameters.frozen for t in slab.named}
+    names: dict[int, list[str]] = {}
+    buffers: dict[str, Tensor] = {}
+    homes: dict[str, nn.Module] = {}
+    by_id: dict[int, Any] = {}
+    for name, value, module in _tensors(spec):
+        homes.setdefault(name, module)
+        names.setdefault(id(value), []).append(name)
+        by_id[id(value)] = value
+    for named in spec.located():  # those that only an optimizer knows
+        names.setdefault(id(named.parameter), [named.name])
+        by_id[id(named.parameter)] = named.parameter
+    specs: dict[str, TensorSpec] = {}
+    whole: dict[str, Tensor] = {}
+    for number, (first, *_) in names.items():
+        value = by_id[number]
+        if value in laid:
+            form = laid[value]
+            specs[first] = TensorSpec(first, dtype_name(form.dtype), tuple(form.whole_shape))
+        elif isinstance(value, nn.Parameter):
+            specs[first] = spec_of(first, value, spec.shard_of(value))
+            if spec.is_here(value):
+                whole[first] = value
+        else:
+            buffers[first] = value
+    known = {several[0]: several for several in names.values()}
+    return Inventory(known, buffers, homes, whole, specs)
+
+
+def _tensors(spec: Spec) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Every name of every parameter and persistent buffer of the models, as in state_dict(), and
+    the module that has it."""
+    for model, prefix in zip(spec.models, spec.prefixes, strict=True):
+        # With duplicates: every name of a tied weight belongs into the file.
+        for path, module in model.named_modules(remove_duplicate=False):
+            kept = {
+                key: buffer
+                for key, buffer in module._buffers.items()
+                if key not in module._non_persistent_buffers_set
+            }
+            for key, value in [*module._parameters.items(), *kept.items()]:
+                if value is not None:
+                    name = ".".join(part for part in (prefix, path, key) if part)
+                    yield name.replace("_orig_mod.", ""), value, module
+
+
+def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
+    """Name, dtype and shape that `value`, or the tensor that it is a part of, has in a file."""
+    shape = tuple(value.shape) if shard is None else shard.shape
+    return TensorSpec(name, dtype_name(value.dtype), shape)
+
+
+def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> list[TensorSpec]:
+    """The tensors beside the model's that the optimizers keep, masters in another dtype first."""
+    states, specs = engine_tensors.states, []
+    named = states.parameters.named
+    masters = {
+        slot.parameter: part.master.dtype
+        for part in states.optimizer.intervals
+        if part.master.dtype != part.target.dtype
+        for slot in part.bucket.slots
+    }
+    for number, form in enumerate(named):
+        if number in masters:
+            name = tensor_spans.state_name(form.name, tensor_spans.MASTER)
+            specs.append(TensorSpec(name, dtype_name(masters[number]), tuple(form.whole_shape)))
+        for key, entry in sorted(reported.states.get(number, {}).items()):
+            if isinstance(entry, Blank):
+                name = tensor_spans.state_name(form.name, key)
+                specs.append(TensorSpec(name, dtype_name(entry.dtype), entry.shape))
+    for each in engine_tensors.idle:
+        for key, value in sorted(each.tensors.items()):
+            shard = engine_tensors.spec.shard_of(each.parameter)
+            specs.append(spec_of(tensor_spans.state_name(each.name, key), value, shard))
+    return specs
+
+
+def average_specs(states: States) -> list[TensorSpec]:
+    """The moving averages, if there are any."""
+    if states.averages is None:
+        return []
+    dtypes = {
+        slot.parameter: held.dtype
+        for part, held in zip(states.optimizer.intervals, states.averages.storages, strict=True)
+        for slot in part.bucket.slots
+    }
+    return [
+        TensorSpec(each.name, dtype_name(dtypes[number]), tuple(each.whole_shape))
+        for number, each in enumerate(states.parameters.named)
+    ]
+
+
+class _Group:
+    """A parameter group of an optimizer; what kind it is costs a trial, made once when asked."""
+
+    def __init__(self, optimizer: optim.Optimizer, options: dict[str, Any]) -> None:
+        self.optimizer = optimizer
+        self.options = options
+
+    @cached_property
+    def kind(self) -> OptimizerKind:
+        """As the group's first parameter is updated."""
+        # All parameters of a group are updated in one way, so one of them is enough.
+        device = self.options["params"][0].device
+        return examine(self.optimizer, self.options, device, is_copied=False)
+
+
+@dataclass(frozen=True)
+class FrozenState:
+    """A parameter that a group of an optimizer has, and that is not trained now."""
+
+    name: str
+    parameter: nn.Parameter
+    group: _Group
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is a tensor of its state, by key, as it is while the parameter is trained."""
+        state = self._state
+        if not state:
+            return {}
+        kind, shape = self.group.kind, self.parameter.shape
+        return {k: v for k, v in sorted(state.items()) if kind.is_tensor(k, v, shape)}
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What is one value each."""
+        tensors = self.tensors
+        return {k: v for k, v in self._state.items() if k not in tensors}
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = held(self.group.optimizer).get(self.parameter, {})
+        return state
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Have `state` in place of what there is."""
+        held(self.group.optimizer).pop(self.parameter, None)
+        if state:
+            device = self.parameter.device
+            held(self.group.optimizer)[self.parameter] = {
+                key: placed(key, value, device, self.group.options) for key, value in state.items()
+            }
+
+
+def _idle(spec: Spec, states: States) -> Iterator[FrozenState]:
+    """Yield the frozen parameters of the optimizers' groups, in their order."""
+    trained = {named.parameter for named in states.parameters.named}
+    names = {named.parameter: named.name for named in spec.located()}
+    for optimizer in spec.optimizers:
+        for group in (_Group(optimizer, options) for options in optimizer.param_groups):
+            for parameter in group.options["params"]:
+                if parameter not in trained and spec.is_here(parameter):
+                    yield FrozenState(names[parameter], parameter, group)
+
+
+def _place(rank: int, alike: list[bool]) -> tuple[int, int]:
+    """The number of `rank` among those that are `alike`, and how many they are."""
+    return sum(alike[:rank]), sum(alike)
+
+
+def _each(*several: list[bool]) -> list[bool]:
+    """By place, whether all of `several` hold."""
+    return [all(flags) for flags in zip(*several, strict=True)]
+
+
+class EngineTensors:
+    """The tensors that a rank has, to be saved or loaded. Making it is collective.
+
+    Args:
+        extra_sets: What a feature adds.
+        attributes: What each optimizer keeps in attributes of its own, for a save.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        states: States,
+        extra_sets: ExtraSets,
+        attributes: Sequence[AttributeValues | None] = (),
+    ) -> None:
+        self.spec = spec
+        self.states = states
+        self.attributes = attributes
+        self.inventory = take(spec, states)
+        self.idle = list(_idle(spec, states))
+        run = spec.world_group
+        self.attribute_specs, self._attribute_copies = self._share_attributes()
+        places_of = spec.shard_group, spec.apart, spec.peers
+        mine = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
+        parts, near, shared, home, peer = (
+            [there == here for there in column]
+            for here, column in zip(mine, zip(*run.gather_objects(mine), strict=True), strict=True)
+        )
+
+        def places(*alike: list[bool]) -> dict[bool, tuple[int, int]]:
+            return {
+                False: _place(run.rank, _each(near, *alike)),
+                True: _place(run.rank, _each(near, parts, *alike)),
+            }
+
+        # Ranks that hold the same elements share the writing. Parameters are the same in all groups
+        # of ranks, optimizer state only within a group (`home`).
+        self._among, self._everywhere = places(shared), places()
+        among_own, self._everywhere_own = places(shared, home), places(home)
+        scattered = spec.placement.is_sharded("optimizer")
+        self.trained = TensorSpans(
+            states.parameters,
+            states.optimizer,
+            states.averages,
+            spec.shard_group,
+            scattered=scattered,
+            among=self._among if scattered else self._everywhere,
+            among_own=among_own if scattered else self._everywhere_own,
+        )
+        self._everywhere_peers = places(peer)
+        self.extra_places = {OUTER: self._among, ISLAND: places(shared, peer)}
+        self._extra_sets = extra_sets
+        self.extra = extra_sets.tensors(self.extra_places)
+
+    def _share_attributes(self) -> tuple[list[TensorSpec], tuple[int, int] | None]:
+        """The tensors of `attributes` that rank 0 has, and this rank's number among those that
+        write them, of how many; None if it writes none. Collective."""
+        run = self.spec.world_group
+        if all(each is None for each in self.attributes):
+            return [], None
+        values = self._attribute_tensors
+        everywhere = run.gather_objects([spec_of(name, value) for name, value in values.items()])
+        first = everywhere[0]
+        if self.spec.steps_apart or any(each != first for each in everywhere):
+            # Ranks disagree: only the values of one rank fit each other.
+            return first, (0, 1) if run.rank == 0 else None
+        # The same everywhere, so all ranks share the writing.
+        return first, (run.rank, run.size)
+
+    @property
+    def _attribute_tensors(self) -> dict[str, Tensor]:
+        return {
+            n: v for each in self.attributes if each is not None for n, v in each.tensors.items()
+        }
+
+    def set_of(self, kind: str, group: int | None = None) -> str:
+        """The name of the set in which tensors of a kind are: this rank's, or those of `group`."""
+        return self._extra_sets.set_name(kind, self.spec.peers.rank if group is None else group)
+
+    @property
+    def optimized(self) -> dict[nn.Parameter, str]:
+        """The names of all parameters that an optimizer has, trained now or not."""
+        if self.spec.pipeline is not None:
+            return {named.parameter: named.name for named in self.spec.located()}
+        names = {named.parameter: named.name for named in self.states.parameters.named}
+        return names | {each.parameter: each.name for each in self.idle}
+
+    @property
+    def own_buffers(self) -> dict[str, Tensor]:
+        """The buffers that this rank writes: the first of the ranks that run their modules does."""
+        return {} if self.spec.peers.rank > 0 else self._buffers_of_group
+
+    @property
+    def extra_buffers(self) -> dict[str, Tensor]:
+        """The buffers that this rank writes into the set of its own group."""
+        return {} if self.extra is None else self.extra.buffers(self._buffers_of_group)
+
+    @property
+    def _buffers_of_group(self) -> dict[str, Tensor]:
+        if self.spec.stage_group.rank > 0:
+            return {}
+        homes = self.inventory.homes
+        return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
+
+    def of_all_layers(self, mine: T) -> list[T]:
+        """`mine` of each of the ranks that share out the layers, in their order. Collective."""
+        line = self.spec.pipeline
+        return [mine] if line is None else line.group.gather_objects(mine)
+
+    def frozen(self) -> Iterator[TensorSpan]:
+        """The frozen parameters that are sharded."""
+        for slab in self.states.parameters.frozen:
+            yield tensor_spans.of_sharded_bucket(slab, self._among)
+
+    def beside(self) -> Iterator[TensorSpan]:
+        """What is not trained: frozen parameters and the state they have, what optimizers keep in
+        attributes, and on rank 0 buffers."""
+        yield from self.frozen()
+        if self.extra is not None:
+            yield from self.extra
+        for each in self.idle:
+            for key, value in each.tensors.items():
+                name = tensor_spans.state_name(each.name, key)
+                yield self._tensor(name, value, each.parameter, tensor_spans.OPTIMIZER)
+        for name, value in self.inventory.whole.items():
+            yield self._tensor(name, value, value)
+        if self._attribute_copies is not None:
+            for name, value in self._attribute_tensors.items():
+                copies = self._attribute_copies
+                yield tensor_spans.of_tensor(name, value, *copies, tensor_spans.ATTRIBUTES)
+        for name, value in self.own_buffers.items():
+            yield tensor_spans.of_tensor(name, value, 0, 1)
+        for name, value in self.extra_buffers.items():
+            yield tensor_spans.of_tensor(name, value, 0, 1, ISLAND)
+
+    def _tensor(
+        self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
+    ) -> TensorSpan:
+        """What every rank has of a tensor of `parameter`'s."""
+        shard = self.spec.shard_of(parameter)
+        return tensor_spans.of_tensor(name, value, *self._copies(kind, shard), kind, shard)
+
+    def _copies(self, kind: str, shard: Shard | None = None) -> tuple[int, int]:
+        """The number of this rank among those that have the whole of a tensor, and how many."""
+        own = {tensor_spans.OPTIMIZER: self._everywhere_own, ISLAND: self._everywhere_peers}
+        return own.get(kind, self._everywhere)[shard is not None]
+
+    def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
+        """Set and name of what lies in memory in another order than that of its elements."""
+        frozen = [t for slab in self.states.parameters.frozen for t in slab.named]
+        odd = {(tensor_spans.MODEL, named.name) for named in frozen if not named.in_order}
+        apart = set() if self.extra is None else self.extra.out_of_order()
+        return self.trained.out_of_order(reported) | odd | apart
+
+    def reordered(self, reported: ReportedState) -> Iterator[TensorSpan]:
+        """The same, in the order of its elements. Collective."""
+        # A part of a tensor always lies in order.
+        beside = () if self.extra is None else self.extra.reordered()
+        for kind, name, value in chain(self.trained.reordered(reported), beside):
+            yield tensor_spans.of_tensor(name, value, *self._copies(kind), kind)
+        for slab in self.states.parameters.frozen:
+            for named, value in tensor_spans.reordered_bucket(slab, self.spec.shard_group):
+                copies = self._copies(tensor_spans.MODEL)
+                yield tensor_spans.of_tensor(named.name, value, *copies)

@@ -1,0 +1,388 @@
+"""The `shardwise` command: parses the command line and calls the module that does the work."""
+
+import difflib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwise import __version__, config
+from shardwise.checkpoint.commands import checkpoint, zero_to_fp32
+from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.launch import (
+    allocations,
+    command_line,
+    console,
+    deepspeed_flags,
+    failure_report,
+    program,
+    resources,
+    start,
+)
+from shardwise.launch.flags import Command, Flag
+from shardwise.messages.other_libraries import hint as hint_at_other_library
+from shardwise.messages.printable import printable, shortened
+from shardwise.net.identity import described
+from shardwise.net.launchers import detection as launcher_detection
+from shardwise.net.launchers import slurm
+from shardwise.tools.pipeline_plan import flags as plan_flags
+from shardwise.tools.plan import flags as planning_flags
+from shardwise.tools.scale import flags as scale_flags
+from shardwise.tools.simulate import flags as simulate_flags
+from shardwise.tools.timeline.commands import timeline
+from shardwise.tools.verify import flags as verify_flags
+
+WRONG_USE = 2
+
+RUN_TOP = """\
+Train on N workers as on one:   shardwise run -n 4 --zero 2 train.py --epochs 3
+
+shardwise run [flags] SCRIPT.py [its arguments]     also: -m MODULE, or any program
+"""
+DOCTOR_TOP = """\
+What each host has, how fast ranks talk, what is wrong:   shardwise doctor -H node1:2,node2:2
+
+shardwise doctor [flags of the run]     also: srun shardwise doctor, mpirun -n 4 shardwise doctor
+"""
+
+
+class Commands(click.Group):
+    """The group of commands, with a suggestion for an unknown word."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that `args` begin with."""
+        word = args[0]
+        if word not in self.commands and not word.startswith("-"):
+            raise LaunchError(f"There is no command {word!r}. {self._meant(args)}")
+        return super().resolve_command(ctx, args)
+
+    def _meant(self, args: list[str]) -> str:
+        """A suggestion for what `args` were meant to be."""
+        shown = sorted(name for name, command in self.commands.items() if not command.hidden)
+        if near := difflib.get_close_matches(args[0], shown, n=1):
+            return f"Did you mean: shardwise {near[0]}"
+        if program.is_script(args[0]) or shutil.which(args[0]):
+            return f"Did you mean: shardwise run {' '.join(args)}"
+        return f"There are: {', '.join(shown)}."
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code, 2 for what is wrong before any start."""
+    if closed := console.open_standard_streams():
+        return _refuse(closed)
+    try:
+        code = _shardwise.main(arguments, prog_name="shardwise", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except click.NoSuchOption as error:
+        message = _no_such_flag(error)
+    except click.ClickException as error:
+        message = error.format_message()
+    except ShardwiseError as error:
+        message = str(error)
+    except OSError as error:
+        console.forget_unwritten()
+        message = failure_report.os_error_sentence(error)
+    except click.Abort:
+        return 130
+    else:
+        return code or 0
+    return _refuse(message)
+
+
+def _refuse(message: str) -> int:
+    """Print the error, safe for a terminal; returns the exit code."""
+    if sys.stderr is not None:
+        with suppress(OSError):  # where nobody listens, the code says it
+            print(f"shardwise: {shortened(printable(message))}", file=sys.stderr, flush=True)
+    return WRONG_USE
+
+
+def _no_such_flag(error: click.NoSuchOption) -> str:
+    near = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
+    hint = hint_at_other_library(error.option_name) or (
+        f"Did you mean {near[0]}?" if near else "See shardwise run --help."
+    )
+    return (
+        f"There is no flag {error.option_name}. {hint} "
+        "(The script's own arguments go after its name.)"
+    )
+
+
+def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
+    """The command `run`, with the flags that the user gave in `given`; with `local_rank` the script
+    has it as an argument, as DeepSpeed's launcher gives it."""
+    settings = {name: given.pop(name) for name in ("config", "deepspeed", *config.FIELDS)}
+    settings = {
+        name: command_line.as_text(value) for name, value in settings.items() if value is not None
+    }
+    command_line.check_settings(settings)
+    adopted = given.pop("adopt", None)
+    if not words:
+        raise LaunchError("What shall be run? For example: shardwise run -n 2 train.py")
+    command_line.mention_misplaced(words, OF_THE_SIZE if given.get("size") is None else ())
+    if adopted is None:
+        _mention_copies(words[0], given.get("size"))
+    else:
+        words = command_line.adopting(adopted, words, module=given["module"])
+        given["module"] = True
+    if local_rank:
+        words = deepspeed_flags.with_local_rank(words, module=given["module"])
+        given["module"] = True
+    if "deepspeed" in settings:
+        _show_json(settings["deepspeed"], given["size"], dry_run=given["dry_run"])
+    return start.run(start.RunRequest(words=words, settings=settings, **given))
+
+
+def _show_json(path: str, size: int | None, *, dry_run: bool) -> None:
+    """Say what comes of the DeepSpeed JSON at `path`: all of it in a dry run, else in short."""
+    job = config.deepspeed.parse(path)
+    shown = config.deepspeed.lines(job, size) if dry_run else config.deepspeed.short_lines(job)
+    for line in shown:
+        click.echo(f"{path}: {line}", err=not dry_run)
+
+
+def _mention_copies(script: str, size: int | None) -> None:
+    """Warn of a script on several workers that names neither us nor Horovod: it runs as independent
+    copies, or by the library that it names."""
+    text = program.text_of(script)
+    if size is None or size == 1 or not text or program.names_us(text):
+        return
+    if (library := _adoptable(text)) is not None:
+        click.echo(
+            f"shardwise: {script} trains by {library} alone, so no flag of shardwise's changes "
+            f"how: write shardwise run --adopt {library}, or change its import "
+            f"(docs/from_{library}.md).",
+            err=True,
+        )
+    elif not program.joins_itself(script):
+        click.echo(
+            f"shardwise: {script} names neither shardwise nor horovod: unless what it imports "
+            f"calls sw.init, {size} copies of it run, each by itself with all of the work.",
+            err=True,
+        )
+
+
+def _adoptable(text: str) -> str | None:
+    """The library in a script's text in whose place --adopt puts ours; None without one."""
+    if program.imports(text, "deepspeed"):
+        return "deepspeed"
+    if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
+        return "accelerate"
+    if program.imports(text, "lightning", "pytorch_lightning", "lightning_fabric"):
+        return "lightning"
+    return "transformers" if re.search(r"\b(Seq2Seq)?Trainer\b", text) else None
+
+
+def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
+    """The command `deepspeed`: what DeepSpeed's launcher is told, told to `run`."""
+    if not words:
+        raise LaunchError("What shall be run? Write: shardwise deepspeed --num_gpus 2 train.py")
+    settings = {name: given.pop(name, None) for name in config.FIELDS}
+    flags = deepspeed_flags.run_words(deepspeed_flags.asked(given, words))
+    for name, value in settings.items():
+        if value is not None:
+            flags += command_line.spelled(name, command_line.as_text(value))
+    if deepspeed_flags.adopts(words, given):
+        flags += ["--adopt", deepspeed_flags.DEEPSPEED]
+    if not settings["quiet"]:
+        click.echo(f"shardwise: {deepspeed_flags.line_of([*flags, *words])}", err=True)
+    asked = _run_command().make_context("run", [*flags, *words]).params
+    return _run(**asked, local_rank=not given["no_local_rank"])
+
+
+def _doctor(explain: bool, **given: Any) -> int:
+    """The command `doctor`: this process where a launcher started it, else a run of its own."""
+    identity = launcher_detection.identify()
+    if explain:
+        click.echo(described(identity, os.environ))
+        if allocation := allocations.find(os.environ):
+            names = ", ".join(str(host) for host in allocation.hosts)
+            click.echo(f"hosts of {allocation}: {names}")
+        return 0
+    if identity.launcher != "python":
+        return import_module("shardwise.tools.doctor.__main__").main()  # type: ignore[no-any-return]
+    asked = (given[name] for name in ("size", "per_host", "hosts", "hostfile", "nnodes"))
+    has_hosts = slurm.needs_srun(os.environ) or allocations.find(os.environ) is not None
+    if all(value is None for value in asked) and not has_hosts:
+        given["size"] = resources.gpu_count(os.environ) or 2
+    return _run(("shardwise.tools.doctor",), module=True, **given)
+
+
+def _scale(
+    words: tuple[str, ...],
+    sizes: tuple[int, ...],
+    kinds: str,
+    warmup: int,
+    steps: int | None,
+    out: str | None,
+    module: bool,
+    hosts: str | None,
+    hostfile: str | None,
+    **given: Any,
+) -> int:
+    """The command `scale`: `given` are the settings of the runs."""
+    passed = _settings_of_measured_runs(words, given, scale_flags.EMPTY, module=module)
+    for name, value in (("-H", hosts), ("--hostfile", hostfile)):
+        passed += [] if value is None else [name, value]
+    plan = import_module("shardwise.tools.scale.runs").ScalingPlan(
+        words=words,
+        flags=(*passed, *(["-m"] if module else [])),
+        sizes=sizes,
+        kinds=KINDS[kinds],
+        warmup=warmup,
+        steps=steps,
+        out=Path(out or f"runs/scale-{Path(words[0]).stem}"),
+    )
+    return import_module("shardwise.tools.scale.measure").measure(plan)  # type: ignore[no-any-return]
+
+
+def _pipeline_plan(
+    words: tuple[str, ...], stages: int, micros: int | None, steps: int, by: str, **given: Any
+) -> int:
+    """The command `pipeline-plan`: `given` are the settings of the run whose layers are timed."""
+    passed = _settings_of_measured_runs(words, given, plan_flags.EMPTY, module=False)
+    command = import_module("shardwise.tools.pipeline_plan.command")
+    request = command.PlanRequest(words, tuple(passed), stages, micros or 4 * stages, steps, by)
+    return command.show_plan(request)  # type: ignore[no-any-return]
+
+
+def _split(**given: Any) -> int:
+    """The old name of `pipeline-plan`."""
+    click.echo("shardwise: `shardwise split` is now called `shardwise pipeline-plan`.", err=True)
+    return _pipeline_plan(**given)
+
+
+def _settings_of_measured_runs(
+    words: tuple[str, ...], given: dict[str, Any], empty: str, *, module: bool
+) -> list[str]:
+    """The settings `given` as words of a command line. Raises LaunchError, `empty` of no words."""
+    settings = {
+        name: command_line.as_text(value) for name, value in given.items() if value is not None
+    }
+    command_line.check_settings(settings)
+    if not words:
+        raise LaunchError(empty)
+    program.command(words[0], words[1:], module=module)  # raises where there is none
+    command_line.mention_misplaced(words)
+    return [word for name, value in settings.items() for word in command_line.spelled(name, value)]
+
+
+OF_THE_SIZE = {"-n", "-np", "--nproc-per-node", "--nproc_per_node"}
+"""Flags for the number of ranks; looked for behind the script where it is not set before it."""
+
+KINDS = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
+
+
+def _run_command() -> Command:
+    """`run` leaves everything after its first word to the program that it runs."""
+    return Command(
+        "run",
+        top=RUN_TOP,
+        callback=_run,
+        params=command_line.all_flags(),
+        context_settings=command_line.PROGRAM_LAST,
+        short_help="Train on N workers as on one.",
+    )
+
+
+def _deepspeed_command() -> Command:
+    """`deepspeed` has the flags of DeepSpeed's launcher, and those of our settings."""
+    return Command(
+        deepspeed_flags.DEEPSPEED,
+        top=deepspeed_flags.TOP,
+        callback=_deepspeed,
+        params=[
+            click.Argument(["words"], nargs=-1, type=click.UNPROCESSED),
+            command_line.help_all(),
+            *deepspeed_flags.options(),
+            *command_line.flags_named(config.FIELDS),
+        ],
+        context_settings=command_line.PROGRAM_LAST,
+        short_help="Run a script as DeepSpeed's launcher does.",
+    )
+
+
+def _doctor_command() -> Command:
+    """`doctor` has the flags of `run`, but for what to run."""
+    explain = Flag(
+        ["--explain"],
+        group="where",
+        shown="--explain",
+        is_flag=True,
+        help="only say which variables told this process who it is",
+    )
+    return Command(
+        "doctor",
+        top=DOCTOR_TOP,
+        callback=_doctor,
+        params=[
+            explain,
+            *(f for f in command_line.all_flags() if f.name not in ("words", "module", "adopt")),
+        ],
+        context_settings={"max_content_width": command_line.WIDTH},
+        short_help="Look at the hosts and the network of a run.",
+    )
+
+
+def _scale_command() -> Command:
+    """`scale` has the settings of `run`, but for those that it gives itself."""
+    own = {"record", "record_tensors", "stop_after", "batch", "trial"}
+    shared = {"words", "module", "config", "hosts", "hostfile", *config.FIELDS} - own
+    return Command(
+        "scale",
+        top=scale_flags.TOP,
+        callback=_scale,
+        params=[*scale_flags.own(), command_line.help_all(), *command_line.flags_named(shared)],
+        context_settings=command_line.PROGRAM_LAST,
+        short_help="Measure a script on 1, 2, 4, ... workers.",
+    )
+
+
+def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: bool) -> Command:
+    """`pipeline-plan` has the settings that decide what a layer is and takes."""
+    shared = {"words", "units", "device", "precision", "activations", "micro_batch_size"}
+    return Command(
+        name,
+        top=plan_flags.TOP,
+        callback=callback,
+        params=[*plan_flags.own(), command_line.help_all(), *command_line.flags_named(shared)],
+        context_settings=command_line.PROGRAM_LAST,
+        short_help="Show where to cut a model into pipeline stages.",
+        hidden=hidden,
+    )
+
+
+@click.group(cls=Commands, invoke_without_command=True)
+@click.version_option(__version__, message="shardwise %(version)s")
+@click.pass_context
+def _shardwise(ctx: click.Context) -> None:
+    """Train a PyTorch model on many devices exactly as it trains on one."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+for _command in (
+    _run_command(),
+    _deepspeed_command(),
+    _doctor_command(),
+    _scale_command(),
+    _pipeline_plan_command("pipeline-plan", _pipeline_plan, hidden=False),
+    _pipeline_plan_command("split", _split, hidden=True),
+    verify_flags.command(),
+    planning_flags.command(),
+    simulate_flags.command(),
+    checkpoint,
+    zero_to_fp32,
+    timeline,
+):
+    _shardwise.add_command(_command)

@@ -1,0 +1,448 @@
+"""Allocates memory that other processes of this host can map.
+
+A segment is an anonymous file in memory (memfd) that is mapped whole. It has no name in any file
+system and no limit but the host's memory, and it is gone when the last process that maps it has
+ended, however that ended. What a tensor in it took is the system's again when the tensor is
+collected, and free for another one.
+
+A forked child must find the values of the moment of the fork, and its writes must not reach its
+parent. A shared mapping gives neither, so there are two kinds of segments:
+
+    forkable   tensors that user code sees: parameters. Before a fork they become private mappings
+               of their file, which parent and child copy page by page as they write. The next step
+               calls `share_again`, which gives the parent a new file for the other ranks to read.
+               The old file is gone when the last child that maps it ends.
+    others     buffers of the engine, which a child never uses: zeros in the child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections import deque
+from functools import cache
+from itertools import count
+from typing import Any
+from weakref import WeakSet, finalize, ref
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import LaunchError
+from shardwise.layout.extents import Extents
+
+SMALLEST = 1 << 26
+"""Bytes of the first segment; what is never written of it takes no memory."""
+
+LARGEST = 1 << 30
+"""Bytes up to which segments grow with the arena, so that they stay few: each needs descriptors."""
+
+MAP_FIXED = 0x10
+"""mmap(2): replace the mapping at exactly this address. Python's mmap module does not have it."""
+
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""mmap(2): the system sets no memory aside for pages that are never written. Python 3.13 has it."""
+
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+PROT_NONE = 0
+"""mmap(2): no access at all. Python's mmap module does not have it."""
+
+_living: WeakSet[Arena] = WeakSet()
+
+_mapped: WeakSet[mmap.mmap] = WeakSet()
+"""Memory of other ranks that this process maps."""
+
+_forking = threading.RLock()
+"""Held while a process forks, and while segments change between shared and private."""
+
+
+class Segment:
+    """A piece of this process's shared memory; it lives as long as any tensor in it."""
+
+    def __init__(self, number: int, fd: int, memory: mmap.mmap, *, forkable: bool) -> None:
+        self.number = number
+        self.fd = fd
+        self.size = len(memory)
+        self.start = _address(memory)
+        self.is_forkable = forkable
+        self.is_private = False
+        """Whether there was a fork since the last `share_again`: other ranks do not see writes."""
+        self._memory = ref(memory)
+        self._owner = os.getpid()
+        self.is_full = False
+        """Whether nothing more shall be taken of it."""
+        self.is_read = False
+        """Whether other ranks may go on reading what this one lets go."""
+        self._extents = Extents()
+        # Tensors are collected at any time, also while ranges are being taken.
+        self._returned: deque[tuple[int, int, bool]] = deque()
+        """Ranges (start, length) to take back, and whether the file may still have values there."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """`numel` zeros; None when there is no room for them, or the segment has ended."""
+        memory = self._memory()
+        if memory is None or self.is_full or self.is_private:
+            return None
+        self._collect_returned(memory)
+        length = _pages(numel * dtype.itemsize)
+        start = self._extents.take(length)
+        if start + length > self.size:
+            self._extents.give(start, length)
+            return None
+        piece = memoryview(memory)[start : start + length]
+        finalize(piece, self._take_back, start, length).atexit = False
+        return tensor_at(piece, 0, numel, dtype)
+
+    def _take_back(self, start: int, length: int) -> None:
+        """Nobody holds this range any more: its pages go, and read as zeros when used again.
+
+        A forked process lets go of its copy only.
+        """
+        memory = self._memory()
+        if memory is None or self.is_read or os.getpid() != self._owner:
+            return
+        in_file = self.is_private
+        if not in_file:
+            try:
+                memory.madvise(mmap.MADV_REMOVE, start, length)
+            except PermissionError:  # another thread has just forked
+                in_file = True
+        if in_file:
+            # Forked children still use the file, or `share` is copying values to a new one.
+            memory.madvise(mmap.MADV_DONTNEED, start, length)
+        self._returned.append((start, length, in_file))
+
+    def _collect_returned(self, memory: mmap.mmap) -> None:
+        while self._returned:
+            start, length, in_file = self._returned.popleft()
+            if in_file and not self.is_private:
+                memory.madvise(mmap.MADV_REMOVE, start, length)
+            self._extents.give(start, length)
+
+    def make_private(self) -> bool:
+        """Hide all later writes of this process from forked children and from other ranks.
+
+        Returns False if the host refuses that: the segment is shared then. The kernel replaces the
+        mapping in one step, so a write of another thread is never lost.
+        """
+        memory = self._memory()  # held, so that no other thread ends the mapping meanwhile
+        if memory is None or not self.is_forkable or self.is_private:
+            return True
+        try:
+            _map_over(self.start, self.size, mmap.MAP_PRIVATE | MAP_NORESERVE, self.fd)
+        except OSError:  # with vm.overcommit_memory=2 a private mapping counts in full
+            # Kernels before 6.12 end the old mapping before they refuse the new one.
+            _map_over(self.start, self.size, mmap.MAP_SHARED, self.fd)
+            return False
+        self.is_private = True
+        return True
+
+    def share(self, number: int) -> None:
+        """Move a private segment to a new file, which other ranks can map as segment `number`.
+
+        No-op if the segment is shared, or its descriptor was closed. No thread may write meanwhile.
+        Raises LaunchError when the host refuses the memory.
+        """
+        memory = self._memory()
+        if memory is None or not self.is_private or self.fd < 0:
+            return
+        self._collect_returned(memory)
+        fd = _open_file(number, self.size)
+        try:
+            with memoryview(memory) as whole:
+                for start, end in self._extents.used:
+                    while start < end:  # one call writes 2 GB at most
+                        start += os.pwrite(fd, whole[start:end], start)
+            _map_over(self.start, self.size, mmap.MAP_SHARED, fd)
+        except OSError as error:
+            os.close(fd)
+            raise _refused(self.size, error) from error
+        os.close(self.fd)
+        self.number, self.fd, self.is_private = number, fd, False
+
+    def leave_in_child(self) -> bool:
+        """In a forked child: let go of the file.
+
+        A private segment stays, one that is not forkable becomes zeros. Returns False for one that
+        could not be made private: its memory cannot be accessed any more.
+        """
+        memory, lost = self._memory(), self.is_forkable and not self.is_private
+        if memory is not None and not self.is_private:
+            _wipe(self.start, self.size, PROT_NONE if lost else READ_WRITE)
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        return memory is None or not lost
+
+    @property
+    def in_use(self) -> int:
+        """Bytes that tensors lie in, or lay in until just now."""
+        return self._extents.in_use
+
+    def close(self) -> None:
+        """Close the descriptor; tensors in the segment stay, those that users see as private.
+
+        If the host refuses that, the descriptor stays open, and the next fork tries again.
+        """
+        if self.fd >= 0 and self.make_private():
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Arena:
+    """The shared memory of this process: tensors laid end to end in segments."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        # A segment ends where the last tensor in it is collected, which may be in any thread:
+        # single operations on this dict cannot be torn.
+        self._segments: dict[int, Segment] = {}
+        _living.add(self)
+
+    def allocate(self, numel: int, dtype: torch.dtype, *, forkable: bool = False) -> Tensor:
+        """Return a zeroed flat tensor of `numel` elements.
+
+        `forkable`: forked children find a copy of it, and not zeros. Raises LaunchError when the
+        host refuses the memory.
+        """
+        with _forking:  # a fork of another thread would make a new segment private at once
+            segments = [s for s in list(self._segments.values()) if s.is_forkable == forkable]
+            for segment in segments:
+                if (taken := segment.take(numel, dtype)) is not None:
+                    return taken
+            total = sum(segment.in_use for segment in segments)
+            size = max(numel * dtype.itemsize, SMALLEST, min(total, LARGEST))
+            segment, _held = self._open(size, forkable=forkable)
+            taken = segment.take(numel, dtype)
+        assert taken is not None
+        return taken
+
+    def alone(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The same, in a segment of its own, where others may use it for longer than this rank."""
+        segment, memory = self._open(numel * dtype.itemsize)
+        segment.is_full = True
+        return tensor_at(memory, 0, numel, dtype)
+
+    def locate(self, tensor: Tensor, *, written: bool = False) -> tuple[Segment, int] | None:
+        """The segment that `tensor` lies in, and the bytes before it; None for private memory.
+
+        `written`: other ranks must also see later writes. Returns None for forkable memory then,
+        because a fork in another thread would hide them.
+        """
+        address = tensor.data_ptr()
+        for segment in list(self._segments.values()):
+            if segment.start <= address < segment.start + segment.size:
+                is_hidden = segment.is_private or (written and segment.is_forkable)
+                return None if is_hidden else (segment, address - segment.start)
+        return None
+
+    def holds(self, number: int) -> bool:
+        """Whether any tensor still lies in segment `number`."""
+        return number in self._segments
+
+    def leave_to_others(self) -> None:
+        """This rank goes while others may still read: what lies here now is never freed or used
+        again; it goes with the segment."""
+        for segment in list(self._segments.values()):
+            segment.is_read = segment.is_full = True
+
+    def close(self) -> None:
+        """Close the descriptors: nobody new can map this memory. Tensors in it stay."""
+        with _forking:
+            for segment in list(self._segments.values()):
+                segment.close()
+
+    def make_private(self) -> None:
+        """See `Segment.make_private`."""
+        for segment in list(self._segments.values()):
+            segment.make_private()
+
+    def share_again(self) -> None:
+        """See `Segment.share`."""
+        for before, segment in list(self._segments.items()):
+            if segment.is_private:
+                # Another thread may end the segment at any time. That removes the segment's current
+                # number, so the new number must be listed before the segment has it.
+                number = next(self._numbers)
+                self._segments[number] = segment
+                try:
+                    segment.share(number)
+                finally:
+                    self._segments.pop(before if segment.number == number else number, None)
+
+    def leave_in_child(self) -> bool:
+        """In a forked child: let go of all that other processes see. See `Segment`."""
+        kept = [segment.leave_in_child() for segment in list(self._segments.values())]
+        return all(kept)
+
+    def _open(self, size: int, *, forkable: bool = False) -> tuple[Segment, mmap.mmap]:
+        """A new segment, and its memory, which must be held until a tensor in it holds it."""
+        number, size = next(self._numbers), _pages(size)
+        fd = _open_file(number, size)
+        try:
+            memory = _map_file(fd, size)
+        except OSError as error:
+            os.close(fd)
+            raise _refused(size, error) from error
+        segment = self._segments[number] = Segment(number, fd, memory, forkable=forkable)
+        finalize(memory, _end, ref(self), segment).atexit = False
+        return segment, memory
+
+
+class MappedSegments:
+    """The segments of the other ranks, mapped when their descriptors come."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, int], mmap.mmap] = {}
+
+    def learn(self, rank: int, number: int, fd: int) -> None:
+        """Map the segment `number` of `rank`, whose descriptor is `fd`, and close that."""
+        try:
+            memory = self._open[rank, number] = _map_file(fd, os.fstat(fd).st_size)
+            _mapped.add(memory)
+        finally:
+            os.close(fd)
+
+    def forget(self, rank: int, number: int) -> None:
+        """Let go of a segment that its owner no longer uses; tensors in it stay."""
+        self._open.pop((rank, number), None)
+
+    def view(self, rank: int, number: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """`numel` elements of `rank`'s memory, from byte `offset` of its segment `number` on."""
+        return tensor_at(self._open[rank, number], offset, numel, dtype)
+
+    def close(self) -> None:
+        """Let go of all."""
+        self._open.clear()
+
+
+def tensor_at(
+    memory: mmap.mmap | memoryview, offset: int, numel: int, dtype: torch.dtype
+) -> Tensor:
+    """The `numel` elements from byte `offset` of `memory` on, which they keep alive."""
+    if not numel:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+
+
+_LIMITS = {
+    errno.EFBIG: "a limit on the size of files counts it: raise that (ulimit -f unlimited)",
+    errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
+    errno.ENOMEM: "the host's memory, or a limit on it (ulimit -v), is used up: use less",
+}
+
+
+def _refused(size: int, error: OSError) -> LaunchError:
+    hint = _LIMITS.get(error.errno or 0, "the system refuses it")
+    return LaunchError(
+        f"{size:,} bytes of memory that ranks share cannot be had ({error.strerror or error}): "
+        f"{hint}, or do without it: --transport gloo."
+    )
+
+
+def _end(arena: ref[Arena], segment: Segment) -> None:
+    segment.close()
+    alive = arena()
+    if alive is not None:
+        alive._segments.pop(segment.number, None)
+
+
+def _pages(size: int) -> int:
+    """`size` up to whole pages: so tensors start on one, and share none."""
+    return -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def share_again() -> None:
+    """Share all forkable segments again that a fork has made private.
+
+    Parameters call it before an update. Until then transports copy such tensors to shared memory
+    whenever they send them, which is slower.
+    """
+    with _forking:
+        for arena in list(_living):
+            arena.share_again()
+
+
+def _open_file(number: int, size: int) -> int:
+    """Return the descriptor of a new file of `size` zeros in memory."""
+    try:
+        fd = os.memfd_create(f"shardwise-{number}")
+    except OSError as error:
+        raise _refused(size, error) from error
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        os.close(fd)
+        raise _refused(size, error) from error
+    return fd
+
+
+def _map_file(fd: int, size: int) -> mmap.mmap:
+    """Map `size` bytes of a file, shared. Raises OSError."""
+    # Python's mmap would keep a duplicate of `fd` until the mapping ends, and with it a file that a
+    # fork has replaced by another one. So it gets no descriptor, and the file is mapped over it.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, size, flags=flags)
+    _map_over(_address(memory), size, mmap.MAP_SHARED, fd)
+    return memory
+
+
+def _address(memory: mmap.mmap) -> int:
+    return tensor_at(memory, 0, 1, torch.uint8).data_ptr()
+
+
+@cache
+def _mmap() -> Any:
+    """The C library's mmap(2)."""
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    sized, number = ctypes.c_size_t, ctypes.c_int
+    function.argtypes = [ctypes.c_void_p, sized, number, number, number, ctypes.c_long]
+    function.restype = sized
+    return function
+
+
+def _map_over(start: int, size: int, flags: int, fd: int = -1, access: int = READ_WRITE) -> None:
+    """Replace the mapping of the `size` bytes at `start`. Raises OSError."""
+    if _mmap()(start, size, access, flags | MAP_FIXED, fd, 0) != start:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _wipe(start: int, size: int, access: int = READ_WRITE) -> None:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    _map_over(start, size, flags, access=access)
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    for arena in list(_living):
+        arena.make_private()
+
+
+def _in_forked_child() -> None:
+    try:
+        kept = [arena.leave_in_child() for arena in list(_living)]
+        if not all(kept):
+            os.write(2, _no_parameters().encode())  # sys.stderr's lock may be another thread's
+        for memory in list(_mapped):
+            _wipe(_address(memory), len(memory))
+    finally:
+        _forking.release()
+
+
+def _no_parameters() -> str:
+    return (
+        f"shardwise: process {os.getpid()} was forked without the model's parameters, because the "
+        "host refuses private memory for them (vm.overcommit_memory=2, or a limit on memory): it "
+        "ends with a segmentation fault if it uses them. Give the host more memory or swap, or run "
+        "with --transport gloo.\n"
+    )
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_forking.release, after_in_child=_in_forked_child
+)

@@ -1,0 +1,298 @@
+"""Sends and receives the messages of one call over Gloo, and says why a message does not come.
+
+start      receives first, then sends; what is large in a thread of its own (the send thread)
+wait       for the messages in the order in which they were started
+compare    asks a rank that does not come what it has sent in this call (see watchdog.py)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import gloo_messages
+from shardwise.comm.base import GroupRanks
+from shardwise.comm.mismatched_calls import mismatch_error
+from shardwise.comm.progress_thread import PendingWork, ProgressThread
+from shardwise.comm.torch_backend import explained, is_timeout, real_view, timeout_error
+from shardwise.errors import CollectiveError, PeerLost
+from shardwise.watch.status_server import StatusServer
+
+PROBE = 1
+"""A tag that no call has: messages that nobody awaits."""
+
+REMEMBERED = 64
+"""Calls of which a rank can tell what it has sent in them."""
+
+SMALL = 1 << 14
+"""Bytes of a call's messages up to which they are started at once, without the send thread."""
+
+
+class Arrivals(Protocol):
+    """Waits for all messages of a call.
+
+    `then` is told, after each was waited for, how many have come: the first of every rank, then the
+    second ones. It is no part of the wait.
+    """
+
+    def __call__(self, then: Callable[[int], None] | None = None) -> None: ...
+
+
+class GlooExchange:
+    """The messages of rank `rank` in one group, over Gloo's point-to-point verbs.
+
+    `group` is the process group of torch that carries them; `timeout` is for messages of errors.
+    Messages know whom they are from: a rank that is lost, or does not come, is named.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        group_ranks: GroupRanks,
+        timeout: timedelta | None,
+        status_server: StatusServer,
+    ) -> None:
+        self._rank = rank
+        self._group = group
+        self._group_ranks = group_ranks
+        self._timeout = timeout
+        self._status_server = status_server
+        self._calls = 0
+        # A message that nobody waits for any more (an error came between) must still be received:
+        # dropped, it would leave its channel out of step.
+        self._unwaited: dict[int, list[tuple[int, dist.Work]]] = {}
+        self.progress_thread = ProgressThread(status_server.waits)
+        self._send_thread = ProgressThread(status_server.waits, name="shardwise-send")
+        # Else the threads and sockets of a group that nobody has closed would be kept.
+        self._end = weakref.finalize(self, _end, group, self._send_thread, self.progress_thread)
+        self._end.atexit = False
+        self._sent: dict[int, dict[int, gloo_messages.Content]] = {}
+        self._difference: CollectiveError | None = None
+        self._channel = "all" if group is None else str(group.group_name)
+        status_server.channels[self._channel] = self
+
+    @property
+    def others(self) -> list[int]:
+        """The places of the other ranks."""
+        return [place for place in range(len(self._group_ranks.ranks)) if place != self._rank]
+
+    def number(self) -> int:
+        """The number of this rank's next call, the same on all ranks."""
+        self._calls += 1
+        return self._calls
+
+    def start(
+        self,
+        what: str,
+        call: int,
+        sends: gloo_messages.Messages,
+        receives: gloo_messages.Messages,
+        *,
+        here: bool = False,
+    ) -> Arrivals:
+        """Start the messages to and from every other rank (empty ones are not sent).
+
+        Returns what waits for them all. Raises CollectiveError once the group has been closed.
+
+        Gloo sends in the thread that asks for it, as much as the socket takes, and lets that wait
+        while bytes of the same rank come in. A backward has better to do: what is large is started
+        by a thread of its own, unless it is to be started `here`.
+        """
+        # Before anything is sent: a forked child has its parent's sockets.
+        self._status_server.refuse_after_failure()
+        self._send_thread.refuse_if_dismissed()
+        self._sent[call] = gloo_messages.contents(what, sends)
+        awaited = gloo_messages.contents(what, receives)
+        for old in list(self._sent):  # not all calls send, and second halves come later
+            if old <= call - REMEMBERED:
+                self._sent.pop(old, None)
+        works: list[tuple[int, dist.Work]] = []
+        self._unwaited[call] = works
+        start = partial(self._start, what, call, works, sends, receives)
+        if here or gloo_messages.nbytes(sends) + gloo_messages.nbytes(receives) <= SMALL:
+            start()
+            begun = None
+        else:
+            begun = self._send_thread.follow(start)
+        # Not the tensors: whoever looks at this wait must not keep their memory.
+        return partial(self._wait, what, call, begun, awaited)
+
+    def follow(self, call: str, pending: PendingWork) -> None:
+        """Wait for work of the progress thread, and note whom it waits for as missing."""
+        with self._status_server.waits.noted(call, pending.missing):
+            pending.wait()
+
+    def close(self) -> None:
+        """End the threads, and leave the group of torch's."""
+        # The send thread first: it may hold tensors of calls that end with the group.
+        self._send_thread.close()
+        self._end()
+        self.progress_thread.close()
+
+    def _start(
+        self,
+        what: str,
+        call: int,
+        works: list[tuple[int, dist.Work]],
+        sends: gloo_messages.Messages,
+        receives: gloo_messages.Messages,
+    ) -> None:
+        """Start all messages and note them in `works`."""
+        rank = self._rank
+        try:
+            # Receives first, on all ranks: Gloo then puts what comes where it belongs at once.
+            for peer, start, tensors in (
+                ("group_src", dist.irecv, receives),
+                ("group_dst", dist.isend, sends),
+            ):
+                for rank, tensor in gloo_messages.interleaved(tensors):
+                    if tensor.numel():
+                        tag, to = gloo_messages.tag(what, call, tensor), {peer: rank}
+                        work = start(real_view(tensor), group=self._group, tag=tag, **to)
+                        assert work is not None
+                        works.append((rank, work))
+        except RuntimeError as error:
+            raise self._failed(error, f"{what} (call {call})", rank) from error
+
+    def _wait(
+        self,
+        what: str,
+        call: int,
+        begun: PendingWork | None,
+        awaited: dict[int, gloo_messages.Content],
+        then: Callable[[int], None] | None = None,
+    ) -> None:
+        self._status_server.refuse_after_failure()
+        if begun is not None:
+            begun.wait()  # for no other rank
+        works, first = self._unwaited[call], 0
+        if then is not None:
+            to_come = sum(len(lengths) for _, lengths, _ in awaited.values())
+            while first < to_come:
+                self._wait_for(works[first : first + 1], what, call, awaited)
+                first += 1
+                then(first)
+        if first < len(works):
+            self._wait_for(works[first:], what, call, awaited)
+        del self._unwaited[call]
+
+    def _wait_for(
+        self,
+        works: list[tuple[int, dist.Work]],
+        what: str,
+        call: int,
+        awaited: dict[int, gloo_messages.Content],
+    ) -> None:
+        """Wait for some of the messages of a call.
+
+        The places of all of them count as missing at first, then that of the one waited for.
+        """
+        now = sorted({place for place, _ in works})
+        call_in_words, compare = f"{what} (call {call})", partial(self._compare, call, awaited, now)
+        waits = self._status_server.waits
+        with waits.noted(call_in_words, lambda: self._ranks(now), compare):
+            for place, work in works:
+                now[:] = [place]
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self._failed(error, call_in_words, place) from error
+                if self._difference is not None:
+                    raise self._difference
+
+    # -- errors ---------------------------------------------------------------------------
+
+    def _failed(self, error: RuntimeError, call: str, other: int) -> CollectiveError:
+        """The error to raise, told to the others; where one of them has aborted, its reason."""
+        speaker = self._group_ranks.speaker(self._rank)
+        if (theirs := self._status_server.error_of_another(speaker)) is not None:
+            return theirs
+        found = explained(error, speaker, call, self._group_ranks.named([other]))
+        if isinstance(found, PeerLost):
+            lost = self._group_ranks.named({other, *self._unreachable()})
+            found = explained(error, speaker, call, lost)
+        elif is_timeout(error):
+            seconds = self._timeout.total_seconds() if self._timeout else 0.0
+            found = timeout_error(self._status_server, speaker, call, self._ranks([other]), seconds)
+        self._status_server.announce_abort(found)
+        return found
+
+    def _unreachable(self) -> list[int]:
+        """The places to which no message can be sent any more.
+
+        Who went first is among them, be it that another one was lost for its sake.
+        """
+        found = []
+        for rank in self.others:
+            probe = torch.zeros(1)
+            try:
+                work = dist.isend(probe, group=self._group, tag=PROBE, group_dst=rank)
+            except RuntimeError:
+                found.append(rank)
+            else:
+                assert work is not None
+                self._unwaited.setdefault(-1, []).append((rank, work))
+        return found
+
+    def _ranks(self, places: Sequence[int]) -> list[int]:
+        return [self._group_ranks.ranks[place] for place in places]
+
+    # -- ranks in different calls ---------------------------------------------------------
+
+    def _compare(
+        self, call: int, contents: dict[int, gloo_messages.Content], now: list[int]
+    ) -> None:
+        """End a wait for what will never come, since its sender is in another collective."""
+        if not now or (place := now[0]) not in contents or self._difference is not None:
+            return
+        server, awaited = self._status_server, gloo_messages.as_json(contents[place])
+        rank = self._group_ranks.ranks[place]
+        sent = server.ask_sent(rank, self._channel, call, self._rank)
+        if sent is None or sent == awaited:
+            return
+        me = self._group_ranks.ranks[self._rank]
+        here = f"{gloo_messages.in_words(awaited)} on rank {me}"
+        there = f"{gloo_messages.in_words(sent)} on rank {rank}"
+        theirs = server.error_of_another(self._group_ranks.speaker(self._rank))
+        if theirs is not None:
+            self._difference = theirs
+        else:
+            size = self._group_ranks.size
+            self._difference = mismatch_error(server, call, here, there, size)
+            server.announce_abort(self._difference)
+        # This thread is the watchdog's. The one that trains sleeps inside Gloo, which only a
+        # message of the awaited tag and length can wake.
+        server.ask_to_let_go(rank, self._channel, self._rank, [call, awaited])
+
+    def sent(self, call: int, to: int) -> list[Any] | None:
+        """What this rank has sent to a place in a call; None where it has not come to that."""
+        sent = self._sent.get(call)
+        return None if sent is None else gloo_messages.as_json(sent.get(to, gloo_messages.NOTHING))
+
+    def let_go(self, to: int, awaited: list[Any]) -> None:
+        """Send to a place what it waits for, so that it waits no longer."""
+        call, (what, lengths, dtype) = awaited
+        for length in lengths:
+            filler = torch.zeros(length, dtype=getattr(torch, dtype))
+            tag = gloo_messages.tag(what, call, filler)
+            try:
+                work = dist.isend(real_view(filler), group=self._group, tag=tag, group_dst=to)
+            except RuntimeError:  # it waits no longer: it is gone
+                return
+            assert work is not None
+            self._unwaited.setdefault(-1, []).append((to, work))
+
+
+def _end(group: dist.ProcessGroup | None, *threads: ProgressThread) -> None:
+    for thread in threads:
+        thread.dismiss()
+    with suppress(ValueError, AssertionError):  # it went with the group that all are in
+        dist.destroy_process_group(group)

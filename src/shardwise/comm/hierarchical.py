@@ -1,0 +1,338 @@
+"""The transport of CPU ranks on several hosts: shared memory inside each, Gloo between them.
+
+A rank's *peers* are the ranks of its place on the other hosts. Each rank sums what its host has for
+its peers and itself, and only these sums travel, to their owners:
+
+    host 0     rank 0 | rank 1         reduce-scatter   sum inside ─▶ peers ─▶ sum of hosts
+                  ▲        ▲           all-gather       peers ─▶ copy inside
+                  ▼        ▼           all-reduce       both, one after the other
+    host 1     rank 2 | rank 3
+
+So of H hosts each sends (H - 1) / H of a buffer of P bytes in a reduce-scatter or an all-gather,
+and twice that in an all-reduce, however many ranks it has. 16-bit floats that are summed in fp32
+travel as fp32, so that they are rounded once. Sums are made in a fixed order: by rank inside, then
+by host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Collectives, Cuts, Handle, check_groups
+from shardwise.comm.gloo import Gloo
+from shardwise.comm.ordered_sums import PLAIN, Sum, sum_in_rank_order
+from shardwise.comm.progress_thread import PendingWork, ProgressThread
+from shardwise.comm.shared_buffers import as_bytes, real_buffer
+from shardwise.comm.shared_memory import MappedMemory, SharedMemory
+from shardwise.comm.shared_work import DONE, HALFWAY, READY, Messages, Steps
+from shardwise.comm.socket_mesh import INLINE, MeshMessage
+from shardwise.comm.torch_backend import interval
+from shardwise.layout.bucket_layout import even_cuts
+from shardwise.layout.sum_tree import node_sizes
+
+Hosts = Sequence[Sequence[int]]
+"""By host, its ranks in ascending order; as many on each."""
+
+PartialSteps = Generator[int | PendingWork, Messages, Messages]
+"""A part of the steps of a call; it returns the messages that came first."""
+
+
+class Hierarchical(MappedMemory):
+    """CPU ranks of several hosts, as many on each and two at least.
+
+    `inside` are this host's ranks, `between` this rank and its peers, `under` all ranks over Gloo.
+    """
+
+    def __init__(
+        self,
+        inside: SharedMemory,
+        between: Gloo,
+        hosts: Hosts,
+        rank: int,
+        under: Collectives,
+    ) -> None:
+        super().__init__(rank, sum(map(len, hosts)), between.status_server)
+        self.name = f"{inside.name} in each of {len(hosts)} hosts, {between.name} between"
+        self._inside = inside
+        self._between = between
+        self._hosts = hosts
+        self._under = under
+        self._progress_thread = ProgressThread(between.status_server.waits, inside.poll)
+        self._children: list[Hierarchical] = []
+        self._parent: ref[Hierarchical] | None = None
+        # By place on the host: the ranks there, in the order of `between`.
+        self._columns = [sorted(column) for column in zip(*hosts, strict=True)]
+        self._peers = self._columns[inside.rank]
+
+    @property
+    def knows_tree(self) -> bool:
+        """Where the ranks of each host are one node of the tree."""
+        each = len(self._hosts[0])
+        in_a_row = all(ranks[-1] - ranks[0] == each - 1 for ranks in self._hosts)
+        return in_a_row and each in node_sizes(self.size)
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False
+    ) -> Tensor:
+        return self._inside.allocate(numel, dtype, device, forkable=forkable)
+
+    @property
+    def under(self) -> Collectives:
+        """All these ranks, over Gloo."""
+        return self._under
+
+    # -- the verbs ------------------------------------------------------------------------
+
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        buffer, cuts = real_buffer(buffer, even_cuts(buffer.numel(), self.size))
+        begin = self._inside.opening("all-reduce", buffer)
+        calls = self._between.messages.number(), self._between.messages.number()
+        return self._inside.start(begin, self._all_reduce(begin, calls, buffer, cuts, how))
+
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
+        buffer, _ = real_buffer(buffer, ())
+        begin = self._inside.opening("broadcast", buffer, source)
+        steps = self._broadcast(begin, self._between.messages.number(), buffer, source)
+        return self._inside.start(begin, steps)
+
+    def barrier(self) -> None:
+        begin = self._inside.opening("barrier", torch.empty(0))
+        self._inside.start(begin, self._barrier(begin, self._between.messages.number())).wait()
+
+    def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
+        begin = self._inside.opening("reduce-scatter", buffer, hash(tuple(cuts)))
+        steps = self._reduce_scatter(
+            begin, self._between.messages.number(), own, buffer, cuts, target, how
+        )
+        return self._inside.start(begin, steps)
+
+    def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
+        buffer, cuts = real_buffer(buffer, cuts)
+        begin = self._inside.opening(kind, buffer, hash(tuple(cuts)))
+        call = self._between.messages.number()
+        return self._inside.start(begin, self._all_gather(begin, call, buffer, cuts))
+
+    # -- how they go ----------------------------------------------------------------------
+
+    def _barrier(self, begin: MeshMessage, call: int) -> Steps:
+        """Wait for the ranks of this host, then for the peers, who have waited for theirs."""
+        self._inside.post(begin)
+        yield READY
+        came = {peer: torch.empty(1) for peer in self._others}
+        yield self._send_between("barrier", call, dict.fromkeys(came, torch.zeros(1)), came)
+
+    def _reduce_scatter(
+        self,
+        begin: MeshMessage,
+        call: int,
+        own: Tensor,
+        buffer: Tensor,
+        cuts: Cuts,
+        target: Tensor,
+        how: Sum,
+    ) -> Steps:
+        public = self._inside.buffers.publish(begin, buffer)
+        yield from self._sum(begin, call, own, buffer, cuts, target, how, last=True)
+        yield DONE
+        self._inside.buffers.take_back(public, buffer)
+
+    def _all_reduce(
+        self,
+        begin: MeshMessage,
+        calls: tuple[int, int],
+        buffer: Tensor,
+        cuts: Cuts,
+        how: Sum,
+    ) -> Steps:
+        public = self._inside.buffers.publish(begin, buffer, written=True)
+        own = interval(buffer, cuts, self.rank)
+        came = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
+        # Of this buffer nobody else reads the intervals of this rank's peers before HALFWAY.
+        yield self._fetch(calls[1], buffer, cuts)
+        self._copy_peers(buffer, public, cuts)
+        self._inside.announce(begin, HALFWAY)
+        yield HALFWAY
+        for place, message in came.items():
+            for rank in self._columns[place]:
+                part = interval(buffer, cuts, rank)
+                part.copy_(self._inside.buffers.read(place, message, cuts[rank], part))
+        self._inside.announce(begin, DONE)
+        yield DONE
+        self._inside.buffers.take_back(public, buffer)
+
+    def _sum(
+        self,
+        begin: MeshMessage,
+        call: int,
+        own: Tensor,
+        buffer: Tensor,
+        cuts: Cuts,
+        target: Tensor,
+        how: Sum,
+        *,
+        last: bool = False,
+    ) -> PartialSteps:
+        """Sum this rank's interval, of which it has `own`, over all ranks; `last` when nothing
+        more is read here."""
+        came = yield READY
+        dtype = how.wide(buffer.dtype)
+        sums = []
+        for rank in self._peers:
+            part = own if rank == self.rank else interval(buffer, cuts, rank)
+            sums.append(self._between.borrow(part.numel(), dtype))
+            rows = self._inside.buffers.rows(came, part, cuts[rank])
+            sum_in_rank_order(rows, sums[-1], how.partial)
+        if last:
+            self._inside.announce(begin, DONE)
+        me = self._between.rank
+        rows = [
+            sums[me] if place == me else self._between.borrow(target.numel(), dtype)
+            for place in range(len(self._peers))
+        ]
+        sends = {place: sums[place] for place in self._others}
+        yield self._send_between("reduce-scatter", call, sends, {p: rows[p] for p in self._others})
+        sum_in_rank_order(rows, target, how)
+        for scratch in [*sums, *(rows[place] for place in self._others)]:
+            self._between.give_back(scratch)
+        return came
+
+    def _all_gather(self, begin: MeshMessage, call: int, buffer: Tensor, cuts: Cuts) -> Steps:
+        yield self._fetch(call, buffer, cuts)
+        columns = [sum(cuts[rank + 1] - cuts[rank] for rank in column) for column in self._columns]
+        if max(columns) * buffer.itemsize <= INLINE:
+            yield from self._gather_small(begin, buffer, cuts)
+            return
+        public = self._inside.buffers.place_for(buffer)
+        self._copy_peers(buffer, public, cuts)
+        public = self._inside.buffers.publish(begin, public)
+        came = yield READY
+        for place, message in came.items():
+            for rank in self._columns[place]:
+                part = interval(buffer, cuts, rank)
+                part.copy_(self._inside.buffers.read(place, message, cuts[rank], part))
+        self._inside.announce(begin, DONE)
+        yield DONE
+        self._inside.buffers.take_back(public, buffer)
+
+    def _gather_small(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
+        """Finish a small all-gather: what peers have sent goes into the message itself."""
+        parts = [interval(buffer, cuts, rank) for rank in self._peers]
+        self._inside.post(begin._replace(payload=b"".join(map(as_bytes, parts))))
+        came = yield READY
+        for place, message in came.items():
+            first = 0
+            for rank in self._columns[place]:
+                part = interval(buffer, cuts, rank)
+                part.copy_(self._inside.buffers.read(place, message, first, part))
+                first += part.numel()
+
+    def _broadcast(self, begin: MeshMessage, call: int, buffer: Tensor, source: int) -> Steps:
+        """Send from the source to its peers, and from each of these to its host."""
+        column = next(place for place, ranks in enumerate(self._columns) if source in ranks)
+        small = buffer.nbytes <= INLINE
+        if self._inside.rank != column:
+            self._inside.post(begin)
+            came = yield READY
+            buffer.copy_(self._inside.buffers.read(column, came[column], 0, buffer))
+            if not small:
+                self._inside.announce(begin, HALFWAY, only=column)
+            return
+        from_place = self._peers.index(source)
+        if self.rank == source:
+            pending = self._send_between("broadcast", call, dict.fromkeys(self._others, buffer), {})
+        else:
+            pending = self._send_between("broadcast", call, {}, {from_place: buffer})
+            yield pending
+        public = self._inside.buffers.publish(begin, buffer, small=small)
+        yield READY
+        yield pending
+        if not small:
+            yield HALFWAY
+            self._inside.buffers.take_back(public, buffer)
+
+    # -- messages between hosts -----------------------------------------------------------
+
+    @property
+    def _others(self) -> list[int]:
+        """The places of this rank's peers, itself left out."""
+        return [place for place in range(len(self._peers)) if place != self._between.rank]
+
+    def _send_between(
+        self, what: str, call: int, sends: dict[int, Tensor], receives: dict[int, Tensor]
+    ) -> PendingWork:
+        several = ({place: [each] for place, each in one.items()} for one in (sends, receives))
+        return self._progress_thread.follow(self._between.messages.start(what, call, *several))
+
+    def _fetch(self, call: int, buffer: Tensor, cuts: Cuts) -> PendingWork:
+        """Send this rank's interval to its peers, and receive theirs."""
+        own = interval(buffer, cuts, self.rank)
+        receives = {place: interval(buffer, cuts, self._peers[place]) for place in self._others}
+        return self._send_between("all-gather", call, dict.fromkeys(receives, own), receives)
+
+    def _copy_peers(self, buffer: Tensor, public: Tensor, cuts: Cuts) -> None:
+        """Copy what this rank has of its peers to where its host reads it."""
+        if public is not buffer:
+            for rank in self._peers:
+                interval(public, cuts, rank).copy_(interval(buffer, cuts, rank))
+
+    # -- other groups ---------------------------------------------------------------------
+
+    def second_group(self) -> Collectives:
+        return self.split([range(self.size)])
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        check_groups(groups, self.size)
+        mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
+        spread = self._spread(mine)
+        here = self._inside.split([places for group in groups if (places := self._here(group))])
+        # torch makes groups collectively: all ranks make all groups of Gloo in this order, also
+        # those that they are not in. Each rank is in one of them at most.
+        spanning = [group for group in groups if _is_even(self._spread(group))]
+        apart = [
+            group for group in groups if len(self._spread(group)) > 1 and group not in spanning
+        ]
+        columns = [list(column) for g in spanning for column in zip(*self._spread(g), strict=True)]
+        part = self._under.split(columns + apart)
+        under = self._under.split(spanning)
+        if len(spread) == 1:
+            return here
+        if not _is_even(spread):
+            return part
+        assert isinstance(here, SharedMemory)
+        assert isinstance(part, Gloo)
+        hosts = [[mine.index(rank) for rank in ranks] for ranks in spread]
+        child = Hierarchical(here, part, hosts, mine.index(self.rank), under)
+        child._parent = ref(self)
+        self._children.append(child)
+        return child
+
+    def _spread(self, group: Sequence[int]) -> list[list[int]]:
+        """The ranks of `group` by host, hosts without any left out."""
+        found = ([rank for rank in host if rank in group] for host in self._hosts)
+        return [ranks for ranks in found if ranks]
+
+    def _here(self, group: Sequence[int]) -> list[int]:
+        """The places of those of `group` that are on this host."""
+        host = next(ranks for ranks in self._hosts if self.rank in ranks)
+        return [place for place, rank in enumerate(host) if rank in group]
+
+    def close(self) -> None:
+        for child in list(self._children):
+            child.close()
+        self._between.close()
+        parent = self._parent() if self._parent is not None else None
+        if parent is not None and self in parent._children:
+            parent._children.remove(self)
+            self._under.close()  # that of the first group goes with what is inside
+        self._inside.close()
+        self._progress_thread.close()
+
+
+def _is_even(hosts: Hosts) -> bool:
+    """Whether ranks on these hosts can be `Hierarchical`."""
+    counts = {len(ranks) for ranks in hosts}
+    return len(hosts) > 1 and len(counts) == 1 and counts != {1}

@@ -1,0 +1,85 @@
+"""Sums the rows of all ranks in one fixed order, so that every run gives the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardwise.layout import sum_tree
+
+CHUNK = 1 << 18
+"""Elements summed at a time: a piece of every rank's row stays in the cache."""
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """How the values of all ranks are summed.
+
+    With `exact`, 16-bit floats are summed in fp32 and rounded once. With `in_tree`, ranks are
+    joined in the tree of sum_tree.py, alike on every transport, else from the left. The sum is
+    multiplied by `scale`, before it is rounded; 1 for whole numbers.
+    """
+
+    exact: bool = True
+    in_tree: bool = False
+    scale: float = 1.0
+
+    def wide(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which values of `dtype` are added."""
+        return torch.float32 if self.exact and dtype in NARROW else dtype
+
+    @property
+    def partial(self) -> Sum:
+        """The sum of a part of the ranks, which goes into another sum: neither scaled nor shown."""
+        return replace(self, scale=1.0)
+
+    def scaled(self, total: Tensor) -> Tensor:
+        """Multiply a sum by `scale`, in place."""
+        return total if self.scale == 1.0 else total.mul_(self.scale)
+
+
+PLAIN = Sum()
+
+
+def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
+    """out = rows[0] + rows[1] + ..., as `how` says; `out` may be one of the rows."""
+    wide = how.wide(rows[0].dtype)
+    between = len(rows) > 2 or (len(rows) > 1 and wide != rows[0].dtype)
+    length = min(CHUNK, out.numel()) if between and not how.in_tree else 0
+    total = torch.empty(length, dtype=wide, device=out.device)
+    for start in range(0, out.numel(), CHUNK):
+        piece, parts = out[start : start + CHUNK], [row[start : start + CHUNK] for row in rows]
+        if how.in_tree:
+            sum_in_tree(parts, piece, wide, how.scale)
+        else:
+            _sum(parts, piece, total[: piece.numel()], how)
+
+
+def sum_in_tree(
+    rows: Sequence[Tensor], out: Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> None:
+    """Set `out` to the sum of the rows, in the tree of `sum_tree` and in `dtype`, times `scale`."""
+    total = sum_tree.fold([row.to(dtype) for row in rows], torch.add)
+    out.copy_(total if scale == 1.0 else total * scale)
+
+
+def _sum(rows: Sequence[Tensor], out: Tensor, total: Tensor, how: Sum) -> None:
+    """`out` is written last, since it may be one of the rows; what comes before is in `total`."""
+    if len(rows) == 1:
+        how.scaled(out.copy_(rows[0]))
+        return
+    first, *middle, last = rows
+    if total.dtype != first.dtype:
+        total.copy_(first)
+        for row in [*middle, last]:
+            total.add_(row)
+        out.copy_(how.scaled(total))
+        return
+    for row in middle:
+        first = torch.add(first, row, out=total)
+    how.scaled(torch.add(first, last, out=out))

@@ -1,0 +1,113 @@
+"""Lays buffers where the ranks of a host can read them, and reads those of other ranks.
+
+A tensor that was allocated in the arena is read from where it lies. Private memory is copied to a
+place in the arena, which is kept for later calls. What is small travels in the message itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.arena import Arena
+from shardwise.comm.base import Cuts
+from shardwise.comm.shared_work import ENDED, GroupWork
+from shardwise.comm.socket_mesh import MeshMessage
+from shardwise.comm.torch_backend import real_view
+
+POOLED = 1 << 25
+"""Bytes up to which a place for private memory is kept for later calls."""
+
+
+class SharedBuffers:
+    """What rank `rank` of `size` shows to the ranks of its group, and reads of theirs."""
+
+    def __init__(self, arena: Arena, work: GroupWork, rank: int, size: int) -> None:
+        self.arena = arena
+        self._work = work
+        self._rank = rank
+        self._size = size
+        self._announced: set[int] = set()
+        self._spare: list[Tensor] = []
+
+    def place_for(self, tensor: Tensor) -> Tensor:
+        """`tensor` where all can read it, or memory of its length where they can."""
+        if not tensor.numel() or self.arena.locate(tensor) is not None:
+            return tensor
+        return self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
+
+    def publish(
+        self, begin: MeshMessage, tensor: Tensor, *, small: bool = False, written: bool = False
+    ) -> Tensor:
+        """Tell all that they may read `tensor`, or the copy of it that is returned.
+
+        It must stay as it is until all are done with the call that `begin` opens. `written`: this
+        rank writes to it during the call, for the others to read.
+        """
+        if small or not tensor.numel():
+            self._work.post(begin._replace(payload=as_bytes(tensor)))
+            return tensor
+        public, place = tensor, self.arena.locate(tensor, written=written)
+        if place is None:
+            public = self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
+            public.copy_(tensor)
+            place = self.arena.locate(public)
+            assert place is not None  # no fork makes it private
+        segment, offset = place
+        # The descriptor travels with the first message about its segment: the others map it then.
+        fd = -1 if segment.number in self._announced else segment.fd
+        self._announced.add(segment.number)
+        self._work.post(begin._replace(segment=segment.number, offset=offset, fd=fd))
+        return public
+
+    def take_back(self, public: Tensor, tensor: Tensor) -> None:
+        """Keep the copy `public` of `tensor` for later calls: all have read it."""
+        whole = public._base
+        if public is not tensor and whole is not None and whole.numel() <= POOLED:
+            self._spare.append(whole)
+            self._spare.sort(key=Tensor.numel)
+
+    def announce_freed(self) -> None:
+        """Tell all which segments this rank no longer uses, so that they unmap them."""
+        for number in [n for n in self._announced if not self.arena.holds(n)]:
+            self._announced.remove(number)
+            self._work.post(MeshMessage(0, ENDED, segment=number))
+
+    def read(self, rank: int, message: MeshMessage, first: int, like: Tensor) -> Tensor:
+        """What `rank` shows by `message`, from element `first` on, as long as `like`."""
+        if not like.numel():
+            return torch.empty(0, dtype=like.dtype)
+        if message.payload:
+            whole = torch.frombuffer(bytearray(message.payload), dtype=like.dtype)
+            return whole[first : first + like.numel()]
+        offset = message.offset + first * like.itemsize
+        return self._work.segments.view(rank, message.segment, offset, like.numel(), like.dtype)
+
+    def rows(self, came: dict[int, MeshMessage], own: Tensor, first: int) -> list[Tensor]:
+        """The ranks' values of this rank's interval, which starts at element `first`."""
+        return [
+            own if rank == self._rank else self.read(rank, came[rank], first, own)
+            for rank in range(self._size)
+        ]
+
+    def close(self) -> None:
+        """Let go of the places that were kept."""
+        self._spare.clear()
+
+    def _borrow(self, size: int) -> Tensor:
+        """`size` bytes or more of shared memory, kept between calls so that none pays for pages."""
+        for index, spare in enumerate(self._spare):
+            if spare.numel() >= size:
+                return self._spare.pop(index)
+        if size > POOLED:
+            return self.arena.alone(size, torch.uint8)
+        return self.arena.allocate(1 << (size - 1).bit_length(), torch.uint8)
+
+
+def real_buffer(buffer: Tensor, cuts: Cuts) -> tuple[Tensor, Cuts]:
+    """Complex numbers as pairs of reals, and their cuts."""
+    return real_view(buffer), [2 * cut for cut in cuts] if buffer.is_complex() else cuts
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

@@ -1,0 +1,345 @@
+"""The transport of CPU ranks on one host, through memory that all of them map.
+
+Nothing is sent but small messages about what is ready (shared_work.py): each rank reads what it
+needs straight out of the others' buffers (shared_buffers.py).
+
+    reduce-scatter   all ready ─▶ sum the own interval ─▶ done
+    all-reduce       all ready ─▶ sum the own interval ─▶ all halfway ─▶ copy the rest ─▶ done
+    all-gather       all ready ─▶ copy the others' intervals ─▶ done
+
+A result may be read when this rank is done, a buffer written again when all are.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.arena import Arena
+from shardwise.comm.base import (
+    Collectives,
+    Counts,
+    Cuts,
+    GroupRanks,
+    Handle,
+    Solo,
+    check_groups,
+    column,
+    slice_of,
+)
+from shardwise.comm.ordered_sums import PLAIN, Sum, sum_in_rank_order
+from shardwise.comm.shared_buffers import SharedBuffers, as_bytes, real_buffer
+from shardwise.comm.shared_work import (
+    DONE,
+    HALFWAY,
+    READY,
+    GroupWork,
+    ProcessWork,
+    SharedWork,
+    Steps,
+    first_message,
+)
+from shardwise.comm.socket_mesh import INLINE, MeshMessage, MeshPoll, SocketMesh, connect, listen
+from shardwise.comm.torch_backend import gathered_rows, interval, real_view
+from shardwise.errors import CollectiveError
+from shardwise.layout.bucket_layout import even_cuts
+
+
+class MappedMemory(Collectives):
+    """What transports have in common whose ranks map the memory of those on their host."""
+
+    sums_onto = True
+    looks = True
+
+    def reduce_scatter(
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
+    ) -> Handle:
+        buffer, cuts = real_buffer(buffer, cuts)
+        own = interval(buffer, cuts, self.rank)
+        return self._scatter(own, buffer, cuts, own if into is None else real_view(into), how)
+
+    def reduce_scatter_onto(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
+    ) -> Handle:
+        own, (buffer, cuts) = real_view(own), real_buffer(buffer, cuts)
+        return self._scatter(own, buffer, cuts, own, how)
+
+    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
+        return self._gather("all-gather", buffer, cuts)
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        return gathered_rows(self, row, partial(self._gather, "exchange of rows"))
+
+    @abstractmethod
+    def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
+        """A reduce-scatter into `target`, this rank's values of its interval being in `own`."""
+
+    @abstractmethod
+    def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
+        """An all-gather that says it is a call of this `kind`."""
+
+
+class SharedMemory(MappedMemory):
+    """CPU ranks of one host, over shared memory.
+
+    `under` is the group over which they agreed on it; it is closed with this one. `group_ranks`
+    says which ranks of the run these are, where they are not all. `buffers` are what these ranks
+    show each other.
+    """
+
+    name = "shared memory"
+
+    def __init__(
+        self,
+        sockets: dict[int, socket.socket],
+        process_work: ProcessWork,
+        arena: Arena,
+        rank: int,
+        size: int,
+        timeout: float,
+        under: Collectives | None = None,
+        group_ranks: GroupRanks | None = None,
+    ) -> None:
+        super().__init__(rank, size, process_work.status_server)
+        self._group_ranks = group_ranks or GroupRanks.whole(size)
+        self._timeout = timeout
+        self._under = under
+        self._process_work = process_work
+        mesh = SocketMesh(sockets, process_work.poll)
+        self._work = GroupWork(mesh, process_work, rank, size, timeout, self._group_ranks)
+        self.buffers = SharedBuffers(arena, self._work, rank, size)
+        self._children: list[SharedMemory] = []
+        self._parent: ref[SharedMemory] | None = None
+        self._calls = 0
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False
+    ) -> Tensor:
+        assert device.type == "cpu", device
+        return self.buffers.arena.allocate(numel, dtype, forkable=forkable)
+
+    def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert device.type == "cpu", device
+        made: list[Tensor] = []
+        like = torch.empty(numel, dtype=dtype, device="meta")
+        begin = self.opening("common memory", like)
+        self._work.start(begin, self._common(begin, like, made)).wait()
+        return made[0]
+
+    @property
+    def under(self) -> Collectives | None:
+        """The group over which these ranks agreed on this one; None where it was split off."""
+        return self._under
+
+    # -- the verbs ------------------------------------------------------------------------
+
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        buffer = real_view(buffer)
+        begin = self.opening("all-reduce", buffer)
+        plan = self._exchange if buffer.nbytes <= INLINE else self._all_reduce
+        return self._work.start(begin, plan(begin, buffer, how))
+
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
+        buffer = real_view(buffer)
+        begin = self.opening("broadcast", buffer, source)
+        return self._work.start(begin, self._broadcast(begin, buffer, source))
+
+    def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
+        begin = self.opening("all-to-all", sent.new_empty(0), hash(tuple(map(tuple, counts))))
+        return self._work.start(begin, self._all_to_all(begin, sent, counts, received))
+
+    def barrier(self) -> None:
+        begin = self.opening("barrier", torch.empty(0))
+        self._work.start(begin, self._barrier(begin)).wait()
+
+    def _scatter(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
+    ) -> SharedWork:
+        begin = self.opening("reduce-scatter", buffer, hash(tuple(cuts)))
+        steps = self._reduce_scatter(begin, own, buffer, cuts, target, how)
+        return self._work.start(begin, steps)
+
+    def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> SharedWork:
+        buffer, cuts = real_buffer(buffer, cuts)
+        begin = self.opening(kind, buffer, hash(tuple(cuts)))
+        return self._work.start(begin, self._all_gather(begin, buffer, cuts))
+
+    # -- how they go ----------------------------------------------------------------------
+
+    def _barrier(self, begin: MeshMessage) -> Steps:
+        self._work.post(begin)
+        yield READY
+
+    def _exchange(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
+        """A small all-reduce in one exchange: everyone sends everything, and sums all."""
+        self._work.post(begin._replace(payload=as_bytes(buffer)))
+        came = yield READY
+        rows = self.buffers.rows(came, buffer, 0)
+        sum_in_rank_order(rows, buffer, how)
+
+    def _all_reduce(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
+        cuts = even_cuts(buffer.numel(), self.size)
+        public = self.buffers.publish(begin, buffer, written=True)
+        came = yield READY
+        own = interval(public, cuts, self.rank)
+        rows = self.buffers.rows(came, own, cuts[self.rank])
+        sum_in_rank_order(rows, own, how)
+        self._work.announce(begin, HALFWAY)
+        # A rank that is halfway has read what it sums of this buffer, and summed what is read of
+        # its own: both ends of the copies below are free.
+        yield HALFWAY
+        for rank, message in came.items():
+            part = interval(buffer, cuts, rank)
+            part.copy_(self.buffers.read(rank, message, cuts[rank], part))
+        if public is not buffer:
+            interval(buffer, cuts, self.rank).copy_(own)
+        self._work.announce(begin, DONE)
+        yield DONE
+        self.buffers.take_back(public, buffer)
+
+    def _reduce_scatter(
+        self, begin: MeshMessage, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
+    ) -> Steps:
+        public = self.buffers.publish(begin, buffer)
+        came = yield READY
+        # Nobody else reads this rank's interval, so the sum may go over it.
+        rows = self.buffers.rows(came, own, cuts[self.rank])
+        sum_in_rank_order(rows, target, how)
+        self._work.announce(begin, DONE)
+        yield DONE
+        self.buffers.take_back(public, buffer)
+
+    def _all_gather(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
+        own = interval(buffer, cuts, self.rank)
+        small = max(b - a for a, b in pairwise(cuts)) * buffer.itemsize <= INLINE
+        public = self.buffers.publish(begin, own, small=small)
+        came = yield READY
+        for rank, message in came.items():
+            part = interval(buffer, cuts, rank)
+            part.copy_(self.buffers.read(rank, message, 0, part))
+        if not small:
+            self._work.announce(begin, DONE)
+            yield DONE
+            self.buffers.take_back(public, own)
+
+    def _all_to_all(
+        self, begin: MeshMessage, sent: Tensor, counts: Counts, received: Tensor
+    ) -> Steps:
+        public = self.buffers.publish(begin, sent)
+        came = yield READY
+        mine = column(counts, self.rank)
+        received[slice_of(mine, self.rank)] = sent[slice_of(counts[self.rank], self.rank)]
+        for rank, message in came.items():
+            part = received[slice_of(mine, rank)]
+            part.copy_(
+                self.buffers.read(rank, message, slice_of(counts[rank], self.rank).start, part)
+            )
+        self._work.announce(begin, DONE)
+        yield DONE
+        self.buffers.take_back(public, sent)
+
+    def _broadcast(self, begin: MeshMessage, buffer: Tensor, source: int) -> Steps:
+        """The source is done when all have read: its buffer is mostly the user's own."""
+        small = buffer.nbytes <= INLINE
+        if self.rank == source:
+            public = self.buffers.publish(begin, buffer, small=small)
+            yield READY
+            if not small:
+                yield HALFWAY
+                self.buffers.take_back(public, buffer)
+            return
+        self._work.post(begin)
+        came = yield READY
+        buffer.copy_(self.buffers.read(source, came[source], 0, buffer))
+        if not small:
+            self._work.announce(begin, HALFWAY, only=source)
+
+    def _common(self, begin: MeshMessage, like: Tensor, made: list[Tensor]) -> Steps:
+        if self.rank == 0:
+            made.append(self.buffers.arena.alone(like.numel(), like.dtype))
+            self.buffers.publish(begin, made[0])
+        else:
+            self._work.post(begin)
+        came = yield READY
+        if self.rank != 0:
+            made.append(self.buffers.read(0, came[0], 0, like))
+
+    # -- for calls of a larger group ------------------------------------------------------
+
+    @property
+    def poll(self) -> MeshPoll:
+        """What this process waits on for messages."""
+        return self._process_work.poll
+
+    def start(self, begin: MeshMessage, steps: Steps) -> Handle:
+        """Begin a call that was opened with `begin`."""
+        return self._work.start(begin, steps)
+
+    def post(self, message: MeshMessage) -> None:
+        """Send a message to all others."""
+        self._work.post(message)
+
+    def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
+        """Send all others, or one, that this rank has come to `stage` in a call."""
+        self._work.announce(begin, stage, only)
+
+    def opening(self, kind: str, buffer: Tensor, check: int = 0) -> MeshMessage:
+        """The first message of this rank's next call; `check` is any number that all must share."""
+        assert buffer.is_contiguous()
+        self.status_server.refuse_after_failure()
+        self._calls += 1
+        self.buffers.announce_freed()
+        return first_message(self._calls, kind, buffer, check)
+
+    # -- other groups ---------------------------------------------------------------------
+
+    def second_group(self) -> Collectives:
+        return self.split([range(self.size)])
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        check_groups(groups, self.size)
+        name = self.gather_plain(secrets.token_hex(8))[0]
+        mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
+        place, size = mine.index(self.rank), len(mine)
+        if size == 1:
+            self.barrier()
+            return Solo()
+        try:
+            listener = listen(f"{name}-{mine[0]}", place, size, self._timeout)
+            with listener:
+                self.barrier()
+                known = self.status_server.secret
+                sockets = connect(listener, f"{name}-{mine[0]}", known, place, size, self._timeout)
+        except OSError as error:
+            raise CollectiveError(
+                f"{self._group_ranks.speaker(self.rank)} cannot open sockets to "
+                f"{self._group_ranks.named(mine)}: {error.strerror or error}. "
+                "--transport gloo does without."
+            ) from error
+        made = (sockets, self._process_work, self.buffers.arena, place, size, self._timeout)
+        child = SharedMemory(*made, group_ranks=self._group_ranks.part(mine))
+        child._parent = ref(self)
+        self._children.append(child)
+        return child
+
+    def close(self) -> None:
+        for child in list(self._children):
+            child.close()
+        parent = self._parent() if self._parent is not None else None
+        if parent is not None and self in parent._children:
+            parent._children.remove(self)
+        if not self._work.is_over():
+            self.buffers.arena.leave_to_others()
+        self._work.close()
+        self.buffers.close()
+        if self._under is not None:
+            self.buffers.arena.close()
+            self._under.close()

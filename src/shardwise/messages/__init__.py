@@ -1,0 +1,1 @@
+"""What users read: safe names, readable numbers, and hints for names of other libraries."""

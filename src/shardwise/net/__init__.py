@@ -1,0 +1,12 @@
+"""Tells a process which rank it is, and connects it to the others.
+
+identity.py, environment.py  rank and size, and the variables that carry them
+launchers/        reads them from the variables of each launcher
+authentication.py proves that processes belong to one run, and seals their messages
+rendezvous.py     how all ranks meet; rendezvous_file.py, torchrun_store.py: where
+store.py          the key-value store in rank 0; listeners.py: closes its sockets to strangers
+network.py, hosts.py  interfaces and addresses; lists of hosts
+progress.py, error_file.py, restarts.py  what a rank tells its launcher, through private_files.py
+python_command.py the command line of a Python module
+island_place.py, island_membership.py, island_desk.py  where a rank's island is
+"""

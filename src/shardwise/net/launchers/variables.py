@@ -1,0 +1,73 @@
+"""Reads an Identity from the variables of a launcher, given their names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import LaunchError
+from shardwise.net.identity import Identity, read_integers
+from shardwise.net.launchers.signs import WAYS
+
+Environ = Mapping[str, str]
+
+Reader = Callable[[Environ], Identity | None]
+"""Returns the identity that a launcher gave a process, None if it did not start the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankVariables:
+    """Names of the variables that one launcher sets for each rank.
+
+    `job` are variables whose values together identify the run: all ranks have the same values, and
+    no other run has them. It is empty for launchers without such variables. With `one_per_host`
+    the launcher starts one process on each host.
+    """
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str | None = None
+    local_size: str | None = None
+    node: str | None = None
+    job: tuple[str, ...] = ()
+    one_per_host: bool = False
+
+    def read(self, environ: Environ) -> Identity | None:
+        """Return the identity of a rank; None if neither the rank nor the size is set.
+
+        Raises LaunchError for a rank without a size, or the reverse: if this launcher's half of an
+        identity were ignored, an outer launcher's would be taken for it.
+        """
+        present = {self.rank, self.size} & environ.keys()
+        if not present:
+            return None
+        if len(present) == 1:
+            (known,) = present
+            missing = self.size if known == self.rank else self.rank
+            raise LaunchError(
+                f"{self.launcher} seems to have started this process ({known}={environ[known]}), "
+                f"but {missing} is not set. {WAYS}"
+            )
+        names = {"rank": self.rank, "size": self.size}
+        # One of the two alone does not place a rank; the hosts' names do, when all have met.
+        local = {"local_rank": self.local_rank, "local_size": self.local_size}
+        found = {name: each for name, each in local.items() if each is not None and each in environ}
+        is_placed = self.one_per_host or len(found) == len(local)
+        if is_placed:
+            names |= found
+        if self.node is not None and self.node in environ:
+            names["node"] = self.node
+        job = [environ[variable] for variable in self.job if variable in environ]
+        return Identity(
+            launcher=self.launcher,
+            is_placed=is_placed,
+            job=" ".join((self.launcher, *job)) if job else None,
+            variables=names,
+            **read_integers(environ, names, self.launcher),
+        )
+
+
+def say_the_same(first: Identity | None, second: Identity | None) -> bool:
+    """Return whether both are there, and are the same rank of as many."""
+    if first is None or second is None:
+        return False
+    return (first.rank, first.size) == (second.rank, second.size)

@@ -1,0 +1,156 @@
+"""Gathers whole tensors out of intervals, on every rank: for a rebuild, and for small models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import Collectives
+from shardwise.layout.bucket_layout import Bucket
+from shardwise.states.optimizer.optimizer_kind import placed
+from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.tiers.copy_stream import to_host
+
+
+def gather_bucket(
+    bucket: Bucket, own: tuple[int, int], interval: Tensor, group: Collectives | None
+) -> Tensor:
+    """Return a whole bucket from the intervals of the ranks of `group`; with None, from `interval`,
+    which is all of it."""
+    flat = interval.new_zeros(bucket.numel)
+    flat[own[0] : own[1]] = interval
+    if group is not None:
+        group.all_gather(flat, bucket.cuts).wait()
+    return flat
+
+
+class IntervalGather:
+    """Gathers masters and optimizer state that ranks hold in parts; every call is collective."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        optimizer: OptimizerState,
+        group: Collectives,
+        *,
+        scattered: bool,
+    ) -> None:
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._group = group
+        self._scattered = scattered
+
+    def tensors(self, parts: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
+        """By parameter, what `parts` (one tensor per bucket, over this rank's interval) hold."""
+        return {
+            parameter: whole
+            for index, part in enumerate(parts)
+            for parameter, whole in self._bucket(index, part).items()
+        }
+
+    def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
+        bucket, own = self._parameters.buckets[index], self._optimizer.intervals[index].own
+        _, device = self._parameters.kind(index)
+        group = self._group if self._scattered else None
+        flat = gather_bucket(bucket, own, part.to(device), group)
+        found = {}
+        for slot in bucket.slots:
+            named = self._parameters.named[slot.parameter]
+            view = named.view(flat, slot.start)
+            found[named.parameter] = view.clone(memory_format=torch.preserve_format)
+        return found
+
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        """By parameter, its value in the master dtype."""
+        return self.tensors([part.master.loaded() for part in self._optimizer.intervals])
+
+    def wide_masters(self) -> dict[nn.Parameter, Tensor]:
+        """By parameter of 16 bits, its master; of others the value is the parameter's own."""
+        return {
+            parameter: master
+            for index, part in enumerate(self._optimizer.intervals)
+            if part.master.dtype != part.target.dtype
+            for parameter, master in self._bucket(index, part.master.loaded()).items()
+        }
+
+    def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """By parameter, its state as the user's optimizer would hold it."""
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        for index, group in enumerate(self._optimizer.groups):
+            states |= self._whole_state(index) if group.whole else self._flat_state(index)
+        return states
+
+    def _whole_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
+        mine = {
+            segment.pieces[0].parameter: _on_cpu(state) if self._scattered else state
+            for segment, state in self._optimizer.state_of(index)
+        }
+        gathered = self._group.gather_objects(mine) if self._scattered else [mine]
+        return {
+            self._parameters.named[number].parameter: self._placed(index, state)
+            for part in gathered
+            for number, state in part.items()
+        }
+
+    def _flat_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
+        states_here = self._optimizer.state_of(index)
+        is_flat = partial(self._optimizer.is_flat, index)
+        singles = on_host(
+            {
+                piece.parameter: {k: v for k, v in state.items() if not is_flat(segment, k, v)}
+                for segment, state in states_here
+                for piece in segment.pieces
+            }
+        )
+        dtypes = {
+            k: v.dtype
+            for segment, state in states_here
+            for k, v in state.items()
+            if is_flat(segment, k, v)
+        }
+        parts = (
+            self._group.gather_objects((singles, dtypes))
+            if self._scattered
+            else [(singles, dtypes)]
+        )
+        all_singles = {number: single for part, _ in parts for number, single in part.items()}
+        all_dtypes = {key: dtype for _, part in parts for key, dtype in part.items()}
+        states: dict[nn.Parameter, dict[str, Any]] = {
+            self._parameters.named[number].parameter: self._placed(index, single)
+            for number, single in all_singles.items()
+        }
+        for key in sorted(all_dtypes):
+            whole = self._bucket(index, self._optimizer.whole(index, key, all_dtypes[key]))
+            for parameter, state in states.items():
+                state[key] = whole[parameter]
+        return states
+
+    def _placed(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        """`state` where the user's optimizer wants it for a parameter of bucket `index`."""
+        _, device = self._parameters.kind(index)
+        options = self._optimizer.groups[index].options
+        return {key: placed(key, value, device, options) for key, value in state.items()}
+
+
+def on_host(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The `states` of parameters with what is small in them, such as step counts, on the CPU."""
+    places = [
+        (state, key)
+        for state in states.values()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    ]
+    moved = to_host([state[key] for state, key in places])
+    for (state, key), near in zip(places, moved, strict=True):
+        state[key] = near
+    return states
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """A state to be sent as an object: its tensors must not name a GPU of this rank's."""
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}

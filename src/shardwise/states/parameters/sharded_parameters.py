@@ -1,0 +1,328 @@
+"""Sharded parameters: a rank holds its interval of every bucket and nothing else.
+
+At rest a parameter has its shape and no values: `parameters_at_rest` refuses to read or write it.
+`residency` shows the whole values while a forward or a backward needs them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Collectives, Handle
+from shardwise.errors import BrokenView
+from shardwise.layout.bucket_layout import Bucket
+from shardwise.model.meta import make_real
+from shardwise.states.parameters.named_parameters import NamedParameter
+from shardwise.states.parameters.parameters import ParameterPlaces, Parameters, check_place
+from shardwise.states.parameters.parameters_at_rest import (
+    AtRest,
+    SwappingData,
+    at_rest,
+    unguarded,
+    unmark,
+)
+from shardwise.states.parameters.read_only import read_only
+from shardwise.states.parameters.sharded_bucket import ShardedBucket
+from shardwise.states.storage.storage import MemoryStorage, Storage
+from shardwise.states.storage.storage_factory import StorageFactory
+
+
+class ShardedParameters(Parameters):
+    """Sharded parameters, trained and frozen: each rank has its interval of every bucket.
+
+    `sharded_buckets` are those of the trained parameters, in their order, then those of the frozen.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[NamedParameter],
+        buckets: Sequence[Bucket],
+        frozen: Sequence[NamedParameter],
+        frozen_buckets: Sequence[Bucket],
+        group: Collectives,
+        factory: StorageFactory,
+        value_of: Callable[[NamedParameter], Tensor],
+    ) -> None:
+        """`value_of` gives a parameter's starting value, in its shape and dtype."""
+        super().__init__(named, buckets)
+        self._group = group
+        self._watchers: list[Callable[[], None]] = []
+        self._all = [*named, *frozen]
+        self._nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._replaced: NamedParameter | None = None
+        offset = len(named)
+        shifted = [_shifted(bucket, offset) for bucket in frozen_buckets]
+        self.sharded_buckets = self._make_buckets([*buckets, *shifted], factory)
+        self._at_rest = {
+            bucket: _BucketAtRest(
+                [self._form_at_rest(slot.parameter) for slot in bucket.layout.slots]
+            )
+            for bucket in self.sharded_buckets
+        }
+        self._addresses = {bucket: rest.addresses for bucket, rest in self._at_rest.items()}
+        self._places = {bucket: ParameterPlaces(bucket.named) for bucket in self.sharded_buckets}
+        for index, bucket in enumerate(self.sharded_buckets):
+            self._adopt(index, bucket, value_of)
+        self.meet()
+        self.remember()
+
+    def _form_at_rest(self, number: int) -> AtRest:
+        """The form of a parameter at rest. The NaNs of one kind lie side by side to be looked at,
+        each at an address of its own, since tools know by it which parameters are the same."""
+        each = self._all[number]
+        kind = (each.dtype, each.device)
+        if kind not in self._nans:
+            self._nans[kind] = torch.full(
+                (len(self._all),), torch.nan, dtype=each.dtype, device=each.device
+            )
+        return at_rest(each.parameter, each.alias, self._nans[kind][number].expand(each.shape))
+
+    def _make_buckets(
+        self, buckets: Sequence[Bucket], factory: StorageFactory
+    ) -> list[ShardedBucket]:
+        """Room for this rank's interval of every bucket."""
+        owns = [bucket.interval(self._group.rank) for bucket in buckets]
+        named = [tuple(self._all[slot.parameter] for slot in b.slots) for b in buckets]
+        kinds = [(each[0].dtype, each[0].device) for each in named]
+        shared: list[Tensor | None] = [None] * len(buckets)
+        if factory.is_device:
+            shared = [
+                self._group.common(bucket.numel, *kind)
+                for bucket, kind in zip(buckets, kinds, strict=True)
+            ]
+        lengths = [end - first for first, end in owns]
+        storages: list[Storage] = [
+            MemoryStorage(common[slice(*own)])
+            for common, own in zip(shared, owns, strict=True)
+            if common is not None
+        ]
+        if len(storages) < len(buckets):
+            storages = factory.make("parameters", lengths, kinds)
+        return [
+            ShardedBucket(*parts)
+            for parts in zip(buckets, named, owns, storages, shared, strict=True)
+        ]
+
+    def _adopt(
+        self, index: int, bucket: ShardedBucket, value_of: Callable[[NamedParameter], Tensor]
+    ) -> None:
+        """Take this rank's interval of a bucket from its parameters; the rest is let go."""
+        own = bucket.own
+        _, dtype, device = bucket.kind
+        interval = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
+        wide: Tensor | None = None
+        places = zip(bucket.named, bucket.layout.slots, self._at_rest[bucket].each, strict=True)
+        for each, slot, rest in places:
+            low, high = max(slot.start, own[0]), min(slot.end, own[1])
+            value = value_of(each)
+            if low < high:
+                flat = each.flattened(value)
+                place = slice(low - own[0], high - own[0])
+                interval[place] = flat[low - slot.start : high - slot.start]
+                if value.dtype != dtype:
+                    wide = interval.to(value.dtype) if wide is None else wide
+                    wide[place] = flat[low - slot.start : high - slot.start]
+            if each.parameter.is_meta:
+                make_real(each.parameter, rest.like)
+            with SwappingData():
+                each.parameter.data = rest.value
+            each.parameter.__class__ = rest.kind
+            rest.mark(each.parameter)
+        bucket.storage.store(interval)
+        if wide is not None and index < len(self.buckets):
+            self.wide[index] = wide
+
+    def part(self, index: int, own: tuple[int, int]) -> Storage:
+        """This rank's interval of bucket `index`."""
+        assert own == self.sharded_buckets[index].own
+        return self.sharded_buckets[index].storage
+
+    def show(self, bucket: ShardedBucket, views: Sequence[Tensor], addresses: list[int]) -> None:
+        """Let the parameters of a bucket have their values, which are in `views`, by slot, at
+        `addresses`."""
+        resting = self._at_rest[bucket]
+        if list(map(type, bucket.parameters)) != resting.kinds:  # at rest all else raises
+            with unguarded():
+                self._note_replaced(bucket)
+        with SwappingData():
+            for parameter, view, own in zip(bucket.parameters, views, resting.owns, strict=True):
+                parameter.__class__ = own
+                parameter.data = view
+        self._addresses[bucket] = addresses
+
+    def allow_writes(self, bucket: ShardedBucket, *, allowed: bool) -> None:
+        """Let the parameters of a bucket, which are shown, be written or only be read."""
+        resting = self._at_rest[bucket]
+        kinds = resting.owns if allowed else resting.read_only
+        for parameter, kind in zip(bucket.parameters, kinds, strict=True):
+            parameter.__class__ = kind
+
+    def rest(self, bucket: ShardedBucket) -> None:
+        """Take the values of a bucket's parameters away: to read or to write them raises."""
+        resting = self._at_rest[bucket]
+        with unguarded(), SwappingData():
+            self._note_replaced(bucket)
+            trios = zip(bucket.parameters, resting.values, resting.kinds, strict=True)
+            for parameter, value, kind in trios:
+                parameter.data = value
+                parameter.__class__ = kind
+        self._addresses[bucket] = resting.addresses
+
+    def refuse_copies(self, bucket: ShardedBucket) -> None:
+        """Let deepcopy and pickle of a bucket's parameters raise."""
+        for parameter, rest in zip(bucket.parameters, self._at_rest[bucket].each, strict=True):
+            rest.mark(parameter)
+
+    def allow_copies(self, bucket: ShardedBucket) -> None:
+        """Undo `refuse_copies`."""
+        for parameter in bucket.parameters:
+            unmark(parameter)
+
+    def _note_replaced(self, bucket: ShardedBucket) -> None:
+        """Remember a parameter that user code gave other memory: `check` reports it."""
+        now, then = list(map(Tensor.data_ptr, bucket.parameters)), self._addresses[bucket]
+        if now != then:
+            wrong = zip(bucket.named, now, then, strict=True)
+            self._replaced = next(each for each, a, b in wrong if a != b)
+
+    def publish(self, index: int) -> Handle:
+        """Nothing to send: a unit is gathered when it is needed."""
+        del index
+        return Handle()
+
+    def settle(self) -> None:
+        """Every bucket was updated: return when all ranks may read what they share."""
+        with unguarded():
+            super().settle()
+        self.meet()
+        for changed in self._watchers:
+            changed()
+
+    def meet(self) -> None:
+        """Where ranks share memory, wait until all are done with reading or writing it."""
+        if any(bucket.common is not None for bucket in self.sharded_buckets):
+            # Without it a rank could write its interval while another still computes with it.
+            self._group.barrier()
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever parameters have changed and may be used."""
+        self._watchers.append(changed)
+
+    def check(self) -> None:
+        """Raise BrokenView if user code replaced a parameter, or wrote what reaches nothing."""
+        self.check_places()
+        written = self._replaced
+        for nans in self._nans.values():
+            if nans.device.type == "cpu" and not bool(nans.isnan().all()):
+                written = self._all[int((~nans.isnan()).nonzero()[0])]
+                nans.fill_(torch.nan)
+        versions = self._versions_of_all()
+        if versions != self._all_versions:
+            pairs = zip(self._all, versions, self._all_versions, strict=True)
+            *_, written = (each for each, now, then in pairs if now != then)
+        if written is not None:
+            raise self.written_in_vain(written)
+
+    def note_written(self, number: int) -> None:
+        """Remember that user code wrote into a temporary copy of parameter `number`: `check`
+        reports it."""
+        self._replaced = self._all[number]
+
+    def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
+        """Raise BrokenView if one of `shown`, whole buckets to be read, was written to.
+
+        Collective: each rank looks at its own interval.
+        """
+        # All ranks raise alike: one that went on would wait for the others in its next gather.
+        mine = [number for bucket, flat in shown.items() for number in bucket.written(flat)]
+        for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
+            raise self.written_in_vain(self._all[number])
+
+    def written_in_vain(self, named: NamedParameter) -> BrokenView:
+        """The error for a write that only this rank's temporary copy of a parameter has seen."""
+        self._replaced = None
+        self.remember()
+        return BrokenView(
+            f"{named.alias} was written while sharded, which reaches nothing. To write "
+            "parameters: with engine.full_parameters(module, write=True)."
+        )
+
+    def remember(self) -> None:
+        with unguarded():
+            super().remember()
+        self._all_versions = self._versions_of_all()
+
+    def _versions_of_all(self) -> list[int]:
+        with unguarded():
+            return [each.parameter._version for each in self._all]
+
+    def written(self) -> set[int]:
+        with unguarded():
+            return super().written()
+
+    def check_places(self) -> None:
+        """Raise BrokenView if user code replaced a parameter; once, since the next use of its unit
+        mends it."""
+        with unguarded():
+            for bucket, places in self._places.items():
+                addresses = self._addresses[bucket]
+                if not places.are_kept(addresses):
+                    self._addresses[bucket] = [p.data_ptr() for p in bucket.parameters]
+                    for named, address in zip(bucket.named, addresses, strict=True):
+                        check_place(named, address)
+
+    def release(self) -> None:
+        """Give each parameter whole memory of its own again. Collective."""
+        for bucket in self.sharded_buckets:
+            flat = self.gathered(bucket)
+            assert flat is not None
+            fresh = [v.clone(memory_format=torch.preserve_format) for v in bucket.views(flat)]
+            self.show(bucket, fresh, [])
+            self.allow_copies(bucket)
+
+    def gathered(self, bucket: ShardedBucket, *, here: bool = True) -> Tensor | None:
+        """The whole of a bucket in fresh memory, if it is wanted `here`. Collective."""
+        if bucket.common is not None:
+            return bucket.common.clone() if here else None
+        numel, dtype, device = bucket.kind
+        flat = torch.zeros(numel, dtype=dtype, device=device)
+        bucket.load(flat)
+        # A rank that does not want it sends its interval all the same.
+        self._group.all_gather(flat, bucket.layout.cuts).wait()
+        return flat if here else None
+
+    def held_bytes(self, index: int) -> int:
+        """This rank's interval."""
+        return self.sharded_buckets[index].storage.nbytes
+
+    def frozen_bytes(self) -> list[tuple[Sequence[NamedParameter], int]]:
+        """This rank's intervals."""
+        return [(bucket.named, bucket.storage.nbytes) for bucket in self.frozen]
+
+    @property
+    def frozen(self) -> Sequence[ShardedBucket]:
+        """Those that come after the trained ones."""
+        return self.sharded_buckets[len(self.buckets) :]
+
+
+class _BucketAtRest:
+    """The forms that a bucket's parameters have at rest, by slot; in lists, as the hot path reads
+    them."""
+
+    def __init__(self, each: list[AtRest]) -> None:
+        self.each = each
+        self.values = [rest.value for rest in each]
+        self.kinds = [rest.kind for rest in each]
+        self.owns = [rest.own for rest in each]
+        self.read_only = [read_only(rest.own) for rest in each]
+        self.addresses = [rest.like.data_ptr() for rest in each]
+
+
+def _shifted(bucket: Bucket, offset: int) -> Bucket:
+    slots = tuple(replace(slot, parameter=slot.parameter + offset) for slot in bucket.slots)
+    return replace(bucket, slots=slots)

@@ -1,0 +1,340 @@
+"""Storage of a state between steps: what a rank holds of one bucket, in memory or on a disk.
+
+`host_storage` has what rests in the host's memory and is used on an accelerator.
+
+Storage is used span by span. In memory there is one span, the whole interval. On a disk spans are
+cut so that a few of them are all the memory that it ever takes:
+
+    take(0)   use   put(0)
+      read_ahead(1)      take(1)   use   put(1)      read ahead, written behind
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Handle
+from shardwise.states.storage.squared_sums import squared_sum
+from shardwise.tiers.copy_stream import CopyStream
+from shardwise.tiers.nvme import BufferLease, Store
+
+SPAN = 4 * 2**20
+"""Elements of a span on a disk: large enough for its full rate, small beside any model."""
+
+Span = tuple[int, int]
+
+
+class Storage(ABC):
+    """Storage of one bucket's interval; `spans` are counted from the interval's start."""
+
+    spans: Sequence[Span]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    """Where a span is while it is in use."""
+    memory: Tensor | None = None
+    """The interval as it lies, where it lies in memory for good."""
+    copy_stream: CopyStream | None = None
+    """Copies between the host, where it rests, and an accelerator, where it is used."""
+
+    @abstractmethod
+    def read_ahead(self, index: int) -> None:
+        """Start to read span `index`, which is needed soon."""
+
+    @abstractmethod
+    def take(self, index: int, *, fresh: bool = False) -> Tensor:
+        """Span `index`, to be read and changed until it is `put`; `fresh`: with anything in it."""
+
+    @abstractmethod
+    def put(self, index: int, *, changed: bool) -> None:
+        """Span `index` is no longer in use."""
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Bytes of memory that it takes between steps."""
+
+    def take_on(self, index: int, device: torch.device) -> Tensor:
+        """Span `index` on `device`, where it is used, to be read until it is `put`."""
+        return self.take(index).to(device)
+
+    def load(self, into: Tensor) -> None:
+        """Copy the whole interval `into` a tensor of its length, on the present stream."""
+        for index, (first, end) in enumerate(self.spans):
+            if index + 1 < len(self.spans):
+                self.read_ahead(index + 1)
+            into[first:end].copy_(self.take(index))
+            self.put(index, changed=False)
+
+    def store(self, value: Tensor) -> None:
+        """Take the whole interval from `value`."""
+        for index, (first, end) in enumerate(self.spans):
+            self.take(index, fresh=True).copy_(value[first:end])
+            self.put(index, changed=True)
+
+    def send(self, index: int, value: Tensor, into: Tensor) -> None:
+        """Copy `value`, span `index` that was taken, `into` another interval's."""
+        del index
+        into.copy_(value)
+
+    def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
+        """Add `part`, of the interval's length, or take it as it is if `fresh`.
+
+        Returns the sum of squares of what is stored then, which to read again would be costly, or
+        None in memory; and what says by `reusable` when `part` may be written again.
+        """
+        squares = []
+        for index, (first, end) in enumerate(self.spans):
+            value = self.take(index, fresh=fresh)
+            if fresh:
+                value.copy_(part[first:end])
+            else:
+                value.add_(part[first:end].to(value.device))
+            squares.append(squared_sum(value))
+            self.put(index, changed=True)
+        return torch.stack(squares).sum() if squares else None, Handle()
+
+    def cut(self, spans: Sequence[Span]) -> Storage:
+        """The same storage, used in `spans`."""
+        assert list(self.spans) == list(spans), "spans on a disk are all cut alike"
+        return self
+
+    def widened(self) -> Storage:
+        """Room for the same in fp32, with anything in it."""
+        raise AssertionError("what is on a disk is as wide as it will be needed")
+
+    def loaded(self, device: torch.device | None = None) -> Tensor:
+        """The whole interval, on `device` if that is given: itself where it lies in that memory,
+        else a copy."""
+        value = torch.empty(self.numel, dtype=self.dtype, device=device or self.device)
+        self.load(value)
+        return value
+
+    def is_apart(self, other: Tensor) -> bool:
+        """Whether `other` is in an accelerator's memory, and what rests here is copied there and
+        back beside the host."""
+        return self.copy_stream is not None and other.device == self.copy_stream.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes where it rests."""
+        return self.numel * self.dtype.itemsize
+
+
+class MemoryStorage(Storage):
+    """Storage in memory; in one span, unless it goes with one that is on a disk."""
+
+    def __init__(self, tensor: Tensor, spans: Sequence[Span] | None = None) -> None:
+        self.tensor = self.memory = tensor
+        self.spans = [(0, tensor.numel())] if spans is None else spans
+        self.numel, self.dtype, self.device = tensor.numel(), tensor.dtype, tensor.device
+
+    def read_ahead(self, index: int) -> None:
+        """It is there."""
+
+    def take(self, index: int, *, fresh: bool = False) -> Tensor:
+        """The span as it lies."""
+        del fresh
+        first, end = self.spans[index]
+        return self.tensor[first:end]
+
+    def put(self, index: int, *, changed: bool) -> None:
+        """Nothing to do."""
+
+    def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
+        """Add in one call; squares are computed when they are needed."""
+        if fresh:
+            self.tensor.copy_(part)
+        else:
+            self.tensor.add_(part)
+        return None, Handle()
+
+    def cut(self, spans: Sequence[Span]) -> MemoryStorage:
+        """The same memory, used in `spans`."""
+        return MemoryStorage(self.tensor, spans)
+
+    def widened(self) -> MemoryStorage:
+        """The same in fp32."""
+        return MemoryStorage(self.tensor.float())
+
+    def loaded(self, device: torch.device | None = None) -> Tensor:
+        """The tensor itself."""
+        return self.tensor if device is None else self.tensor.to(device)
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of it."""
+        return self.nbytes
+
+
+class DiskStorage(Storage):
+    """Storage on a disk: its spans are the records of a store, from record `first` on.
+
+    With a copy stream, the store's buffers are pinned. Copies between them and the accelerator do
+    not stop the host, which waits for the disk's reads alone; the disk's threads wait for copies.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        first: int,
+        numel: int,
+        dtype: torch.dtype,
+        copy_stream: CopyStream | None,
+    ) -> None:
+        self.copy_stream = copy_stream
+        self._store = store
+        self._first = first
+        self.spans = spans_of(numel)
+        self.numel, self.dtype, self.device = numel, dtype, torch.device("cpu")
+        self._leases: dict[int, BufferLease] = {}
+
+    def read_ahead(self, index: int) -> None:
+        """Start to read span `index`."""
+        if index not in self._leases:
+            self._leases[index] = self._store.read(self._first + index)
+
+    def take(self, index: int, *, fresh: bool = False) -> Tensor:
+        """Span `index`, once it is here."""
+        if index not in self._leases:
+            start = self._store.blank if fresh else self._store.read
+            self._leases[index] = start(self._first + index)
+        return self._leases[index].wait().view(self.dtype)
+
+    def put(self, index: int, *, changed: bool) -> None:
+        """Let go of span `index`; what was changed is written behind."""
+        lease = self._leases.pop(index)
+        # Both end the lease: the buffer is another record's next, and no view of it may be used.
+        if changed:
+            lease.write()
+        else:
+            lease.give_back()
+
+    def take_on(self, index: int, device: torch.device) -> Tensor:
+        """A copy of span `index` on `device`, once its bytes are here."""
+        if self.copy_stream is None or device != self.copy_stream.device:
+            return super().take_on(index, device)
+        value = self._taken(index).to(device, non_blocking=True)  # it was read: no copy is left
+        self._leases[index].copied(self.copy_stream.here())
+        return value
+
+    def load(self, into: Tensor) -> None:
+        """Copy the interval up on the present stream, each span once its bytes are here."""
+        if not self.is_apart(into):
+            super().load(into)
+            return
+        for index, (first, end) in enumerate(self.spans):
+            if index + 1 < len(self.spans):
+                self.read_ahead(index + 1)
+            with self._copying(index, changed=False) as memory:
+                into[first:end].copy_(memory, non_blocking=True)
+
+    def store(self, value: Tensor) -> None:
+        """Copy the interval down on the present stream; it is written once it has come."""
+        if not self.is_apart(value):
+            super().store(value)
+            return
+        for index, (first, end) in enumerate(self.spans):
+            with self._copying(index, fresh=True, changed=True) as memory:
+                memory.copy_(value[first:end], non_blocking=True)
+
+    def send(self, index: int, value: Tensor, into: Tensor) -> None:
+        """Copy `value`, span `index` that was taken, `into` another interval's: up on the present
+        stream, if that is on the accelerator."""
+        if self.copy_stream is None or not self.is_apart(into):
+            into.copy_(value)
+        elif into.dtype != value.dtype:
+            self.copy_stream.send_narrowed(value, into)
+        else:
+            into.copy_(value, non_blocking=True)
+            self._leases[index].copied(self.copy_stream.here())
+
+    def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
+        """Add on the accelerator, where `part` is and its squares are summed; then let the sum come
+        down and be written, beside the work."""
+        if not self.is_apart(part):
+            return super().add(part, fresh=fresh)
+        squares, read = [], Handle()
+        for index, (first, end) in enumerate(self.spans):
+            if not fresh and index + 1 < len(self.spans):
+                self.read_ahead(index + 1)
+            total, left = self._add(index, part[first:end], fresh=fresh)
+            assert self.copy_stream is not None
+            read = Handle(partial(self.copy_stream.await_, left))  # one stream: of all before, too
+            squares.append(squared_sum(total))
+        return torch.stack(squares).sum() if squares else None, read
+
+    def _add(self, index: int, part: Tensor, *, fresh: bool) -> tuple[Tensor, Any]:
+        """The sum of `part` and span `index`, and the event from which on it is in its buffer."""
+        copy_stream = self.copy_stream
+        assert copy_stream is not None
+        memory, lease = self._taken(index, fresh=fresh), self._leases[index]
+        if fresh:
+            total = part.to(self.dtype)
+        else:
+            total, came = copy_stream.up(memory, lease.copies)
+            copy_stream.await_(came)
+            total.add_(part)
+        left = copy_stream.down(total, memory, lease.copies)
+        lease.copied(left)
+        self.put(index, changed=True)
+        return total, left
+
+    def _taken(self, index: int, *, fresh: bool = False) -> Tensor:
+        """Span `index` for a copy that comes after those of its lease, once its bytes are here."""
+        if index not in self._leases:
+            start = self._store.blank if fresh else self._store.read
+            self._leases[index] = start(self._first + index)
+        return self._leases[index].wait_for_disk().view(self.dtype)
+
+    @contextmanager
+    def _copying(self, index: int, *, fresh: bool = False, changed: bool) -> Iterator[Tensor]:
+        """Span `index`, for a copy to or from it that the present stream is given in the block."""
+        assert self.copy_stream is not None
+        memory = self._taken(index, fresh=fresh)
+        for event in self._leases[index].copies:
+            self.copy_stream.await_(event)
+        yield memory
+        self._leases[index].copied(self.copy_stream.here())
+        self.put(index, changed=changed)
+
+    @property
+    def memory_bytes(self) -> int:
+        """None: the store's few buffers serve all intervals."""
+        return 0
+
+
+def spans_of(numel: int) -> list[Span]:
+    """Cut `numel` elements into spans for a disk."""
+    return [(first, min(first + SPAN, numel)) for first in range(0, numel, SPAN)]
+
+
+def record_bytes(numels: Sequence[int], itemsize: int) -> list[int]:
+    """The sizes of a store's records for intervals of `numels` elements of `itemsize` bytes."""
+    return [(end - first) * itemsize for numel in numels for first, end in spans_of(numel)]
+
+
+def in_spans(storage: Storage, spans: Sequence[Span]) -> Storage:
+    """`storage`, used in `spans`."""
+    return storage if list(storage.spans) == list(spans) else storage.cut(spans)
+
+
+def on_disk(
+    store: Store,
+    numels: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    copy_streams: Sequence[CopyStream | None],
+) -> list[DiskStorage]:
+    """The storages of the intervals that `store` was made for, in order."""
+    made, first = [], 0
+    for numel, dtype, copy_stream in zip(numels, dtypes, copy_streams, strict=True):
+        made.append(DiskStorage(store, first, numel, dtype, copy_stream))
+        first += len(made[-1].spans)
+    return made

@@ -1,0 +1,93 @@
+"""Runs one rank of `shardwise doctor`: `python -m shardwise.tools.doctor` under any launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console
+
+from shardwise.errors import ConfigError, LaunchError
+from shardwise.messages.printable import printable
+from shardwise.net.launchers import detection as launcher_detection
+from shardwise.tools.doctor import checks, findings, network
+from shardwise.tools.doctor.checks import Check
+from shardwise.tools.doctor.network import Speed
+from shardwise.world.initialize import enter
+from shardwise.world.world import World
+
+
+def main() -> int:
+    """Check this host, join the others, measure; rank 0 prints. Returns 1 where a run would
+    fail."""
+    try:
+        world = enter(0, {}, network.connect_all)
+    except network.Unreachable as error:
+        return _say_what_is_wrong(error.lines)
+    except ConfigError as error:  # alike on all ranks, as settings are
+        return _say_what_is_wrong([str(error)])
+    except LaunchError as error:  # maybe of this rank alone
+        print(printable(f"wrong: {error}"), flush=True)
+        return 1
+    hosts = _hosts(world)
+    measured = _measured(world)
+    faults = findings.faults(hosts)
+    if world.is_main:
+        _print(world, hosts, measured, faults)
+    return 1 if faults and world.is_main else 0
+
+
+def _say_what_is_wrong(lines: list[str]) -> int:
+    """Print on rank 0 what keeps the ranks from joining; returns the exit code."""
+    is_main = launcher_detection.identify().rank == 0
+    for line in lines if is_main else ():
+        print(printable(f"wrong: {line}"), flush=True)
+    return int(is_main)
+
+
+def _hosts(world: World) -> dict[str, list[Check]]:
+    """The checks of each host, as made by its first rank."""
+    mine = checks.of_host(world.settings)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
+    mine.append(Check("network interface", interface))
+    mine += network.check(launcher_detection.identify())
+    ahead = world.collectives.status_server.clock_offset(0, "wall")
+    mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
+    hosts: dict[str, list[Check]] = {}
+    for host, found in world.gather((world.host, mine)):
+        hosts.setdefault(host, found)
+    return hosts
+
+
+def _measured(world: World) -> dict[str, Speed]:
+    """Speeds over all ranks and, where there are several hosts, inside each."""
+    if world.size == 1:
+        return {}
+    group = world.collectives
+    found = {f"of {world.size} ranks over {group.name}": network.measure_speed(group, world.device)}
+    names = world.gather(world.host)
+    members = [[rank for rank, name in enumerate(names) if name == host] for host in set(names)]
+    if len(members) > 1 and min(map(len, members)) > 1:
+        inside = group.split(sorted(members))
+        found[f"inside {world.host}"] = network.measure_speed(inside, world.device)
+    return found
+
+
+def _print(
+    world: World, hosts: dict[str, list[Check]], measured: dict[str, Speed], faults: list[str]
+) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(f"{world.size} ranks on {len(hosts)} host(s), started by {world.launcher}")
+    console.print(findings.table(hosts))
+    for line in findings.speeds(measured):
+        console.print(printable(line))
+    for line in findings.advice(hosts):
+        console.print(printable(f"mind: {line}"), soft_wrap=True)
+    for line in faults:
+        console.print(printable(f"wrong: {line}"), soft_wrap=True)
+    if not faults:
+        console.print("Nothing here would make a run fail.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Times a script's layers for a few steps, and shows the best division into pipeline stages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.config import SCHEDULES
+from shardwise.errors import LaunchError, ModelError
+from shardwise.messages.printable import printable
+from shardwise.net.python_command import python_words
+from shardwise.parallel.pipeline import partition, schedule
+
+
+@dataclass(frozen=True)
+class TimedLayer:
+    """A timed layer: seconds in a step, and the bytes that it sends to the next layer."""
+
+    name: str
+    parameters: int
+    forward: float
+    backward: float
+    nbytes: float
+    adds_parameters: bool
+    """Whether it has a parameter to train that no layer before has."""
+
+    @property
+    def time(self) -> float:
+        """Seconds of forward and backward together."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Arguments of the command: `words` are the script and its own, `flags` those of its run."""
+
+    words: tuple[str, ...]
+    flags: tuple[str, ...]
+    pipeline: int
+    microbatches: int
+    steps: int
+    by: str
+    """"time" or "parameters"."""
+
+
+def show_plan(request: PlanRequest) -> int:
+    """Time the layers and show the stages; returns the exit code.
+
+    Raises LaunchError for a script that failed or trains nothing, ModelError for more stages than
+    layers.
+    """
+    console = Console(highlight=False, markup=False)
+    with console.status(f"timing {request.steps} steps on one worker"):
+        layers = _time_layers(request)
+    for table in tables(layers, request):
+        console.print(table)
+    for line in advice(layers, request):
+        console.print(printable(line), soft_wrap=True)
+    return 0
+
+
+def _time_layers(request: PlanRequest) -> list[TimedLayer]:
+    with tempfile.TemporaryDirectory(prefix="shardwise-pipeline-plan-") as folder:
+        path, log = Path(folder) / "layers.json", Path(folder) / "log.txt"
+        command = [
+            *(*python_words("shardwise"), "run", "-n", "1", *request.flags),
+            *("--time-layers", str(path), "--stop-after", str(request.steps), "--trial"),
+            *request.words,
+        ]
+        with log.open("wb") as output:
+            code = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ,
+                check=False,
+            ).returncode
+        if code or not path.exists():
+            said = log.read_text(errors="replace").strip()[-3000:]
+            why = f"failed (exit code {code})" if code else "made no step with an sw.Engine"
+            raise LaunchError(
+                f"{request.words[0]} {why}, so there are no layers to divide into stages. "
+                f"Its output:\n{said}"
+            )
+        report: dict[str, Any] = json.loads(path.read_text())
+    if not report["steps"]:
+        raise LaunchError(
+            f"{request.words[0]} made no step with an sw.Engine: no layers to divide into stages."
+        )
+    return [
+        TimedLayer(
+            each["name"],
+            each["parameters"],
+            each["forward"],
+            each["backward"],
+            each["bytes"],
+            each["adds_parameters"],
+        )
+        for each in report["layers"]
+    ]
+
+
+def assign_layers(
+    layers: Sequence[TimedLayer], request: PlanRequest, stages: int
+) -> list[Sequence[TimedLayer]]:
+    """Divide layers into balanced stages. Raises ModelError for fewer layers than `stages`."""
+    if len(layers) < stages:
+        raise ModelError(
+            f"The model has {len(layers)} layer(s), which are fewer than {stages} stages: "
+            f"write --pipeline {len(layers)} or less, or name finer ones with --units."
+        )
+    sizes = [each.time if request.by == "time" else float(each.parameters) for each in layers]
+    starts = partition.balanced_starts(sizes, stages)
+    starts = partition.with_trainable_stages(starts, [each.adds_parameters for each in layers])
+    return [[layers[n] for n in each] for each in partition.ranges_of(starts, len(layers))]
+
+
+def tables(layers: Sequence[TimedLayer], request: PlanRequest) -> list[Table]:
+    """Tables of the stages, and of the idle time by schedule."""
+    assigned = assign_layers(layers, request, request.pipeline)
+    total = sum(each.time for each in layers)
+    stages = Table(
+        title=f"{request.pipeline} stages, balanced in {request.by}",
+        title_justify="left",
+    )
+    stages.add_column("stage")
+    for heading in ("parameters", "forward ms", "backward ms", "of the time", "sends kB"):
+        stages.add_column(heading, justify="right")
+    for number, stage in enumerate(assigned):
+        last = number == request.pipeline - 1
+        sent = 0.0 if last else stage[-1].nbytes / request.microbatches
+        stages.add_row(
+            str(number),
+            f"{sum(each.parameters for each in stage):,}",
+            f"{sum(each.forward for each in stage) * 1e3:.1f}",
+            f"{sum(each.backward for each in stage) * 1e3:.1f}",
+            f"{sum(each.time for each in stage) / total:.0%}" if total else "-",
+            f"{sent / 1e3:.1f}",
+        )
+    times = Table(
+        title=f"idle time with {request.microbatches} micro-batches (communication left out)",
+        title_justify="left",
+    )
+    times.add_column("--schedule")
+    for heading in ("stages", "idle", "if all stages were equal"):
+        times.add_column(heading, justify="right")
+    for name in SCHEDULES:
+        if (found := idle_times(layers, request, name)) is not None:
+            count, here, alike = found
+            times.add_row(name, str(count), f"{here:.1%}", f"{alike:.1%}")
+    return [stages, times]
+
+
+def _layer_range(layers: Sequence[TimedLayer]) -> str:
+    """The names of the first and last layer of a stage."""
+    return layers[0].name if len(layers) == 1 else f"{layers[0].name} to {layers[-1].name}"
+
+
+def idle_times(
+    layers: Sequence[TimedLayer], request: PlanRequest, name: str
+) -> tuple[int, float, float] | None:
+    """The number of stages, and the share of time that workers idle under schedule `name`: with the
+    layers as they are, and with equal stages. None where the schedule is not possible."""
+    stages = request.pipeline * (2 if name == "interleaved" else 1)
+    if len(layers) < stages or request.microbatches % request.pipeline:
+        return None
+    assigned = assign_layers(layers, request, stages)
+    forward = [sum(each.forward for each in stage) for stage in assigned]
+    backward = [sum(each.backward for each in stage) for stage in assigned]
+    alike = [sum(forward) / stages] * stages, [sum(backward) / stages] * stages
+    here, best = (
+        schedule.idle_fraction(
+            name,
+            request.pipeline,
+            stages,
+            request.microbatches,
+            {"F": f, "B": b, "I": [x / 2 for x in b], "W": [x / 2 for x in b]},
+        )
+        for f, b in ((forward, backward), alike)
+    )
+    return stages, here, best
+
+
+def advice(layers: Sequence[TimedLayer], request: PlanRequest) -> list[str]:
+    """The layers of each stage, and the command line that trains with these stages.
+
+    They are lines and no column of the table, which would break names on a narrow terminal.
+    """
+    assigned = assign_layers(layers, request, request.pipeline)
+    lines = [f"stage {number}: {_layer_range(stage)}" for number, stage in enumerate(assigned)]
+    names = ",".join(stage[0].name for stage in assigned[1:])
+    flags = ["--pipeline", str(request.pipeline), "--stages", names]
+    flags += ["--microbatches", str(request.microbatches)]
+    words = [*flags, *request.flags, *request.words]
+    return [
+        *lines,
+        "engine.forward_backward in the loop keeps all workers busy; with engine.backward they "
+        "take turns (docs/parallel.md). To start it so:",
+        f"  shardwise run -n {request.pipeline} {shlex.join(words)}",
+    ]

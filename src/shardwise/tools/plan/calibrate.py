@@ -1,0 +1,156 @@
+"""`shardwise plan --calibrate`: measures this machine for a minute, for `--on here`.
+
+Each number of ranks is measured by itself, since ranks share cores, memory and links: 1, 2, 4, ...
+up to the accelerators or cores of the machine. What was found is a file of the user's catalogue.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from shardwise.errors import LaunchError
+from shardwise.launch import program, resources
+from shardwise.net.python_command import python_words
+from shardwise.tools.plan.catalogue import GIB, read_file, user_folder
+from shardwise.tools.plan.cluster import HERE, name_here
+
+EXPECTED = 40
+"""About the measurements of one number of ranks, for the progress bar."""
+
+MOST_RANKS = 8
+
+
+def calibrate(console: Console, file: Path | None = None) -> Path:
+    """Measure this machine and write the catalogue's file; returns it. Raises LaunchError where a
+    run fails."""
+    target = file or user_folder() / f"{HERE}.toml"
+    found: dict[int, list[dict[str, Any]]] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        for ranks in rank_counts(resources.gpu_count(os.environ), os.cpu_count() or 1):
+            task = progress.add_task(f"measuring with {ranks} rank(s)", total=EXPECTED)
+            found[ranks] = _measure(ranks, partial(progress.update, task))
+            progress.update(task, completed=EXPECTED)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_suffix(".new")
+    aside.write_text(as_toml(found, date.today().isoformat()))
+    read_file(aside)  # what the catalogue would refuse is never left there
+    aside.replace(target)
+    return target
+
+
+def rank_counts(accelerators: int, cores: int) -> list[int]:
+    """The numbers of ranks that are measured: powers of two up to the devices or cores."""
+    most = min(accelerators or cores, MOST_RANKS)
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
+    """Run the workers; returns their measurements."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder) / "measured.jsonl", Path(folder) / "log"
+        file.touch()
+        words = [*python_words("shardwise"), "run", "-n", str(ranks)]
+        words += ["-m", "shardwise.tools.plan.calibration_worker", str(file)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+            code = program.wait_for(
+                process, lambda: on_made(completed=file.read_text().count("\n"))
+            )
+        if code:
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            raise LaunchError(
+                f"The calibration with {ranks} rank(s) failed: {lines[-1] if lines else code}"
+            )
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def as_toml(found: dict[int, list[dict[str, Any]]], day: str) -> str:
+    """The catalogue's file of measurements by number of ranks, made on `day`."""
+    parts = [f'[sources.measured]\ntext = "shardwise plan --calibrate"\ndate = "{day}"\n']
+    for ranks, lines in found.items():
+        parts += _device(ranks, lines)
+    return "\n".join(parts)
+
+
+def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
+    """The tables of a device and its link."""
+    values = {line["kind"]: line["value"] for line in lines if "value" in line}
+    rates = {
+        kind: [(line["size"], line["size"] / line["seconds"]) for line in lines
+               if line["kind"] == kind]
+        for kind in dict.fromkeys(line["kind"] for line in lines if "size" in line)
+    }  # fmt: skip
+    name = name_here(ranks)
+    numbers = {
+        f"{kind.removeprefix('matmul_')}_tflops": max(rate for _, rate in points) / 1e12
+        for kind, points in rates.items()
+        if kind.startswith("matmul_")
+    }
+    numbers["memory_gib"] = values["memory bytes"] / GIB
+    numbers["memory_tb_per_s"] = max(rate for _, rate in rates["memory"]) / 1e12
+    numbers["disk_gb_per_s"] = rates["disk"][0][1] / 1e9
+    if "overlap" in values:
+        numbers["overlap"] = values["overlap"]
+    curves = {kind: _curve(points, 1e9) for kind, points in rates.items() if "matmul" in kind}
+    curves["matmul"] = curves["matmul_fp32"]
+    curves["memory"] = _curve(rates["memory"], 1e6)
+    head = [
+        f"[device.{name}]",
+        f'title = "this machine, {ranks} rank(s) at once"',
+        f'inside = "{name}"',
+        f'between = "{name}"',
+        f"per_host = {ranks}",
+        "calibrated = true",
+        *(f"{key} = {_measured(f'{value:.6g}')}" for key, value in numbers.items()),
+        "",
+        f"[device.{name}.efficiency]",
+        *(f"{key} = {_measured(curve)}" for key, curve in curves.items()),
+        f"launch_us = {_measured(format(values['launch'] * 1e6, '.4g'))}",
+        "",
+    ]
+    return [*head, *_link(name, ranks, lines)]
+
+
+def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
+    """The table of the link between ranks: the latency of a hop, and the bus bandwidth of what is
+    large. One rank has none, and gets one that is never used."""
+    reduced = sorted((x["size"], x["seconds"]) for x in lines if x["kind"] == "all_reduce")
+    bandwidth, latency = 1.0, 1.0
+    if reduced:
+        moved = 2 * (ranks - 1) / ranks
+        (small, fast), (large, slow) = reduced[0], reduced[-1]
+        bandwidth = moved * (large - small) / max(1e-9, slow - fast) / 1e9
+        hops = 2 * (ranks - 1)
+        latency = max(0.01, (fast - moved * small / bandwidth / 1e9) / hops * 1e6)
+    return [
+        f"[link.{name}]",
+        f'title = "between ranks of this machine, {ranks} at once"',
+        f"gb_per_s = {_measured(f'{bandwidth:.6g}')}",
+        f"latency_us = {_measured(f'{latency:.4g}')}",
+        "",
+    ]
+
+
+def _curve(points: Sequence[tuple[float, float]], unit: float) -> str:
+    """Fractions of the best rate, by size in `unit`."""
+    best = max(rate for _, rate in points)
+    pairs = [f"[{size / unit:.6g}, {max(1e-6, rate / best):.4g}]" for size, rate in points]
+    return f"[{', '.join(pairs)}]"
+
+
+def _measured(value: str) -> str:
+    return f'{{ value = {value}, from = "measured" }}'

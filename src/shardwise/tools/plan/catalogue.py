@@ -1,0 +1,290 @@
+"""The catalogue of devices and links: reads and checks TOML files in which each value has a source.
+
+A file has any number of sources, devices and links. Those that come with the package are in
+hardware/; users add theirs in `$XDG_CONFIG_HOME/shardwise/hardware` or by `--hardware`, and a
+device or link of theirs replaces one of the same name.
+
+    [sources.sheet]
+    text = "data sheet"
+    date = "2024-09"
+
+    [device.H100]
+    title = "NVIDIA H100 SXM5 80 GB"
+    inside = "nvlink4"              # the link between devices of one host
+    between = "infiniband-400"      # the link between hosts, per device
+    per_host = 8
+    bf16_tflops = { value = 989, from = "sheet" }
+    ...
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.tools.plan.sourced_toml import Source, SourcedFile, as_float
+
+GIB = float(2**30)
+OWN = Path(__file__).parent / "hardware"
+
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+
+SCALES: dict[str, float] = {
+    **{f"{dtype}_tflops": 1e12 for dtype in DTYPES},
+    "memory_gib": GIB,
+    "memory_tb_per_s": 1e12,
+    "host_gb_per_s": 1e9,
+    "host_memory_gib": GIB,
+    "host_memory_gb_per_s": 1e9,
+    "disk_gb_per_s": 1e9,
+    "watts": 1.0,
+    "host_watts": 1.0,
+    "dollars_low": 1.0,
+    "dollars_high": 1.0,
+    "overlap": 1.0,
+}
+"""The numbers that a device may have, and what one of each is in bytes, seconds, FLOPs, watts or
+dollars an hour. Those of the host are a device's share of it. `overlap` is the fraction of a
+collective that computation beside it does not feel, 1 where it is not given."""
+
+NEEDED = ("memory_gib", "memory_tb_per_s")
+CURVES = ("matmul", *(f"matmul_{dtype}" for dtype in DTYPES), "memory")
+_DEVICE_WORDS = ("title", "inside", "between")
+_LINK_SCALES = {"gb_per_s": 1e9, "latency_us": 1e-6}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A quantity by size: points (size, value) with rising sizes; between two of them the value is
+    linear in the logarithm of the size, outside of them that of the nearest point."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, size: float) -> float:
+        """The value at `size`, in the unit of the points."""
+        sizes = [each for each, _ in self.points]
+        after = bisect_right(sizes, size)
+        if after == 0:
+            return self.points[0][1]
+        if after == len(sizes):
+            return self.points[-1][1]
+        (low, first), (high, second) = self.points[after - 1], self.points[after]
+        part = math.log(size / low) / math.log(high / low)
+        return first + part * (second - first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device of the catalogue.
+
+    `numbers` are in bytes, bytes/s, FLOP/s, watts and dollars an hour, by the names of SCALES.
+    `curves` are fractions of the peak: "matmul" by GFLOPs of an operation, "memory" by megabytes
+    that it moves. `launch` is what an operation takes beside its work, in seconds.
+    """
+
+    name: str
+    title: str
+    inside: str
+    between: str
+    per_host: int
+    numbers: Mapping[str, float]
+    curves: Mapping[str, Curve]
+    launch: float
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    calibrated: bool = False
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory."""
+        return int(self.numbers["memory_gib"])
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether the efficiency of its products was measured by nobody, as its source says."""
+        source = self.sources.get("matmul")
+        return source is not None and source.text.startswith("assumed")
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes of its memory that it reads or writes in a second, at most."""
+        return self.numbers["memory_tb_per_s"]
+
+    def flops(self, dtype: str) -> float:
+        """The peak of dense matrix products, FLOP/s. Raises ConfigError without one."""
+        found = self.numbers.get(f"{dtype}_tflops")
+        if found is None:
+            known = [each for each in DTYPES if f"{each}_tflops" in self.numbers]
+            raise ConfigError(
+                f"The catalogue has no {dtype}_tflops of {self.name}, only {', '.join(known)}: "
+                "add it with its source in a file for --hardware, or plan for another precision."
+            )
+        return found
+
+    def number(self, name: str) -> float | None:
+        """The value `name` of SCALES; None where the catalogue has none."""
+        return self.numbers.get(name)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link: bytes/s in one direction, per device, as collectives get them ("bus bandwidth"), and
+    the seconds that a message takes beside its bytes."""
+
+    name: str
+    title: str
+    bandwidth: float
+    latency: float
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Devices and links by name."""
+
+    devices: Mapping[str, Device]
+    links: Mapping[str, Link]
+
+    def device(self, name: str) -> Device:
+        """The device of a name or an alias, in any case. Raises ConfigError, with the nearest."""
+        devices = self.devices.values()
+        names = {word.lower(): each for each in devices for word in (each.name, *each.aliases)}
+        if (found := names.get(name.lower())) is not None:
+            return found
+        near = difflib.get_close_matches(name.lower(), names, n=1)
+        hint = f" Did you mean {names[near[0]].name}?" if near else ""
+        raise ConfigError(
+            f"The catalogue has no device {name!r}.{hint} There are: "
+            f"{', '.join(sorted(self.devices))}. Add yours in a file for --hardware."
+        )
+
+    def link(self, name: str, device: str) -> Link:
+        """The link `name` of `device`. Raises ConfigError where no file has it."""
+        if (found := self.links.get(name)) is None:
+            raise ConfigError(
+                f"The device {device} names the link {name!r}, which no file of the catalogue has. "
+                f"There are: {', '.join(sorted(self.links))}."
+            )
+        return found
+
+
+def user_folder() -> Path:
+    """The folder of the user's own files: `$XDG_CONFIG_HOME/shardwise/hardware`."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "shardwise" / "hardware"
+
+
+def read_catalogue(added: Iterable[Path | str] = (), *, user: bool = True) -> Catalogue:
+    """The catalogue of the package, then of the user's folder, then of `added` files and folders;
+    what comes later replaces what has its name. Raises ConfigError of the first mistake."""
+    devices: dict[str, Device] = {}
+    links: dict[str, Link] = {}
+    files = [*sorted(OWN.glob("*.toml"))]
+    files += sorted(user_folder().glob("*.toml")) if user else []
+    for path in added:
+        files += _files(Path(path))
+    for file in files:
+        found = read_file(file)
+        devices |= found.devices
+        links |= found.links
+    return Catalogue(devices, links)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        if not (found := sorted(path.glob("*.toml"))):
+            raise ConfigError(f"--hardware {path}: the folder has no *.toml file.")
+        return found
+    if not path.is_file():
+        raise ConfigError(f"--hardware {path}: there is no such file or folder.")
+    return [path]
+
+
+def read_file(file: Path) -> Catalogue:
+    """The devices and links of one file. Raises ConfigError of the first mistake in it."""
+    reading = _Reading(file)
+    tree = reading.tree(("device", "link"))
+    devices = {name: reading.device(entry, name) for name, entry in reading.tables(tree, "device")}
+    links = {name: reading.link(entry, name) for name, entry in reading.tables(tree, "link")}
+    return Catalogue(devices, links)
+
+
+class _Reading(SourcedFile):
+    """Reads the tables of one file of the catalogue."""
+
+    def curve(self, entry: Any, where: str) -> tuple[Curve, Source]:
+        value, source = self.sourced(entry, where)
+        pairs = isinstance(value, list) and all(isinstance(p, list) and len(p) == 2 for p in value)
+        if not pairs or not value or not all(_positive(x) for point in value for x in point):
+            raise self.wrong(f"{where} has to be points [[size, fraction], ...], all above 0.")
+        sizes = [point[0] for point in value]
+        if sizes != sorted(set(sizes)):
+            raise self.wrong(f"{where} has to have rising sizes, and has {sizes}.")
+        if (most := max(point[1] for point in value)) > 1:
+            raise self.wrong(f"{where} has {most}: a fraction of the peak is at most 1.")
+        return Curve(tuple((float(size), float(part)) for size, part in value)), source
+
+    def device(self, entry: Mapping[str, Any], name: str) -> Device:
+        where = f"[device.{name}]"
+        own = (*_DEVICE_WORDS, "aliases", "per_host", "calibrated", "efficiency")
+        self.only(entry, (*own, *SCALES), where)
+        if missing := [key for key in NEEDED if key not in entry]:
+            raise self.wrong(f"{where} needs {missing[0]}.")
+        if not any(f"{dtype}_tflops" in entry for dtype in DTYPES):
+            raise self.wrong(f"{where} needs a peak, such as bf16_tflops.")
+        found = {key: self.number(entry[key], f"{where} {key}") for key in SCALES if key in entry}
+        per_host, aliases = entry.get("per_host", 8), entry.get("aliases", [])
+        if isinstance(per_host, bool) or not isinstance(per_host, int) or per_host < 1:
+            raise self.wrong(f"{where} per_host has to be a whole number of devices, 1 or more.")
+        if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
+            raise self.wrong(f"{where} aliases has to be a list of names.")
+        curves, launch, sources = self.efficiency(entry.get("efficiency", {}), where)
+        words = {key: self.text(entry, key, where, name) for key in _DEVICE_WORDS}
+        return Device(
+            name=name,
+            **words,
+            per_host=per_host,
+            numbers={key: value * SCALES[key] for key, (value, _) in found.items()},
+            curves=curves,
+            launch=launch,
+            sources={key: source for key, (_, source) in found.items()} | sources,
+            aliases=tuple(aliases),
+            calibrated=entry.get("calibrated") is True,
+        )
+
+    def efficiency(
+        self, entry: Mapping[str, Any], device: str
+    ) -> tuple[dict[str, Curve], float, dict[str, Source]]:
+        """The curves of a device, its seconds of launch, and the sources of both."""
+        where = f"{device[:-1]}.efficiency]"
+        self.only(entry, (*CURVES, "launch_us"), where)
+        for key in ("matmul", "memory", "launch_us"):
+            if key not in entry:
+                raise self.wrong(f"{where} needs {key}.")
+        found = {key: self.curve(entry[key], f"{where} {key}") for key in CURVES if key in entry}
+        launch, source = self.number(entry["launch_us"], f"{where} launch_us")
+        sources = {key: each for key, (_, each) in found.items()} | {"launch_us": source}
+        return {key: curve for key, (curve, _) in found.items()}, launch * 1e-6, sources
+
+    def link(self, entry: Mapping[str, Any], name: str) -> Link:
+        where = f"[link.{name}]"
+        self.only(entry, ("title", *_LINK_SCALES), where)
+        for key in _LINK_SCALES:
+            if key not in entry:
+                raise self.wrong(f"{where} needs {key}.")
+        found = {key: self.number(entry[key], f"{where} {key}") for key in _LINK_SCALES}
+        bandwidth, latency = (found[key][0] * scale for key, scale in _LINK_SCALES.items())
+        sources = {key: source for key, (_, source) in found.items()}
+        return Link(name, self.text(entry, "title", where, name), bandwidth, latency, sources)
+
+
+def _positive(value: Any) -> bool:
+    number = as_float(value)
+    return number is not None and 0 < number < math.inf

@@ -1,0 +1,66 @@
+"""Choice is a placement of a training on a cluster; Clock is who says how long its step takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shardwise.layout.placement import Placement
+from shardwise.tools.plan.cluster import Cluster
+from shardwise.tools.plan.record import StepRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A row, a cut of the batch and of the model, on `data` x `tensor` x `pipeline` devices.
+
+    Each of `data` replicas makes `micro_batches` backwards of `micro_batch` samples per step.
+    """
+
+    row: Placement
+    data: int
+    micro_batch: int
+    micro_batches: int = 1
+    recomputed: bool = False
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    bucket_mb: float = 25.0
+    in_rows: bool = False
+    """Whether micro-batches are parts of the rows that engine.forward_backward gets, else batches
+    of the Loader."""
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.data * self.tensor * self.pipeline
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages of a rank, where `--stages` is not given."""
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step, over all replicas."""
+        return self.data * self.micro_batch * self.micro_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a step takes: its seconds, by kind in `parts` ("compute", "collectives", ...), and the
+    `error` band as a fraction (0.2 is ±20 %)."""
+
+    seconds: float
+    error: float
+    parts: dict[str, float] = field(default_factory=dict)
+    per_rank: tuple[dict[str, float], ...] = ()
+    """The same parts for the ranks of each pipeline stage: one entry without a pipeline."""
+
+
+class Clock(Protocol):
+    """Says how long a step takes."""
+
+    def seconds(self, record: StepRecord, choice: Choice, cluster: Cluster) -> Estimate:
+        """The time of one step of `choice`; `record` is of one micro-batch of its size, with its
+        recomputation. Raises ConfigError where the cluster lacks a number for it."""

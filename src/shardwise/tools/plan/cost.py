@@ -1,0 +1,79 @@
+"""What a training takes in all: days, dollars and kilowatt-hours, and which are within limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shardwise.tools.plan.cluster import Cluster
+
+DAY, HOUR = 86400.0, 3600.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A training of `days`, each with its band from `low` to `high`: days and dollars.
+
+    Dollars are the catalogue's cheapest and dearest price an hour, None where it has none; kWh are
+    of devices and hosts at full draw, None where it does not know it: no cooling, no network.
+    """
+
+    days: float
+    days_low: float
+    days_high: float
+    dollars_low: float | None
+    dollars_high: float | None
+    kwh: float | None
+
+    @property
+    def dollars(self) -> float | None:
+        """The middle of the two prices."""
+        if self.dollars_low is None or self.dollars_high is None:
+            return None
+        return (self.dollars_low + self.dollars_high) / 2
+
+
+def cost_of(
+    seconds: float, error: float, steps: float, cluster: Cluster, devices: int | None = None
+) -> Cost:
+    """The cost of `steps` steps of `seconds` each on `devices` of `cluster`, all where it is None;
+    hosts are rented whole. `error` is the estimate's band, a fraction."""
+    rented = cluster if devices is None else cluster.part(devices)
+    device = rented.device
+    total = seconds * steps
+    hours = rented.devices * total / HOUR
+    low, high = device.number("dollars_low"), device.number("dollars_high")
+    watts, host = device.number("watts"), device.number("host_watts")
+    kwh = None
+    if watts is not None:
+        draw = rented.devices * watts + (rented.hosts * host if host else 0.0)
+        kwh = draw / 1e3 * total / HOUR
+    return Cost(
+        total / DAY,
+        total * (1 - error) / DAY,
+        total * (1 + error) / DAY,
+        None if low is None else low * hours * (1 - error),
+        None if high is None else high * hours * (1 + error),
+        kwh,
+    )
+
+
+def is_within(cost: Cost, days: float | None, dollars: float | None) -> bool:
+    """Whether a cost is within `days` and `dollars`, by its middle; a price that is not known is
+    not above a budget."""
+    if days is not None and cost.days > days:
+        return False
+    return dollars is None or cost.dollars is None or cost.dollars <= dollars
+
+
+Item = TypeVar("Item")
+
+
+def frontier(items: Iterable[tuple[float, float, Item]]) -> list[tuple[float, float, Item]]:
+    """Those of (days, dollars, item) that no other beats in both, by rising days."""
+    best: list[tuple[float, float, Item]] = []
+    for days, dollars, item in sorted(items, key=lambda each: each[:2]):
+        if not best or dollars < best[-1][1]:
+            best.append((days, dollars, item))
+    return best

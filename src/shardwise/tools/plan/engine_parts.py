@@ -1,0 +1,140 @@
+"""Notes the parts of an engine before any forward: its units, parameter groups and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.engine import unit_assignment
+from shardwise.engine.engine_spec import EngineSpec
+from shardwise.model import precision
+from shardwise.parallel.pipeline import partition
+from shardwise.states.optimizer.optimizer_kind import may_fuse
+from shardwise.states.optimizer.optimizer_trial import OptimizerKinds
+from shardwise.states.parameters.named_parameters import NamedParameter
+from shardwise.tools.plan.record import GroupRecord, LayerRecord, ParameterRecord
+
+
+@dataclass(eq=False)
+class ObservedParameter:
+    """A parameter, and the operation after which its gradient was there."""
+
+    named: NamedParameter
+    unit: int
+    group: int
+    arrived: int = -1
+    layer: int = 0
+
+
+@dataclass(frozen=True)
+class SpecNotes:
+    """What the record says of an engine's parts before any forward: units, groups, parameters;
+    `modules` are those that are units, by number."""
+
+    units: list[str]
+    groups: list[GroupRecord]
+    parameters: list[ObservedParameter]
+    modules: dict[nn.Module, int]
+
+
+def note_spec(
+    spec: EngineSpec, number: int, first_unit: int = 0, first_group: int = 0
+) -> SpecNotes:
+    """Notes of engine `number`, whose units and groups are counted from these numbers on."""
+    located = spec.located()
+    sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
+    groups, owners = _groups_of(spec, number)
+    return SpecNotes(
+        [section.name for section in sections.sections],
+        groups,
+        [
+            ObservedParameter(
+                named,
+                first_unit + sections.unit_of[named.parameter],
+                first_group + owners[named.parameter] if named.parameter in owners else -1,
+            )
+            for named in located
+        ],
+        {module: first_unit + n for module, n in sections.modules.items()},
+    )
+
+
+def note_layers(
+    spec: EngineSpec, parameters: Sequence[ObservedParameter]
+) -> tuple[list[LayerRecord], dict[nn.Module, int]]:
+    """What a pipeline can cut the first model between, and the number of each of these modules;
+    sets the layer of each parameter, the first of those that have it."""
+    model, names = spec.models[0], spec.settings.units
+    layers, _, outside = partition.find_layers(model, names)
+    trains = partition.adds_parameters(layers)
+    owners = dict(outside)
+    for number, layer in reversed(list(enumerate(layers))):
+        owners |= dict.fromkeys(layer.module.parameters(), number)
+    for each in parameters:
+        each.layer = owners.get(each.named.parameter, 0)
+    records = [LayerRecord(each.name, each.size, t) for each, t in zip(layers, trains, strict=True)]
+    return records, {layer.module: number for number, layer in enumerate(layers)}
+
+
+def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[nn.Parameter, int]]:
+    """The parameter groups, and which one trains each parameter."""
+    kinds = OptimizerKinds()
+    groups: list[GroupRecord] = []
+    owners: dict[nn.Parameter, int] = {}
+    device = torch.device("cpu")
+    for number, optimizer in enumerate(spec.optimizers):
+        for index, options in enumerate(optimizer.param_groups):
+            if not options["params"]:
+                continue
+            # One that cannot be copied trains where nothing is cut: it counts as not separable.
+            kind = kinds.of(optimizer, options, device, is_copied=False)
+            dtype = options["params"][0].dtype
+            master = torch.float32 if dtype in precision.NARROW else dtype
+            owners |= dict.fromkeys(options["params"], len(groups))
+            groups.append(
+                GroupRecord(
+                    optimizer=type(optimizer).__name__,
+                    number=engine * 1000 + number,  # engines share no bucket
+                    index=index,
+                    moments=tuple(sorted(kind.tensor_keys)),
+                    elementwise=kind.elementwise,
+                    separable=kind.separable,
+                    known=kind.known,
+                    fused=bool(options.get("fused"))
+                    or may_fuse(optimizer, options, master, device),
+                )
+            )
+    return groups, owners
+
+
+def recorded(each: ObservedParameter) -> ParameterRecord:
+    """The parameter as the record has it."""
+    named = each.named
+    return ParameterRecord(
+        name=named.name,
+        shape=tuple(named.shape),
+        dtype=str(named.dtype).removeprefix("torch."),
+        itemsize=named.dtype.itemsize,
+        unit=each.unit,
+        group=each.group if named.parameter.requires_grad else -1,
+        arrived=each.arrived,
+        is_float=named.can_rest,
+        layer=each.layer,
+    )
+
+
+def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let `module` have the new parameters wherever it has an old one: registered, or in a list
+    beside (RNNs keep one)."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter in replaced:
+            module._parameters[key] = replaced[parameter]
+    for key, value in vars(module).items():
+        if isinstance(value, list) and any(isinstance(each, nn.Parameter) for each in value):
+            vars(module)[key] = [
+                replaced.get(each, each) if isinstance(each, nn.Parameter) else each
+                for each in value
+            ]

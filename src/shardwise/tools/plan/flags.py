@@ -1,0 +1,270 @@
+"""Defines the command `shardwise plan`: its flags, and what they ask for; starts without torch."""
+
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwise.config import values
+from shardwise.errors import LaunchError
+from shardwise.launch import command_line, program
+from shardwise.launch.flags import Command, Flag, Typed
+
+TOP = """\
+Will it fit, and how long will it take?   shardwise plan --on 8xH100 train.py --epochs 3
+
+shardwise plan [flags] SCRIPT.py [its arguments]     observes one step, without its memory
+"""
+EMPTY = "Plan what? For example: shardwise plan --on 8xH100 train.py"
+"""The error without a script."""
+
+DAY = 86400.0
+"""Seconds."""
+
+MODEL = "shardwise.tools.plan.hf_model"
+"""The module that trains a model of transformers from its configuration."""
+
+
+def amount(text: str) -> float:
+    """A number above 0, such as 2e9."""
+    return values.number(0, 1e30, above=True)(text)
+
+
+def days(text: str) -> float:
+    """Days: 10d, 12h or a number of days."""
+    wanted = "days or hours, such as 10d or 12h"
+    try:
+        found = values.duration("d", units="dh")(text) / DAY
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not 0 < found <= 1e6:
+        raise ValueError(wanted)
+    return found
+
+
+def _question_flags() -> Iterator[Flag]:
+    """What is to be trained, on what, and within which limits."""
+    yield Flag(
+        ["--on"],
+        group="plan",
+        shown="--on CLUSTER",
+        help="8xH100, 4x8xH100 (hosts x devices), or here",
+    )
+    yield Flag(
+        ["--tokens"],
+        group="plan",
+        shown="--tokens N",
+        type=Typed(amount),
+        help="tokens to train on, such as 2e9: gives days",
+    )
+    yield Flag(
+        ["--within"],
+        group="plan",
+        shown="--within 10d",
+        type=Typed(days),
+        help="mark what takes longer",
+    )
+    yield Flag(
+        ["--budget"],
+        group="plan",
+        shown="--budget DOLLARS",
+        type=Typed(amount),
+        help="mark what costs more",
+    )
+
+
+def _report_flags() -> Iterator[Flag]:
+    """What is shown, and where it is written."""
+    yield Flag(
+        ["--explain"],
+        group="plan",
+        shown="--explain",
+        is_flag=True,
+        help="which tensors, at which line, make the peak of the first placement",
+    )
+    yield Flag(
+        ["--json", "json_file"],
+        group="plan",
+        shown="--json FILE",
+        type=Typed(values.file),
+        help="write all of it there too; - is the standard output",
+    )
+    yield Flag(
+        ["--page"],
+        group="plan",
+        shown="--page DIR",
+        type=Typed(values.folder),
+        help="draw memory over the step there: plan.html and plan.png",
+    )
+
+
+def _source_flags() -> Iterator[Flag]:
+    """Where what is planned for comes from: a measured machine, a model's configuration, a file."""
+    yield Flag(
+        ["--calibrate"],
+        group="plan",
+        shown="--calibrate",
+        is_flag=True,
+        help="measure this machine for a minute, for --on here",
+    )
+    yield Flag(
+        ["--hf", "hf"],
+        group="plan",
+        shown="--hf CONFIG.json",
+        type=Typed(values.file),
+        help="a model of transformers by its configuration, without a script",
+    )
+    yield Flag(
+        ["--hardware"],
+        group="plan",
+        shown="--hardware FILE",
+        type=Typed(values.file),
+        help="devices and links of your own, as TOML",
+    )
+    yield Flag(
+        ["--disk"],
+        group="plan",
+        shown="--disk DIR",
+        type=Typed(values.folder),
+        help="also try states on a disk, in this folder of the hosts",
+    )
+
+
+def command() -> Command:
+    """The command `plan`; of the settings it takes those that are no placement."""
+    shared = {"words", "module", "precision", "units", "seed", "adopt", "islands"}
+    return Command(
+        "plan",
+        top=TOP,
+        callback=_plan,
+        params=[
+            *_question_flags(),
+            *_source_flags(),
+            *_report_flags(),
+            command_line.help_all(),
+            *command_line.flags_named(shared),
+        ],
+        context_settings=command_line.PROGRAM_LAST,
+        short_help="Predict memory and time of a script's placements.",
+    )
+
+
+def _plan(
+    words: tuple[str, ...],
+    on: str | None,
+    tokens: float | None,
+    within: float | None,
+    budget: float | None,
+    calibrate: bool,
+    explain: bool,
+    hf: Path | None,
+    json_file: Path | None,
+    page: str | None,
+    hardware: Path | None,
+    disk: str | None,
+    adopt: tuple[str, ...] | None,
+    module: bool,
+    **given: Any,
+) -> int:
+    """The command `plan`: `given` are the settings of the runs."""
+    settings = {
+        name: command_line.as_text(value) for name, value in given.items() if value is not None
+    }
+    command_line.check_settings(settings)
+    _refuse_islands(settings.pop("islands", "1"))
+    if calibrate:
+        file = import_module("shardwise.tools.plan.plan_command").show_calibration()
+        click.echo(f"measured: {file}; now: shardwise plan --on here train.py", err=True)
+        if on is None and not words:
+            return 0
+    if on is None:
+        raise LaunchError("On what? For example: shardwise plan --on 8xH100 train.py")
+    if tokens is None and (within is not None or budget is not None):
+        raise LaunchError("--within and --budget need --tokens N: how much there is to train on.")
+    _check_outputs(json_file, page)
+    if hf is not None:
+        _check_configuration(hf)
+        words, module = (MODEL, str(hf), *words), True
+    if not words:
+        raise LaunchError(EMPTY)
+    program.command(words[0], words[1:], module=module)  # raises where there is none
+    if not module and not program.is_script(words[0]):
+        raise LaunchError(f"shardwise plan observes Python: a script or -m MODULE, not {words[0]}.")
+    if adopt is not None:
+        command_line.adopting(adopt, words, module=module)  # raises where it cannot be
+    command_line.mention_misplaced(words)
+    flags = [word for name, value in settings.items() for word in command_line.spelled(name, value)]
+    target = import_module("shardwise.tools.plan.plan_command")
+    script = target.Script(
+        (*(["-m"] if module else []), *words), tuple(flags), ",".join(adopt or ())
+    )
+    request = target.PlanRequest(
+        script=script,
+        on=on,
+        tokens=tokens,
+        within=within,
+        budget=budget,
+        hardware=() if hardware is None else (hardware,),
+        disk=disk or "",
+        explain=explain,
+        json_file=json_file,
+        page=None if page is None else Path(page),
+    )
+    return target.show_plan(request)  # type: ignore[no-any-return]
+
+
+def _check_outputs(json_file: Path | None, page: str | None) -> None:
+    """Raise LaunchError, before a script is observed, where what is found could not be written."""
+    if json_file is not None and json_file.is_dir():
+        raise LaunchError(f"--json {json_file} is a folder: name a file in it.")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise LaunchError(
+            f"--json {json_file}: there is no folder {json_file.parent}: make it first."
+        )
+    if page is None:
+        return
+    if Path(page).exists() and not Path(page).is_dir():
+        raise LaunchError(f"--page {page} is a file: name a folder for the page and its pictures.")
+    for package in ("matplotlib", "jinja2"):
+        if find_spec(package) is None:
+            raise LaunchError(
+                f"--page needs {package}, which is not installed: pip install 'shardwise[scale]'"
+            )
+
+
+def _check_configuration(file: Path) -> None:
+    """Raise LaunchError for a file that is no configuration of a model of transformers."""
+    if not file.is_file():
+        raise LaunchError(f"--hf {file}: there is no such file; it takes a config.json.")
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise LaunchError(
+            f"--hf {file} is not JSON ({error}); it takes a config.json of transformers."
+        ) from None
+    if not isinstance(content, dict) or "model_type" not in content:
+        raise LaunchError(
+            f"--hf {file} has no model_type, so it is no configuration of transformers: take the "
+            "config.json that lies beside a model's weights."
+        )
+    if find_spec("transformers") is None:
+        raise LaunchError(
+            "--hf needs transformers, which is not installed: pip install 'shardwise[transformers]'"
+        )
+
+
+def _refuse_islands(islands: str) -> None:
+    """Raise LaunchError where several islands are to be planned."""
+    if islands == "1":
+        return
+    raise LaunchError(
+        f"shardwise plan does not know --islands {islands}. Plan one island, with --on its devices "
+        "and its part of the batch; each rank of it also keeps, in every row, its part of an "
+        "anchor: of n data-parallel ranks 4 / n bytes for each parameter (8 / n with nesterov, "
+        "4 / n more each with a lossy --wire and --late). "
+        "What boundaries and failures take: shardwise simulate --islands."
+    )

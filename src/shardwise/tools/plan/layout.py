@@ -1,0 +1,189 @@
+"""Computes the bytes of the three states on each rank, from the layout that the engine itself uses.
+
+Pure arithmetic over a StepRecord: the same buckets, cuts and rules as `engine.build`, so that the
+result is that of `engine.describe()` to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.layout import bucket_layout
+from shardwise.layout.bucket_layout import Bucket, Spec
+from shardwise.layout.placement import STATES, Placement
+from shardwise.states.storage.storage import SPAN
+from shardwise.tools.plan.record import GroupRecord, ParameterRecord, StepRecord
+
+NARROW = ("bfloat16", "float16")
+"""Dtypes that have an fp32 master."""
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class LaidBucket:
+    """A bucket: dtype, unit and group of its parameters (None where they are frozen), its cuts."""
+
+    layout: Bucket
+    itemsize: int
+    dtype: str
+    unit: int
+    group: GroupRecord | None
+
+    @property
+    def nbytes(self) -> int:
+        """The whole bucket, in the dtype of its parameters."""
+        return self.layout.numel * self.itemsize
+
+    def share(self, rank: int) -> int:
+        """The elements that `rank` owns."""
+        first, end = self.layout.interval(rank)
+        return end - first
+
+    @property
+    def master_size(self) -> int:
+        """Bytes of an element where it is updated."""
+        return FP32 if self.dtype in NARROW else self.itemsize
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The buckets of a record under the row `row`, over `ranks` ranks.
+
+    `apart`: devices have other memory than the host, so that the tier `cpu` is somewhere else.
+    """
+
+    record: StepRecord
+    row: Placement
+    ranks: int
+    buckets: tuple[LaidBucket, ...]
+    frozen: tuple[LaidBucket, ...]
+    apart: bool
+
+    def bytes_by_state(self, rank: int) -> dict[str, int]:
+        """Bytes on `rank` by name of STATES, wherever they rest, as `engine.describe()` has them:
+        once the optimizers have made all of their state."""
+        sizes = zip(*(self.bucket_bytes(bucket, rank) for bucket in self.buckets), strict=True)
+        found = dict(zip(STATES, map(sum, sizes), strict=True))
+        found["parameters"] += sum(each.share(rank) * each.itemsize for each in self.frozen)
+        return found
+
+    def bucket_bytes(self, bucket: LaidBucket, rank: int) -> tuple[int, int, int]:
+        """Those of one bucket, in the order of STATES."""
+        share = bucket.share(rank)
+        updated = share if self.row.is_sharded("optimizer") else bucket.layout.numel
+        held = share if self.row.is_sharded("parameters") else bucket.layout.numel
+        kept = updated if self.row.is_sharded("gradients") else bucket.layout.numel
+        wide = self._gradients_on_disk and bucket.dtype in NARROW
+        assert bucket.group is not None
+        mastered = self._has_master(bucket)
+        size = bucket.master_size if mastered else bucket.itemsize
+        optimizer = updated * size * (len(bucket.group.moments) + mastered)
+        return held * bucket.itemsize, kept * (FP32 if wide else bucket.itemsize), optimizer
+
+    @property
+    def _gradients_on_disk(self) -> bool:
+        return self.row.tier("gradients").kind == "nvme" and self.row.is_sharded("gradients")
+
+    def _has_master(self, bucket: LaidBucket) -> bool:
+        """Whether what is updated is apart from the parameters: wider, or in other memory."""
+        optimizer, parameters = self.row.tier("optimizer"), self.row.tier("parameters")
+        away = [self.apart and tier.kind != "device" for tier in (optimizer, parameters)]
+        return bucket.dtype in NARROW or away[0] != away[1]
+
+    def staging_bytes(self, rank: int) -> int:
+        """Buffers in memory through which states of `rank` on a disk are read and written: for
+        each of those that are used at once three spans, and one to spare (storage_factory)."""
+        return sum(self._staging(state, rank) for state in STATES)
+
+    def _staging(self, state: str, rank: int) -> int:
+        if self.row.tier(state).kind != "nvme":
+            return 0
+        lengths = [each.share(rank) for each in self.buckets]
+        sizes = [
+            each.master_size if state != "parameters" else each.itemsize for each in self.buckets
+        ]
+        kept = [1] * len(lengths)
+        if state == "optimizer":
+            kept = [
+                len(each.group.moments) + self._has_master(each)
+                for each in self.buckets
+                if each.group
+            ]
+        records = sum(-(-n // SPAN) * each for n, each in zip(lengths, kept, strict=True))
+        longest = max(
+            (min(n, SPAN) * size for n, size in zip(lengths, sizes, strict=True)), default=0
+        )
+        return min(3 * max([1, *kept]) + 1, records) * longest
+
+    @property
+    def unlaid_bytes(self) -> int:
+        """Frozen parameters that no bucket has: whole on every rank."""
+        laid = self.row.is_sharded("parameters")
+        return sum(
+            each.nbytes
+            for each in self.record.parameters
+            if each.group < 0 and not (laid and each.is_float)
+        )
+
+    def unit_bytes(self) -> list[int]:
+        """By unit, the bytes of its gathered parameters."""
+        found = [0] * len(self.record.units)
+        for bucket in (*self.buckets, *self.frozen):
+            found[bucket.unit] += bucket.nbytes
+        return found
+
+
+def lay_out(
+    record: StepRecord,
+    row: Placement,
+    ranks: int,
+    *,
+    bucket_mb: float = 25.0,
+    apart: bool = False,
+) -> StateLayout:
+    """The buckets of `record` under `row`, over `ranks` ranks."""
+    by_unit = row.is_sharded("parameters")
+    trained = [each for each in record.parameters if each.group >= 0]
+    frozen = [each for each in record.parameters if each.group < 0 and each.is_float]
+    cuts_nothing = (ranks == 1 or not row.is_sharded("optimizer")) and not any(
+        tier.kind == "nvme" for tier in row.tiers
+    )
+    capacity = int(bucket_mb * 2**20)
+    return StateLayout(
+        record,
+        row,
+        ranks,
+        _laid(record, trained, ranks, capacity, by_unit=by_unit, as_given=cuts_nothing),
+        _laid(record, frozen, ranks, capacity, by_unit=True, as_given=False) if by_unit else (),
+        apart,
+    )
+
+
+def _laid(
+    record: StepRecord,
+    parameters: Sequence[ParameterRecord],
+    ranks: int,
+    capacity: int,
+    *,
+    by_unit: bool,
+    as_given: bool,
+) -> tuple[LaidBucket, ...]:
+    """The buckets of `parameters`; `as_given`: an optimizer that is not torch's gets whole
+    tensors, since nothing must be cut."""
+    specs = []
+    for each in parameters:
+        group = record.groups[each.group] if each.group >= 0 else None
+        whole = group is not None and (not group.elementwise or (as_given and not group.known))
+        owner = (group.number, group.index) if group is not None else (-1, None)
+        key = (each.unit if by_unit else 0, *owner, each.dtype)
+        specs.append(
+            Spec(name=each.name, numel=each.numel, itemsize=each.itemsize, key=key, whole=whole)
+        )
+    found = []
+    for layout in bucket_layout.lay_out(specs, ranks=ranks, capacity=capacity):
+        first = parameters[layout.slots[0].parameter]
+        group = record.groups[first.group] if first.group >= 0 else None
+        found.append(LaidBucket(layout, first.itemsize, first.dtype, first.unit, group))
+    return tuple(found)

@@ -1,0 +1,290 @@
+"""Predicts the memory of a rank through a step: states, gathered units, buckets, saved tensors.
+
+The walk goes over the operations of the record. At each of them a device holds
+
+    states      parameters, gradients, optimizer state, as the layout has them; frozen ones, buffers
+    gathered    sharded parameters of the unit at work and of the next one, and the rest's
+    buckets     gradients in flight, where they are sharded
+    tensors     what operations have made and still need: saved for backward, temporary, the batch
+
+and the peak is the largest sum. After backward the update has temporaries of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.layout.placement import STATES
+from shardwise.states.storage.storage import SPAN
+from shardwise.tools.plan.choice import Choice
+from shardwise.tools.plan.layout import FP32, NARROW, StateLayout, lay_out
+from shardwise.tools.plan.record import ParameterRecord, StepRecord, TensorLife
+
+IN_FLIGHT = 2
+"""Buffers of gradients that are in a collective at once (states/bucket_reducer)."""
+
+ROUNDING = 512
+"""Bytes to which CUDA's allocator rounds every tensor."""
+
+UPDATE_TEMPORARIES = 2
+"""Tensors of a bucket's length that an update without a fused kernel makes at once (the
+denominator of Adam, and its quotient)."""
+
+KINDS = (
+    *STATES, "frozen", "buffers", "gathered", "buckets", "disk buffers", "in flight", "saved",
+    "temporary", "batch",
+)  # fmt: skip
+"""What memory is for, in the order of pictures."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What memory arithmetic must know of a device.
+
+    Args:
+        apart: its memory is not the host's.
+        shares: ranks of a host share memory. A rank then reads sharded parameters in place, and
+            only its own part counts.
+    """
+
+    apart: bool = True
+    shares: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that is alive at the peak."""
+
+    nbytes: int
+    source: str
+    line: str
+    unit: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of tensors on one rank: by state and tier at rest, through the step, and at the peak.
+
+    On an accelerator these are the bytes that its allocator gives out. On a CPU the process takes
+    more: Python, libraries, workspaces of kernels and free blocks that the C library keeps are not
+    counted.
+
+    `curve` is bytes on the device by operation, the update last; `parts` the same by kind. `peak`
+    is its maximum, `at` the index of that, and `where` names the operation there.
+    """
+
+    states: dict[str, int]
+    tiers: dict[str, int]
+    curve: NDArray[np.int64]
+    parts: dict[str, NDArray[np.int64]]
+    peak: int
+    at: int
+    where: str
+    held: tuple[Held, ...]
+    backward: int
+    """The operation that backward begins with."""
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak."""
+        return {kind: int(values[self.at]) for kind, values in self.parts.items()}
+
+
+Parts = dict[str, NDArray[np.int64]]
+"""By kind, the bytes at each operation and after the last."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Bytes of other micro-batches on a pipeline's rank, in a forward and in a backward."""
+
+    forward: int = 0
+    backward: int = 0
+
+
+def predict(
+    record: StepRecord,
+    choice: Choice,
+    hardware: Hardware,
+    *,
+    rank: int = 0,
+    parameters: tuple[ParameterRecord, ...] | None = None,
+    in_flight: InFlight = InFlight(),
+) -> MemoryPlan:
+    """The memory of `rank` in a step of `choice`; `record` is of one micro-batch of its size, with
+    its recomputation: of all of the model, or of a stage on a rank that has `parameters`."""
+    layout = lay_out(
+        record if parameters is None else replace(record, parameters=parameters),
+        choice.row,
+        choice.data,
+        bucket_mb=choice.bucket_mb,
+        apart=hardware.apart,
+    )
+    count = len(record.operations)
+    parts = {kind: np.zeros(count + 1, dtype=np.int64) for kind in KINDS}
+    states = layout.bytes_by_state(rank)
+    if choice.micro_batches > 1:
+        states["gradients"] += _widened(layout, rank)
+    tiers = _add_states(parts, states, layout.staging_bytes(rank), choice, hardware)
+    parts["frozen"] += layout.unlaid_bytes
+    parts["buffers"] += record.buffer_bytes
+    parts["gathered"] += _gathered(layout, record, hardware)
+    parts["in flight"][: record.backward] = in_flight.forward
+    parts["in flight"][record.backward : count] = in_flight.backward
+    parts["buckets"] += _borrowed(layout, hardware)
+    _add_tensors(parts, record, hardware)
+    parts["batch"][count] = parts["batch"][count - 1] if count else 0
+    parts["temporary"][count] = _update_temporaries(layout, rank)
+    curve = np.sum(list(parts.values()), axis=0)
+    at = int(curve.argmax())
+    return MemoryPlan(
+        states,
+        tiers,
+        curve,
+        parts,
+        int(curve[at]),
+        at,
+        _where(record, at),
+        _held(record, at),
+        record.backward,
+    )
+
+
+def _add_states(
+    parts: Parts, states: Mapping[str, int], staging: int, choice: Choice, hardware: Hardware
+) -> dict[str, int]:
+    """Add the `states` that rest on the device, and buffers of disks; returns bytes by tier."""
+    tiers: dict[str, int] = defaultdict(int)
+    for state, nbytes in states.items():
+        tier = choice.row.tier(state).kind
+        tier = "device" if tier == "cpu" and not hardware.apart else tier
+        tiers[tier] += nbytes
+        if tier == "device":
+            parts[state] += nbytes
+    if hardware.apart and staging:
+        tiers["cpu"] += staging
+    else:
+        parts["disk buffers"] += staging
+    return dict(tiers)
+
+
+def _add_tensors(parts: Parts, record: StepRecord, hardware: Hardware) -> None:
+    """Add what the step makes, from its birth to its death."""
+    for life in record.tensors:
+        kind = _kind(life)
+        nbytes = _rounded(life.nbytes, hardware)
+        parts[kind][max(life.born, 0) : life.died + 1] += nbytes
+        if life.kept:  # the script's name for it is bound anew once the next step has made it
+            parts[kind][: life.born] += nbytes
+
+
+def _kind(life: TensorLife) -> str:
+    if life.source == "batch":
+        return "batch"
+    return "saved" if life.saved else "temporary"
+
+
+def _rounded(nbytes: int, hardware: Hardware) -> int:
+    return -(-nbytes // ROUNDING) * ROUNDING if hardware.apart else nbytes
+
+
+def _widened(layout: StateLayout, rank: int) -> int:
+    """What 16-bit gradients take more where micro-batches add up: they rest in fp32 then."""
+    return sum(
+        layout.bucket_bytes(bucket, rank)[1] * (FP32 - bucket.itemsize) // bucket.itemsize
+        for bucket in layout.buckets
+        if bucket.dtype in NARROW and layout.row.tier("gradients").kind != "nvme"
+    )
+
+
+def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
+    """Buffers in which sharded gradients are collected and sent: each as long as the longest. Where
+    ranks share memory, what a rank sums itself goes past the buffer into its part at once, so that
+    no page of that is ever touched; but a part that rests on a disk is summed in the buffer."""
+    if not layout.row.is_sharded("gradients"):
+        return 0
+    passes_by = hardware.shares and layout.row.tier("gradients").kind != "nvme"
+    sent = layout.ranks - 1 if passes_by else layout.ranks
+    longest: dict[str, int] = {}
+    counts: dict[str, int] = defaultdict(int)
+    for bucket in layout.buckets:
+        longest[bucket.dtype] = max(longest.get(bucket.dtype, 0), bucket.nbytes)
+        counts[bucket.dtype] += 1
+    whole = sum(nbytes * min(counts[kind], IN_FLIGHT + 1) for kind, nbytes in longest.items())
+    return whole * sent // layout.ranks
+
+
+def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> NDArray[np.int64]:
+    """By operation, the gathered parameters: of the unit at work and the next one, which is on its
+    way, and of the rest of the model, which stays from forward to the end of backward."""
+    found = np.zeros(len(record.operations) + 1, dtype=np.int64)
+    if not layout.row.is_sharded("parameters") or hardware.shares or layout.ranks == 1:
+        return found
+    sizes = layout.unit_bytes()
+    resting = {n for n, name in enumerate(record.units) if name.startswith("the rest of")}
+    always = sum(sizes[number] for number in resting)
+    order = [use.unit for use in record.uses if use.phase == "forward" and use.unit not in resting]
+    after = dict(pairwise(order))
+    before = {second: first for first, second in after.items()}
+    for number, operation in enumerate(record.operations):
+        unit = operation.unit
+        coming = (after if operation.phase == "forward" else before).get(unit, -1)
+        here = sizes[unit] if unit >= 0 and unit not in resting else 0
+        found[number] = always + here + (sizes[coming] if coming >= 0 else 0)
+    return found
+
+
+def _update_temporaries(layout: StateLayout, rank: int) -> int:
+    """Return the most bytes that the update of one bucket makes.
+
+    These are a copy of narrow gradients, temporaries of a loop, and for a disk the first values of
+    a span's state, which are made in memory before they are written.
+    """
+    on_disk = layout.row.tier("optimizer").kind == "nvme"
+    most = 0
+    for bucket in layout.buckets:
+        assert bucket.group is not None
+        sharded = layout.row.is_sharded("optimizer")
+        numel = bucket.share(rank) if sharded else bucket.layout.numel
+        copies = bucket.dtype in NARROW
+        loops = 0 if bucket.group.fused else UPDATE_TEMPORARIES
+        most = max(most, numel * bucket.master_size * (copies + loops))
+        if on_disk:
+            most = max(most, min(numel, SPAN) * bucket.master_size * len(bucket.group.moments))
+    return most
+
+
+def _where(record: StepRecord, at: int) -> str:
+    """The operation at the peak, in words."""
+    if at >= len(record.operations):
+        return "the update, in engine.step"
+    operation = record.operations[at]
+    unit = f" of {record.units[operation.unit]}" if operation.unit >= 0 else ""
+    line = f" ({operation.line})" if operation.line else ""
+    return f"{operation.name} in {operation.phase}{unit}{line}"
+
+
+def _held(record: StepRecord, at: int) -> tuple[Held, ...]:
+    """The tensors that are alive at operation `at`, largest first."""
+    alive = [life for life in record.tensors if max(life.born, 0) <= at <= life.died]
+    alive.sort(key=lambda life: -life.nbytes)
+    return tuple(
+        Held(
+            life.nbytes,
+            life.source,
+            life.line,
+            record.units[life.unit] if life.unit >= 0 else "",
+            life.shape,
+            life.dtype,
+            _kind(life),
+        )
+        for life in alive
+    )

@@ -1,0 +1,207 @@
+"""Observes a script: runs it in a process of its own up to one step, and reads the record.
+
+A second run with half the batch shows which tensors grow with it: between and beyond the two every
+size is linear in the number of samples.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+
+from shardwise.errors import LaunchError
+from shardwise.launch.flags import ADOPTED
+from shardwise.net.python_command import python_words
+from shardwise.tools.plan.record import Operation, StepRecord, TensorLife
+
+LINES_OF_OUTPUT = 12
+"""How many of the last lines that the script printed are shown where it failed."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is observed: the words of the script, with -m first for a module, and the settings of
+    its runs as flags."""
+
+    words: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    adopt: str = ""
+    """Libraries in the place of whose classes ours are put, with commas between."""
+
+    @property
+    def run_words(self) -> tuple[str, ...]:
+        """The words of what is run to observe it."""
+        return ("-m", "shardwise.adopt", self.adopt, *self.words) if self.adopt else self.words
+
+    @property
+    def name(self) -> str:
+        """What a message calls it."""
+        return " ".join(self.words[:2]) if self.words[0] == "-m" else self.words[0]
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """A step as it was observed with one batch size, or two, larger first."""
+
+    large: StepRecord
+    small: StepRecord | None = None
+
+    @property
+    def scales(self) -> bool:
+        """Whether other batch sizes can be computed: both runs made the same operations."""
+        return self.small is not None and _alike(self.large, self.small)
+
+    def knows(self, samples: int) -> bool:
+        """Whether the record of a micro-batch of `samples` can be computed."""
+        seen = [each.batch_size for each in (self.large, self.small) if each is not None]
+        return samples in seen or self.scales
+
+    def at(self, samples: int) -> StepRecord:
+        """The record of a micro-batch of `samples`. Raises LaunchError where that is not known."""
+        if samples == self.large.batch_size:
+            return self.large
+        if self.small is not None and samples == self.small.batch_size:
+            return self.small
+        if self.small is None or not self.scales:
+            raise LaunchError(
+                f"The step was observed with {self.large.batch_size} samples, and what it does "
+                f"with {samples} is not known: {self.difference()}."
+            )
+        return _fitted(self.small, self.large, samples)
+
+    def difference(self) -> str:
+        """Why other batch sizes cannot be computed, in words; empty where they can."""
+        large, small = self.large, self.small
+        if small is None:
+            return "it was observed with one batch size only"
+        if self.scales:
+            return ""
+        sizes = f"with {large.batch_size} and with {small.batch_size} samples"
+        for one, other in zip_longest(large.operations, small.operations):
+            if one is None or other is None or one.name != other.name:
+                names = " and ".join(each.name if each else "no more" for each in (one, other))
+                line = next((each.line for each in (one, other) if each is not None), "")
+                return f"{sizes} it makes other operations: {names}" + (
+                    f" ({line})" if line else ""
+                )
+        return f"{sizes} its tensors live for other times"
+
+
+OnRun = Callable[[str], None]
+"""What is told of each run of the script before it starts."""
+
+
+def observe_sizes(
+    script: Script, *, activations: str, tensor: int = 1, on_run: OnRun = lambda _: None
+) -> ObservedStep:
+    """Observe `script` with its own batch and with half of it, or the part of it that the first of
+    `tensor` tensor-parallel ranks has. Raises LaunchError, which names the line, where it cannot be
+    observed."""
+    set_so = replace(script, flags=(*script.flags, "--activations", activations))
+    how = f"activations {activations}" + (f", --tensor {tensor}" if tensor > 1 else "")
+    on_run(f"its own batch, {how}")
+    large = observe(set_so, tensor=tensor)
+    half = large.batch_size // 2
+    if half < 1 or not large.total_batch:
+        return ObservedStep(large)
+    on_run(f"half of the batch, {how}")
+    return ObservedStep(large, observe(set_so, half, tensor=tensor))
+
+
+def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> StepRecord:
+    """One run of `script`, its Loader's batches made `samples` large."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
+        path = Path(folder) / "record.json"
+        command = [
+            *(*python_words("shardwise"), "run", "-n", "1", "--trial", "--quiet"),
+            *("--device", "cpu", *script.flags, "-m", "shardwise.tools.plan.observer"),
+            *(str(path), str(samples or 0), str(tensor), *script.run_words),
+        ]
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ,
+            check=False,
+        )
+        if path.exists():
+            return StepRecord.read(path)
+        raise LaunchError(_why(script, path.with_suffix(".error"), done.stdout, done.returncode))
+
+
+def _why(script: Script, error: Path, output: bytes, code: int) -> str:
+    """Why a run left no record, with the line of the script, or else its last words."""
+    if error.exists():
+        found = json.loads(error.read_text())
+        line = f" at {found['line']}" if found["line"] else ""
+        why = found["why"].rstrip(".")
+        return f"{script.name} could not be observed{line}: {why}. {_advice(why)}"
+    lines = output.decode(errors="replace").strip().splitlines()[-LINES_OF_OUTPUT:]
+    return "\n".join([f"{script.name} failed (exit code {code}) before its first step:", *lines])
+
+
+def _advice(why: str) -> str:
+    """What to do where a script could not be observed, for the reason `why`."""
+    missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", why)
+    if missing and missing[1] in ADOPTED:
+        return f"A script of {missing[1]} is observed with --adopt {missing[1]}."
+    if missing:
+        return "Install it where shardwise is."
+    if "of an sw.Engine" in why:
+        return f"A script of {', '.join(ADOPTED)} is observed with --adopt and its name."
+    return (
+        "Parameters have no values while it is observed: let the lines before the first "
+        "engine.step() do without those, behind a flag if need be."
+    )
+
+
+def _alike(one: StepRecord, other: StepRecord) -> bool:
+    """Whether two records are of the same operations and tensors."""
+    if len(one.operations) != len(other.operations) or len(one.tensors) != len(other.tensors):
+        return False
+    same = all(a.name == b.name for a, b in zip(one.operations, other.operations, strict=True))
+    return same and all(
+        (a.born, a.died, a.source) == (b.born, b.died, b.source)
+        for a, b in zip(one.tensors, other.tensors, strict=True)
+    )
+
+
+def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
+    """The record of `samples`, on the line through two."""
+    part = (samples - small.batch_size) / (large.batch_size - small.batch_size)
+
+    def line(low: int, high: int) -> int:
+        return max(0, round(low + (high - low) * part))
+
+    def operation(low: Operation, high: Operation) -> Operation:
+        shapes = tuple(
+            tuple(line(a, b) for a, b in zip(one, two, strict=True))
+            if len(one) == len(two)
+            else two
+            for one, two in zip(low.shapes, high.shapes, strict=True)
+        )
+        return replace(
+            high,
+            flops=line(low.flops, high.flops),
+            bytes=line(low.bytes, high.bytes),
+            shapes=shapes,
+        )
+
+    def tensor(low: TensorLife, high: TensorLife) -> TensorLife:
+        shape = tuple(line(a, b) for a, b in zip(low.shape, high.shape, strict=False))
+        return replace(high, nbytes=line(low.nbytes, high.nbytes), shape=shape)
+
+    return replace(
+        large,
+        operations=tuple(map(operation, small.operations, large.operations)),
+        tensors=tuple(map(tensor, small.tensors, large.tensors)),
+        batch_size=samples,
+    )

@@ -1,0 +1,389 @@
+"""ObservedEngine stands in for sw.Engine: it takes the memory of parameters away, and records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.amp import GradScaler
+
+from shardwise import config
+from shardwise.engine import usage_checks
+from shardwise.engine.engine import Engine
+from shardwise.engine.engine_spec import EngineSpec
+from shardwise.engine.engine_state import spec_of
+from shardwise.engine.gradient_weighting import divisor_of
+from shardwise.engine.step_statistics import StepStats
+from shardwise.model import precision
+from shardwise.model.activations import Activations
+from shardwise.model.module_hooks import attach
+from shardwise.parallel.pipeline import runner
+from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.tools.plan import tensor_part
+from shardwise.tools.plan.engine_parts import ObservedParameter, note_layers, note_spec, replace_in
+from shardwise.tools.plan.observation import Observation, finish
+from shardwise.tools.plan.record import UnitUse
+from shardwise.world.world import World
+from shardwise.world.world import current as current_world
+
+
+class ObservedEngine(Engine):
+    """An engine without states: backward records, and the first step ends the script."""
+
+    def __init__(
+        self,
+        models: nn.Module | Sequence[nn.Module],
+        optimizers: optim.Optimizer | Sequence[optim.Optimizer],
+        *,
+        scaler: GradScaler | None = None,
+        tensor_plan: TensorPlan | None = None,
+        **settings: Any,
+    ) -> None:
+        del scaler
+        observation = Observation.current
+        assert observation is not None
+        self._observation = observation
+        self.world = world = current_world()
+        config.refuse_elsewhere(settings, "engine")
+        self.settings = world.settle_engine(settings)
+        self.placement = self.settings.placement
+        number, world.engines = world.engines, world.engines + 1
+        world.expect_no_engine()
+        self._spec = spec = self._split(
+            spec_of(world, self.settings, models, optimizers, tensor_plan), tensor_plan
+        )
+        self.backwards = 0
+        self.stepped = False
+        self._depth = 0
+        self._stack: list[tuple[int, int, int]] = []
+        """The units whose forwards are running, with the unit around and the first operation."""
+        noted = note_spec(spec, number, len(observation.units), len(observation.groups))
+        observation.units += noted.units
+        observation.groups += noted.groups
+        observation.parameters += noted.parameters
+        layers, inside = note_layers(spec, noted.parameters)
+        observation.layers += layers
+        self._take_memory(noted.parameters)
+        self._enter_settings(world)
+        self._hook_modules(noted.modules, inside)
+        observation.engines.append(self)
+
+    # -- making -----------------------------------------------------------------------------
+
+    @property
+    def models(self) -> Sequence[nn.Module]:
+        """The models."""
+        return self._spec.models
+
+    def _split(self, spec: EngineSpec, plan: TensorPlan | None) -> EngineSpec:
+        """The spec of the first tensor-parallel rank, where one is observed."""
+        parts = self._observation.tensor
+        return spec if parts == 1 else tensor_part.split_first_part(spec, plan or {}, parts)
+
+    def _take_memory(self, parameters: Sequence[ObservedParameter]) -> None:
+        """Put a fake parameter in the place of each, wherever the models and optimizers have it."""
+        cast = precision.PRESETS[self.settings.precision].cast
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        for each in parameters:
+            old, named = each.named.parameter, each.named
+            if cast is not None and old.is_floating_point():
+                named.dtype = cast if precision.is_cast(named.places, cast) else old.dtype
+            with self._observation.fake:
+                like = torch.empty_strided(named.shape, named.strides, dtype=named.dtype)
+            new = nn.Parameter(like, requires_grad=old.requires_grad)
+            self._observation.recorder.ignore(new)
+            replaced[old] = new
+            named.parameter = new
+            if new.requires_grad:
+                new.register_post_accumulate_grad_hook(self._arrival(each))  # type: ignore[no-untyped-call]
+        for module in (m for model in self._spec.models for m in model.modules()):
+            replace_in(module, replaced)
+        for optimizer in self._spec.optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [replaced.get(p, p) for p in group["params"]]
+            optimizer.state.clear()
+
+    def _arrival(self, each: ObservedParameter) -> Callable[[Tensor], None]:
+        """The hook that notes when a gradient has come, and lets it go: the engine moves it."""
+        recorder = self._observation.recorder
+
+        def arrived(parameter: Tensor) -> None:
+            each.arrived = len(recorder.operations) - 1
+            parameter.grad = None
+
+        return arrived
+
+    def _enter_settings(self, world: World) -> None:
+        """Let forwards run in the precision and with the activations of the settings."""
+        spec, preset = self._spec, precision.PRESETS[self.settings.precision]
+        if preset.cast is not None:
+            precision.cast_models(spec.models, preset.cast)
+        for model in spec.models:
+            for buffer in model.buffers():
+                self._observation.recorder.ignore(buffer)
+                self._observation.buffer_bytes += buffer.numel() * buffer.element_size()
+            if preset.cast is not None or preset.autocast is not None:
+                precision.ForwardPrecision(preset, "cpu").attach(model)
+        Activations(spec.models, self.settings, world.device, rank=world.rank)
+
+    def _hook_modules(
+        self, units: Mapping[nn.Module, int], layers: Mapping[nn.Module, int]
+    ) -> None:
+        for model in self._spec.models:
+            for module in model.modules():
+                number, layer = units.get(module, -1), layers.get(module, -1)
+                attach(
+                    module.register_forward_pre_hook, self._entering(number, layer), prepend=True
+                )
+                attach(module.register_forward_hook, self._leaving(number), always_call=True)
+
+    def _entering(self, number: int, layer: int) -> Callable[..., None]:
+        """The hook before the forward of a module, which is unit `number` and `layer`, or none."""
+        recorder = self._observation.recorder
+
+        def enter(module: nn.Module, args: Any) -> None:
+            del module, args
+            if not self._depth and torch.is_grad_enabled() and not recorder.backward:
+                self._open()
+            if layer >= 0 and recorder.active and not recorder.backward:
+                self._enter_layer(layer)
+            if number >= 0:
+                self._stack.append((number, recorder.unit, len(recorder.operations)))
+                recorder.unit = number
+            self._depth += 1
+
+        return enter
+
+    def _leaving(self, number: int) -> Callable[..., None]:
+        recorder = self._observation.recorder
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            del module, args, output
+            self._depth -= 1
+            if number >= 0:
+                unit, before, first = self._stack.pop()
+                recorder.unit = before
+                if recorder.active:
+                    phase = "backward" if recorder.backward else "forward"
+                    self._observation.uses.append(
+                        UnitUse(unit, phase, first, len(recorder.operations))
+                    )
+
+        return leave
+
+    def _enter_layer(self, layer: int) -> None:
+        """What runs from now on goes with `layer`."""
+        observation = self._observation
+        if layer < observation.recorder.layer:
+            observation.disordered = observation.layers[observation.recorder.layer].name
+        observation.recorder.layer = layer
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """A forward to train on begins: one of another batch than was observed is not needed."""
+        if self.backwards and self.world.current_batch.batch is not self._observation.batch:
+            self._end_if_alone()
+        self._observation.recorder.active = True
+
+    def _end_if_alone(self) -> None:
+        if len(self._observation.engines) == 1:
+            finish(self._observation)
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | Tensor | None = None,
+        reduction: str = "mean",
+        same_items: bool | None = None,
+        last: bool | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Record the backward of `loss`."""
+        del last
+        usage_checks.check_loss(loss)
+        weighted = weight is not None
+        divisor = divisor_of(reduction, weighted=weighted, replicas=self.world.data_size)
+        self._note_batch(weighted=weighted or divisor > 0, anew=weighted and not same_items)
+        self._run_backward(loss, retain_graph=retain_graph)
+
+    def _note_batch(self, *, weighted: bool, anew: bool) -> None:
+        """Write down how many samples the batch has, and the total batch of the Loader."""
+        self.world.draws.check_outside("engine.backward")
+        current = self.world.current_batch
+        batch = current.batch_of_loss(weighted=weighted, anew=anew)
+        observation = self._observation
+        if batch is not None and observation.batch is None:
+            observation.batch, observation.samples = batch, batch.samples
+            stream = next((s for s in current.streams if s.batch is batch), None)
+            given = (stream.plan.batch_size or 0) if stream is not None else 0
+            observation.total = observation.asked or given
+
+    def _run_backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        recorder = self._observation.recorder
+        recorder.active = recorder.backward = True
+        if self._observation.first_backward < 0:
+            self._observation.first_backward = len(recorder.operations)
+        try:
+            torch.autograd.backward(loss, retain_graph=retain_graph, inputs=self._inputs())
+        finally:
+            recorder.active = recorder.backward = False
+        self.backwards += 1
+        self.world.current_batch.train()
+
+    def _inputs(self) -> list[nn.Parameter] | None:
+        """This engine's parameters where the graph may hold those of another engine too."""
+        if len(self._observation.engines) == 1:
+            return None
+        located = (each.parameter for each in self._spec.located())
+        return [parameter for parameter in located if parameter.requires_grad]
+
+    def forward_backward(
+        self,
+        loss_of: Callable[..., Tensor],
+        *batch: Any,
+        weight: Callable[..., float | Tensor] | None = None,
+        reduction: str = "mean",
+        same_items: bool | None = None,
+        cut: bool = True,
+    ) -> Tensor:
+        """Record forward and backward of the first micro-batch; returns a loss without value."""
+        self.world.draws.begin()
+        divisor = divisor_of(reduction, weighted=weight is not None, replicas=1)
+        given = weight is not None
+        if self.backwards and self._observation.batch is not None:
+            self._end_if_alone()
+        self._note_batch(weighted=given or divisor > 0, anew=given and not same_items)
+        self._observation.accumulates = self._observation.pipelined = True
+        loss = loss_of(*(self._first_part(batch) if cut else batch[0]))
+        usage_checks.check_loss(loss)
+        self._run_backward(loss)
+        return torch.zeros((), dtype=torch.float64)
+
+    def _first_part(self, batch: tuple[Any, ...]) -> Any:
+        """The first micro-batch of `batch`."""
+        count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
+        return runner.split_batch(batch, count)[0][1]
+
+    def step(
+        self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None
+    ) -> StepStats:
+        """End the script, once all of its engines have stepped."""
+        del max_norm
+        if closure is not None and not self.backwards:
+            with torch.enable_grad():
+                closure()
+        usage = any(engine.backwards for engine in self._observation.engines)
+        again, self.stepped = self.stepped, True
+        if usage and (again or all(engine.stepped for engine in self._observation.engines)):
+            finish(self._observation)
+        return StepStats(loss=0.0, grad_norm=0.0, weight=1.0, skipped=False)
+
+    def reduce(self) -> float:
+        """The norm has no value."""
+        self._observation.recorder.assume("engine.reduce() = 0.0")
+        return 0.0
+
+    def zero_grad(self) -> None:
+        """Nothing is kept."""
+
+    @contextmanager
+    def full_gradients(self) -> Iterator[None]:
+        """Gradients are not there."""
+        yield
+
+    # -- what a script does around its steps --------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """None was made."""
+        return 0
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there was a backward."""
+        return self.backwards > 0
+
+    def model_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
+        """Nothing is written of it."""
+        del model
+        return {}
+
+    def optimizer_state_dict(
+        self, optimizer: optim.Optimizer | None = None, *, for_resume: bool = False
+    ) -> dict[str, Any]:
+        """Nothing is written of it."""
+        del optimizer, for_resume
+        return {}
+
+    def load_optimizer_state_dict(
+        self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
+    ) -> None:
+        """Load nothing."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Values do not matter here."""
+        return 1.0
+
+    @property
+    def state_bytes(self) -> int:
+        """Nothing is held."""
+        return 0
+
+    @contextmanager
+    def full_parameters(
+        self, module: nn.Module | None = None, *, write: bool = False
+    ) -> Iterator[None]:
+        """Parameters are whole, without values."""
+        del module, write
+        with torch.no_grad():
+            yield
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """There is one rank."""
+        yield
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        """Averages have no values either."""
+        yield
+
+    def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
+        """Write nothing."""
+
+    def track(self, **objects: Any) -> None:
+        """Nothing is saved."""
+
+    def save(self, folder: Any, keep: int | None = None, **options: Any) -> Path | None:
+        """Write nothing."""
+        del folder, keep, options
+        return None
+
+    def resume(self, folder: str | PathLike[str]) -> int:
+        """Load nothing."""
+        del folder
+        return 0
+
+    def load(
+        self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
+    ) -> None:
+        """Load nothing: values do not matter here."""
+
+    def leave_folders(self) -> None:
+        """None was claimed."""
+
+    def describe(self) -> None:
+        """There is nothing to describe."""
+
+    def close(self) -> None:
+        """The script is at its end."""
+        if self.backwards:
+            finish(self._observation)

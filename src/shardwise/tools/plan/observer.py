@@ -1,0 +1,126 @@
+"""Runs a script with an engine that observes its first step, for `shardwise plan`.
+
+    python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR SCRIPT ...
+
+SAMPLES is the total batch
+size of its Loaders, 0 for the script's own; TENSOR how many ranks split each layer.
+
+The script's data, loaders and model code are its own. Parameters lose their memory at `sw.Engine`;
+the script is stopped at the end of its first step, and FILE has the record.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwise.data.loader import Loader
+from shardwise.errors import ShardwiseError
+from shardwise.launch import program
+from shardwise.tiers.host_memory import MAPPED
+from shardwise.tools.plan.observation import Observation, finish
+from shardwise.tools.plan.observed_engine import ObservedEngine
+from shardwise.tools.plan.step_recorder import user_place
+
+
+def main(arguments: list[str]) -> None:
+    """Observe what the words after the file's name run."""
+    path, samples, tensor, *words = arguments
+    observation = Observation.begin(Path(path), int(tensor))
+    _replace_engine()
+    _replace_loader(observation, int(samples))
+    _skip_initial_values()
+    try:
+        _run(words)
+    except SystemExit:
+        if observation.written:
+            raise
+        _fail(observation, "The script ended before its first step of an sw.Engine.", "")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        traceback.print_exc()
+        _fail(observation, *_told(error))
+    if not observation.written:
+        if any(engine.backwards for engine in observation.engines):
+            finish(observation)
+        _fail(observation, "The script made no step of an sw.Engine.", "")
+
+
+def _run(words: list[str]) -> None:
+    """Run a script, or with -m a module, as Python does."""
+    if program.set_up_python(words):
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _replace_engine() -> None:
+    """Let whoever asks for the engine's class get the one that observes."""
+    for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):
+        import_module(name).Engine = ObservedEngine  # type: ignore[attr-defined]
+
+
+def _replace_loader(observation: Observation, samples: int) -> None:
+    """Let Loaders have `samples` as their batch, where that is not 0, and note what they were
+    asked for and whether the script can take a step in several micro-batches."""
+
+    class ObservedLoader(Loader):
+        def __init__(self, dataset: Any, batch_size: int | None = None, **options: Any) -> None:
+            self.asked = batch_size
+            super().__init__(dataset, samples or batch_size if batch_size else None, **options)
+
+        def __iter__(self) -> Any:
+            observation.asked = self.asked or 0
+            return super().__iter__()
+
+        def steps(self) -> Any:
+            observation.asked, observation.accumulates = self.asked or 0, True
+            return super().steps()
+
+    import_module("shardwise.data.loader").Loader = ObservedLoader  # type: ignore[attr-defined]
+
+
+def _skip_initial_values() -> None:
+    """Let the functions of torch.nn.init leave large memory untouched: what nobody has written
+    takes none, so that a model may be larger than this machine. It is mapped for itself and holds
+    zeros; smaller blocks may hold anything, and a trial of how layers are split computes with
+    them, so these get their values."""
+
+    def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
+        def unchanged(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            large = tensor.numel() * tensor.element_size() >= MAPPED
+            return tensor if large else function(tensor, *args, **kwargs)
+
+        return unchanged
+
+    for name in (
+        *("uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_", "eye_"),
+        *("dirac_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"),
+        *("orthogonal_", "sparse_"),
+    ):
+        setattr(nn.init, name, skipping(getattr(nn.init, name)))
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """What is said of an exception of the script, and the line of the user's that it came from."""
+    kind = "" if isinstance(error, ShardwiseError) else f"{type(error).__name__}: "
+    return f"{kind}{error}", user_place(error.__traceback__)
+
+
+def _fail(observation: Observation, why: str, line: str) -> None:
+    """Write why nothing was observed, and end."""
+    observation.path.with_suffix(".error").write_text(json.dumps({"why": why, "line": line}))
+    raise SystemExit(3)
+
+
+if __name__ == "__main__":
+    import_module("shardwise.tools.plan.observer").main(sys.argv[1:])

@@ -1,0 +1,93 @@
+"""Writes a plan's page: memory of a step by state, its time by kind, cost; and the same as PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.messages.printable import in_bytes, in_shell
+from shardwise.tools.plan import memory_plot, search, time_plots
+from shardwise.tools.plan.memory_plot import DrawnMemory
+from shardwise.tools.plan.time_plots import TimedPlacement
+from shardwise.tools.report.look import save_picture
+from shardwise.tools.report.page import write_page
+
+if TYPE_CHECKING:
+    from shardwise.tools.plan.plans import Plan
+    from shardwise.tools.plan.search import Line
+
+DRAWN = 4
+"""Placements whose memory is drawn."""
+
+LISTED = 8
+"""Placements that stand above the pictures; the others unfold."""
+
+MOST_TIMED = 12
+"""Placements whose time is drawn."""
+
+WIDTH = 9.5
+"""Inches of the pictures."""
+
+
+def write(made: Plan, folder: Path) -> Path:
+    """Write plan.html and its pictures (plan.png, time.png, cost.png) into `folder`; returns the
+    page. Needs matplotlib and Jinja2."""
+    folder.mkdir(parents=True, exist_ok=True)
+    timed = _timed(made)
+    page = folder / "plan.html"
+    write_page(
+        page,
+        "shardwise.tools.plan",
+        headline=f"{made.request.script.name} on {made.cluster}",
+        notes=made.notes(),
+        pictures=list(_pictures(made, timed, folder)),
+        rows=[_row(made, line) for line in made.lines],
+        shown=LISTED,
+        kinds=time_plots.kinds_of(timed),
+        times=[(each.label, *time_plots.cells(each, timed)) for each in timed],
+    )
+    return page
+
+
+def _pictures(
+    made: Plan, timed: list[TimedPlacement], folder: Path
+) -> Iterator[tuple[str, str, str]]:
+    """Yield title, caption and SVG of each picture, which is saved as PNG too."""
+    drawn = [
+        DrawnMemory(label_of(line), line.memory, made.question.capacity)
+        for line in made.lines[:DRAWN]
+    ]
+    size = WIDTH, 0.9 + 2.3 * len(drawn)
+    svg = save_picture(folder / "plan", size, partial(memory_plot.draw_memory, placements=drawn))
+    yield "Memory over a step", "Dotted: backward begins. Dashed: what a device has.", svg
+    if timed:
+        size = WIDTH, 1.6 + 0.35 * len(time_plots.bars_of(timed))
+        svg = save_picture(folder / "time", size, partial(time_plots.draw_times, placements=timed))
+        yield "Time of a step", "The whisker is the band of the estimate.", svg
+    if points := time_plots.priced(timed):
+        draw = partial(time_plots.draw_frontier, points=points)
+        svg = save_picture(folder / "cost", (WIDTH, 4.4), draw)
+        yield "Cost against days", "The line joins what none beats in both.", svg
+
+
+def label_of(line: Line) -> str:
+    """What a picture calls a placement: its flags, without the folder of a disk."""
+    words = ("nvme" if word.startswith("nvme:") else word for word in search.flags_of(line))
+    return " ".join(words) or "one device"
+
+
+def _timed(made: Plan) -> list[TimedPlacement]:
+    """Time and cost of what fits."""
+    return [
+        TimedPlacement(label_of(line), line.estimate, made.cost(line))
+        for line in made.lines
+        if line.fits and line.estimate is not None
+    ][:MOST_TIMED]
+
+
+def _row(made: Plan, line: Line) -> tuple[str, str, str, str]:
+    """The cells of a placement: command, peak, where it is, whether it fits."""
+    fits = "yes" if line.fits else f"no, {in_bytes(line.over or line.over_host)} too much"
+    return in_shell(made.command_words(line)), in_bytes(line.memory.peak), line.memory.where, fits

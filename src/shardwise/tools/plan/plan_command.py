@@ -1,0 +1,181 @@
+"""`shardwise plan`: observes a script, searches its placements, and prints those that fit."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.messages.printable import byte_unit, in_bytes, in_shell, plain_console, printable
+from shardwise.tools.plan import search
+from shardwise.tools.plan.calibrate import calibrate
+from shardwise.tools.plan.memory import KINDS
+from shardwise.tools.plan.observe import Script
+from shardwise.tools.plan.plans import Plan, PlanRequest, make_plan
+from shardwise.tools.plan.search import Line
+from shardwise.tools.report.output import is_stdout, write_json
+
+SHOWN = 12
+"""Placements of each kind that the table has."""
+
+WIDTH = 120
+"""Columns of the table where there is no terminal."""
+
+TENSORS = 15
+"""Rows of `--explain`."""
+
+
+def plan(
+    script: str | Sequence[str],
+    *,
+    on: str,
+    tokens: float | None = None,
+    within: float | None = None,
+    budget: float | None = None,
+    **settings: str,
+) -> Plan:
+    """What `shardwise plan --on ON SCRIPT` finds: placements of a training, those that fit first.
+
+    `script` is a path, or the words of a command line; `on` a cluster such as "8xH100". `tokens` is
+    how many to train on, `within` the days and `budget` the dollars for it. `settings` are flags of
+    the run, such as precision="bf16-mixed". Raises LaunchError for a script that cannot be
+    observed, and names its line.
+    """
+    words = (script,) if isinstance(script, str) else tuple(script)
+    flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+    return make_plan(PlanRequest(Script(words, tuple(flags)), on, tokens, within, budget))
+
+
+def show_plan(request: PlanRequest) -> int:
+    """Make a plan and print it; returns the exit code, 1 where nothing fits."""
+    to_stdout = is_stdout(request.json_file)
+    console = plain_console(stderr=to_stdout, width=WIDTH)
+    progress = plain_console(stderr=True, width=WIDTH)
+    name = printable(request.script.name)
+    number = 0
+    with progress.status(f"observing {name}") as status:
+
+        def show_run(words: str) -> None:
+            nonlocal number
+            number += 1
+            line = f"observing {name}, run {number}: {words}"
+            status.update(line)
+            if not progress.is_terminal:  # where the line above moves, it is enough
+                progress.print(line, soft_wrap=True)
+
+        made = make_plan(request, show_run)
+    _print(made, console)
+    if request.explain:
+        _explain(made, console)
+    if request.json_file is not None:
+        write_json(json.dumps(made.as_json(), indent=1), request.json_file)
+    if request.page is not None:
+        from shardwise.tools.plan import page
+
+        console.print(f"drawn: {page.write(made, request.page)}", soft_wrap=True)
+    return 0 if made.best is not None else 1
+
+
+def show_calibration() -> Path:
+    """Measure this machine, with a bar, for `--on here`; returns the catalogue's file."""
+    return calibrate(plain_console(stderr=True, width=WIDTH))
+
+
+def _print(made: Plan, console: Console) -> None:
+    fitting = [line for line in made.lines if line.fits][:SHOWN]
+    others = [line for line in made.lines if not line.fits][:SHOWN]
+    record = made.record
+    numel = sum(each.numel for each in record.parameters)
+    console.print(
+        f"{printable(made.request.script.name)} on {made.cluster}: {numel:,} parameters, "
+        f"{record.total_batch or record.batch_size} samples a "
+        f"{'step' if record.total_batch else 'worker'}, {record.flops / 1e12:.3g} TFLOP per "
+        f"backward of {record.batch_size}",
+        soft_wrap=True,
+    )
+    if fitting:
+        console.print(_table(made, fitting))
+        for line in fitting:
+            console.print(f"  {in_shell(made.command_words(line))}", soft_wrap=True)
+    for line in others:
+        flags = " ".join(search.flags_of(line)) or "one device"
+        over = in_bytes(line.over or line.over_host) + ("" if line.over else " of host memory")
+        console.print(
+            f"{flags}: {in_bytes(line.memory.peak)} do not fit, {over} too much at "
+            f"{line.memory.where}. First help: {search.remedy(line, made.lines)}",
+            soft_wrap=True,
+        )
+    for note in made.notes():
+        console.print(printable(note), soft_wrap=True)
+
+
+def _table(made: Plan, lines: Sequence[Line]) -> Table:
+    table = Table(title="placements that fit", title_justify="left")
+    table.add_column("flags", overflow="fold")
+    unit, size = byte_unit(max(line.memory.peak for line in lines))
+    for heading in (f"{unit}/device", "held by", "s/step"):
+        table.add_column(heading, justify="right")
+    for heading in ("days", "$", "kWh") if made.request.tokens is not None else ():
+        table.add_column(heading, justify="right")
+    for line in lines:
+        largest = sorted(line.memory.at_peak().items(), key=lambda pair: -pair[1])[:2]
+        held = ", ".join(f"{kind} {nbytes / size:.2f}" for kind, nbytes in largest if nbytes)
+        estimate = line.estimate
+        seconds = "-" if estimate is None else f"{estimate.seconds:.3g} ±{estimate.error:.0%}"
+        cells = [
+            " ".join(search.flags_of(line)) or "(one device)",
+            f"{line.memory.peak / size:.2f}",
+            held,
+            seconds,
+        ]
+        if made.request.tokens is not None:
+            cells += _cost_cells(made, line)
+        table.add_row(*cells)
+    return table
+
+
+def _cost_cells(made: Plan, line: Line) -> list[str]:
+    """Days, with a mark where they or the dollars are too many; dollars from low to high; kWh."""
+    cost = made.cost(line)
+    if cost is None:
+        return ["-"] * 3
+    mark = "" if made.is_within(line) else " (too much)"
+    dollars = "-"
+    if cost.dollars_low is not None and cost.dollars_high is not None:
+        dollars = f"{cost.dollars_low:,.0f}-{cost.dollars_high:,.0f}"
+    return [f"{cost.days:.2f}{mark}", dollars, "-" if cost.kwh is None else f"{cost.kwh:,.0f}"]
+
+
+def _explain(made: Plan, console: Console) -> None:
+    """The tensors at the peak of the first placement, by the user's line."""
+    if not made.lines:
+        return
+    line = made.best or made.lines[0]
+    flags = " ".join(search.flags_of(line)) or "one device"
+    console.print(f"the peak of {flags}: {in_bytes(line.memory.peak)} at {line.memory.where}")
+    for kind in KINDS:
+        if nbytes := line.memory.at_peak()[kind]:
+            console.print(f"  {kind:<11}{in_bytes(nbytes):>10}")
+    for (source, where), (nbytes, count, shape) in grouped(line)[:TENSORS]:
+        console.print(
+            f"  {in_bytes(nbytes):>10}  {where or 'the batch'}  {count} of {source} "
+            f"{'x'.join(map(str, shape))}",
+            soft_wrap=True,
+        )
+
+
+def grouped(line: Line) -> list[tuple[tuple[str, str], tuple[int, int, tuple[int, ...]]]]:
+    """Tensors at the peak by operator and line: bytes, how many, the largest one's shape."""
+    found: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for held in line.memory.held:
+        found[held.source, held.line].append(held)
+    rows = {
+        key: (sum(each.nbytes for each in group), len(group), group[0].shape)
+        for key, group in found.items()
+    }
+    return sorted(rows.items(), key=lambda pair: -pair[1][0])

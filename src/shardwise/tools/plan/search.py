@@ -1,0 +1,284 @@
+"""Searches the placements of a script on a cluster: memory first, then time.
+
+For each mesh, row, tier and way to keep activations the largest micro-batch that fits is taken;
+where none fits, the smallest, with what it lacks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.errors import ConfigError
+from shardwise.launch import resources
+from shardwise.layout.placement import DEVICE, Placement, Tier
+from shardwise.messages.printable import in_bytes
+from shardwise.tools.plan.choice import Choice, Clock, Estimate
+from shardwise.tools.plan.cluster import HERE, Cluster
+from shardwise.tools.plan.memory import Hardware, MemoryPlan, predict
+from shardwise.tools.plan.meshes import Mesh, meshes
+from shardwise.tools.plan.observe import ObservedStep
+from shardwise.tools.plan.record import StepRecord
+from shardwise.tools.plan.stage_memory import predict_pipeline
+
+RESERVED = 2 * 2**30
+"""Bytes of an accelerator that are left to its driver, NCCL and gaps between allocations."""
+
+HOST = Tier("cpu")
+
+PER_STAGE = 4
+"""Micro-batches that a pipeline has for each of its ranks where `--microbatches` is not given."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A placement with its memory, and its time where a clock says it. `over` is how many bytes it
+    lacks on a device, and `over_host` on a host; 0 where it fits."""
+
+    choice: Choice
+    memory: MemoryPlan
+    estimate: Estimate | None
+    over: int
+    over_host: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host have room for it."""
+        return not (self.over or self.over_host)
+
+
+Way = tuple[str, int]
+"""How a step was observed: its activations, and the number of tensor-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A script that was observed in several ways; the cluster, and who says the time.
+
+    `disk` is a folder for states on a disk, none where it is empty. `excluded` says why tensor or
+    pipeline parallelism was not tried.
+    """
+
+    steps: dict[Way, ObservedStep]
+    cluster: Cluster
+    clock: Clock | None = None
+    disk: str = ""
+    excluded: tuple[str, ...] = ()
+    _records: dict[tuple[Way, int], StepRecord] = field(default_factory=dict)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The memory of the devices; without accelerators ranks of this machine compute where
+        their host's memory is."""
+        here = self.cluster.device.name.split("-")[0] == HERE
+        on_host = here and not resources.gpu_count(os.environ)
+        return Hardware(apart=not on_host, shares=on_host)
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that a rank may have on its device."""
+        memory = self.cluster.device.memory
+        return memory - RESERVED if self.hardware.apart else memory
+
+    @property
+    def step(self) -> ObservedStep:
+        """The step as it is without any parallelism inside of a replica."""
+        return self.steps["kept", 1]
+
+    @property
+    def meshes(self) -> list[Mesh]:
+        """The meshes that are tried."""
+        record = self.step.large
+        layers = 0 if record.no_pipeline else len(record.layers)
+        parts = sorted({parts for _, parts in self.steps})
+        return list(meshes(self.cluster, parts, layers, record.total_batch))
+
+    def ways(self, mesh: Mesh) -> list[Way]:
+        """How its step was observed."""
+        return [way for way in self.steps if way[1] == mesh.tensor]
+
+    def record(self, way: Way, samples: int) -> StepRecord:
+        """The step with micro-batches of `samples`."""
+        if (way, samples) not in self._records:
+            self._records[way, samples] = self.steps[way].at(samples)
+        return self._records[way, samples]
+
+    def sizes(self, mesh: Mesh) -> list[tuple[int, int]]:
+        """Samples of a micro-batch and micro-batches of a step that can be asked for, the largest
+        first: a replica's share of the batch, and halves where the loop takes micro-batches."""
+        record = self.step.large
+        share = -(-record.total_batch // mesh.data) if record.total_batch else record.batch_size
+        counts = [min(share, PER_STAGE * mesh.pipeline) if mesh.pipeline > 1 else 1]
+        cuts = bool(record.total_batch) and (record.accumulates or not record.no_pipeline)
+        while cuts and 2 * counts[-1] <= share:
+            counts.append(2 * counts[-1])
+        return [(-(-share // count), count) for count in counts]
+
+
+def search(question: Question) -> list[Line]:
+    """All placements, those that fit first and the fastest of them first."""
+    lines = [
+        line
+        for mesh in question.meshes
+        for row in _rows(question, mesh)
+        for way in question.ways(mesh)
+        if (line := _largest_that_fits(question, mesh, row, way)) is not None
+    ]
+    return sorted(lines, key=_order)
+
+
+def _order(line: Line) -> tuple[bool, float, float, int]:
+    choice = line.choice
+    if not line.fits:
+        return True, float(line.over + line.over_host), 0.0, 0
+    seconds = line.estimate.seconds if line.estimate is not None else math.inf
+    away = sum(tier.kind != "device" for tier in choice.row.tiers)
+    cost = away + choice.recomputed + choice.micro_batches / 1e3 + choice.tensor * choice.pipeline
+    return False, seconds, cost, choice.row.level
+
+
+def _rows(question: Question, mesh: Mesh) -> Iterator[Placement]:
+    """The rows of the table, with tiers: the host's memory where that is another one, a disk where
+    there is a folder."""
+    separable = all(group.separable for group in question.step.large.groups)
+    for level in range(4) if mesh.data > 1 else (0,):
+        row = Placement.zero(level)
+        split = mesh.schedule == "zero-bubble" and row.is_sharded("parameters")
+        if split or (level and not separable):
+            continue
+        yield row
+        for tier in _tiers(question):
+            if level in (0, 2, 3):
+                yield row.resting(optimizer=tier)
+            if level == 3:
+                yield row.resting(parameters=tier, optimizer=tier)
+
+
+def _tiers(question: Question) -> Iterator[Tier]:
+    if question.hardware.apart:
+        yield HOST
+    if question.disk:
+        yield Tier("nvme", question.disk)
+
+
+def _largest_that_fits(question: Question, mesh: Mesh, row: Placement, way: Way) -> Line | None:
+    """The line with the fewest micro-batches that fits, else that with the most; None where none
+    can be computed."""
+    line = None
+    for samples, count in question.sizes(mesh):
+        if not question.steps[way].knows(samples) or _is_excluded(mesh, way, count):
+            continue
+        line = measure(question, mesh, row, way, (samples, count))
+        if line.fits:
+            return line
+    return line
+
+
+def _is_excluded(mesh: Mesh, way: Way, count: int) -> bool:
+    """Whether the engine refuses so many micro-batches, or recomputation, under a schedule."""
+    if mesh.schedule == "zero-bubble" and way[0] == "recomputed":
+        return True
+    return mesh.schedule in ("interleaved", "zero-bubble") and count % mesh.pipeline != 0
+
+
+def measure(
+    question: Question, mesh: Mesh, row: Placement, way: Way, size: tuple[int, int]
+) -> Line:
+    """One placement, with `size`: samples of a micro-batch, and micro-batches."""
+    record = question.record(way, size[0])
+    choice = Choice(
+        row=row,
+        data=mesh.data,
+        micro_batch=size[0],
+        micro_batches=size[1],
+        recomputed=way[0] == "recomputed",
+        tensor=mesh.tensor,
+        pipeline=mesh.pipeline,
+        schedule=mesh.schedule,
+        in_rows=not record.no_pipeline,
+    )
+    predicted = predict_pipeline if mesh.pipeline > 1 else predict
+    memory = predicted(record, choice, question.hardware)
+    device, cluster = question.cluster.device, question.cluster
+    host = device.number("host_memory_gib")
+    on_host = memory.tiers.get("cpu", 0) * min(cluster.per_host, choice.devices)
+    return Line(
+        choice,
+        memory,
+        _estimate(question, record, choice),
+        max(0, memory.peak - question.capacity),
+        max(0, on_host - int(host)) if host else 0,
+    )
+
+
+def _estimate(question: Question, record: StepRecord, choice: Choice) -> Estimate | None:
+    """The time of a step; None without a clock, or where the catalogue lacks a number for it."""
+    if question.clock is None:
+        return None
+    try:
+        return question.clock.seconds(record, choice, question.cluster)
+    except ConfigError:
+        if choice.row.tier("optimizer").kind != "nvme":
+            raise
+        return None  # a device whose host's disk the catalogue does not know
+
+
+def flags_of(line: Line) -> list[str]:
+    """The flags of `shardwise run` for a placement, the number of workers left out."""
+    choice, row = line.choice, line.choice.row
+    words = ["--zero", str(row.level)] if choice.data > 1 else []
+    if choice.tensor > 1:
+        words += ["--tensor", str(choice.tensor)]
+    if choice.pipeline > 1:
+        words += ["--pipeline", str(choice.pipeline), "--schedule", choice.schedule]
+    if row.tier("optimizer") != DEVICE:
+        words += ["--offload-optimizer", str(row.tier("optimizer"))]
+    if row.tier("parameters") != DEVICE:
+        words += ["--offload-params", str(row.tier("parameters"))]
+    if choice.pipeline > 1 or (choice.micro_batches > 1 and choice.in_rows):
+        words += ["--microbatches", str(choice.micro_batches)]
+    elif choice.micro_batches > 1:
+        words += ["--micro-batch-size", str(choice.micro_batch)]
+    if choice.recomputed:
+        words += ["--activations", "recomputed"]
+    return words
+
+
+def command_of(
+    line: Line, cluster: Cluster, flags: Sequence[str], words: Sequence[str]
+) -> list[str]:
+    """The words of the command that trains so; `words` are the script's."""
+    several = ["--hostfile", "hosts"] if cluster.hosts > 1 else []
+    run = ["shardwise", "run", "-n", str(line.choice.devices), *several, *flags_of(line), *flags]
+    named = words[0] != "-m" and words[0].startswith("-")
+    return [*run, *(["--"] if named else []), *words]
+
+
+def remedy(line: Line, lines: Sequence[Line]) -> str:
+    """What would help a placement that does not fit, and how much: the change of one thing that
+    leaves the least."""
+    others = [each for each in lines if _changes(each, line) == 1]
+    others.sort(key=lambda each: (not each.fits, each.memory.peak))
+    if not others or others[0].memory.peak >= line.memory.peak:
+        largest = max(line.memory.at_peak().items(), key=lambda pair: pair[1])
+        return f"the largest part is {largest[0]}, {in_bytes(largest[1])}"
+    best = others[0]
+    so = shlex.join(flags_of(best)) or "no sharding"
+    return f"{so}: {in_bytes(best.memory.peak)}" + ("" if best.fits else ", which is too much too")
+
+
+def _changes(one: Line, other: Line) -> int:
+    """In how many of row, tiers, mesh and activations two placements differ."""
+    a, b = one.choice, other.choice
+    return sum(
+        (
+            a.row.level != b.row.level,
+            a.row.tiers != b.row.tiers,
+            a.recomputed != b.recomputed,
+            a.tensor != b.tensor,
+            (a.pipeline, a.schedule) != (b.pipeline, b.schedule),
+        )
+    )

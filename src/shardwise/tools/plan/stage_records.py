@@ -1,0 +1,80 @@
+"""Cuts an observed step into what each pipeline stage runs, as the engine cuts the model."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwise.parallel.pipeline import partition
+from shardwise.tools.plan.record import StepRecord, TensorLife, UnitUse
+
+
+def stage_layers(record: StepRecord, stages: int) -> list[range]:
+    """The layers of each stage: as the engine cuts them where `--stages` is not given, so that the
+    most parameters of a stage are as few as can be."""
+    starts = partition.balanced_starts([float(each.size) for each in record.layers], stages)
+    starts = partition.with_trainable_stages(starts, [each.trains for each in record.layers])
+    return partition.ranges_of(starts, len(record.layers))
+
+
+def part_of(record: StepRecord, layers: range) -> StepRecord:
+    """What of `record` runs in `layers`: their operations, and the tensors that these make or take
+    from another stage. Parameters are those of the layers."""
+    if layers not in record.parts:
+        record.parts[layers] = _part(record, layers)
+    return record.parts[layers]
+
+
+def _part(record: StepRecord, layers: range) -> StepRecord:
+    here = [n for n, each in enumerate(record.operations) if each.layer in layers]
+    cut = _Cut(record, layers, here)
+    tensors = (cut.life(each) for each in record.tensors)
+    uses = (cut.use(each) for each in record.uses)
+    return replace(
+        record,
+        operations=tuple(record.operations[n] for n in here),
+        tensors=tuple(each for each in tensors if each is not None),
+        uses=tuple(each for each in uses if each is not None),
+        parameters=tuple(
+            replace(each, arrived=cut.before(each.arrived))
+            for each in record.parameters
+            if each.layer in layers
+        ),
+        backward=bisect_left(here, record.backward),
+        buffer_bytes=record.buffer_bytes if 0 in layers else 0,
+    )
+
+
+class _Cut:
+    """Where operations of a record are among those of a stage, `here`."""
+
+    def __init__(self, record: StepRecord, layers: range, here: Sequence[int]) -> None:
+        self._record, self._layers, self._here = record, layers, here
+
+    def before(self, number: int) -> int:
+        """The last operation of the stage up to `number`, -1 for none."""
+        return bisect_right(self._here, number) - 1
+
+    def _runs(self, number: int) -> bool:
+        operations = self._record.operations
+        return 0 <= number < len(operations) and operations[number].layer in self._layers
+
+    def life(self, each: TensorLife) -> TensorLife | None:
+        """The tensor as this stage has it; None where it never does. What comes from another stage
+        is there from the first operation of this one after it was made."""
+        made, last = self._runs(each.born), self._runs(each.died)
+        if not made and not last:
+            return None
+        born = -1 if each.born < 0 else bisect_left(self._here, each.born)
+        died = self.before(each.died)
+        if died < born:
+            return None
+        start = bisect_left(self._here, self._record.backward)
+        return replace(each, born=born, died=died, saved=born < start <= died)
+
+    def use(self, each: UnitUse) -> UnitUse | None:
+        """The run of a unit, where this stage runs it."""
+        if not self._runs(each.first):
+            return None
+        return replace(each, first=bisect_left(self._here, each.first), end=self.before(each.end))

@@ -1,0 +1,140 @@
+"""Draws the time of a step by kind and rank, and the cost of placements against their days."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.tools.plan.choice import Estimate
+from shardwise.tools.plan.cost import Cost, frontier
+from shardwise.tools.plan.stages import KINDS
+from shardwise.tools.report.look import (
+    AMBER,
+    BLUE,
+    BROWN,
+    CRIMSON,
+    FAINT,
+    GREEN,
+    INK,
+    OCHRE,
+    ORANGE,
+    PURPLE,
+    SAND,
+    SLATE,
+    TEAL,
+)
+
+COLORS = (
+    BLUE, TEAL, BROWN, PURPLE, ORANGE, CRIMSON, OCHRE, SAND, GREEN, AMBER, SLATE
+)  # fmt: skip
+"""A color for each kind, in the order of KINDS."""
+
+MOST_RANKS = 16
+"""Stages of a pipeline that are drawn; of more, evenly spaced ones."""
+
+
+@dataclass(frozen=True)
+class TimedPlacement:
+    """A placement as it is drawn: its flags, its step, and what a training of it costs."""
+
+    label: str
+    estimate: Estimate
+    cost: Cost | None = None
+
+
+Point = tuple[float, float, TimedPlacement]
+"""Days, dollars, and whose they are."""
+
+
+def draw_times(figure: Any, placements: Sequence[TimedPlacement]) -> None:
+    """A bar for each placement, or each pipeline stage of it: seconds of a step by kind, stacked,
+    with the error band."""
+    bars, axis = bars_of(placements), figure.subplots()
+    longest = max(each.estimate.seconds for _, _, each in bars)
+    unit, scale = ("seconds", 1.0) if longest >= 0.1 else ("milliseconds", 1e3)
+    left = [0.0] * len(bars)
+    for kind, color in zip(KINDS, COLORS, strict=True):
+        widths = [scale * parts.get(kind, 0.0) for _, parts, _ in bars]
+        if any(widths):
+            axis.barh(range(len(bars)), widths, left=left, color=color, label=kind, height=0.7)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    for place, (_, _, each) in enumerate(bars):
+        length, error = scale * each.estimate.seconds, each.estimate.error
+        axis.errorbar(length, place, xerr=length * error, color=INK, capsize=2, linewidth=0.8)
+    axis.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(f"{unit} of a step")
+    figure.legend(fontsize=8, ncols=5, loc="outside upper center", frameon=False)
+
+
+def bars_of(
+    placements: Sequence[TimedPlacement],
+) -> list[tuple[str, dict[str, float], TimedPlacement]]:
+    """The bars of a picture: name, seconds by kind, and the placement."""
+    return [(name, parts, each) for each in placements for name, parts in _bars(each)]
+
+
+def _bars(placement: TimedPlacement) -> list[tuple[str, dict[str, float]]]:
+    ranks = placement.estimate.per_rank
+    if len(ranks) <= 1:
+        return [(placement.label, placement.estimate.parts)]
+    every = -(-len(ranks) // MOST_RANKS)
+    return [
+        (f"{placement.label}, stage {stage}", ranks[stage]) for stage in range(0, len(ranks), every)
+    ]
+
+
+def priced(placements: Sequence[TimedPlacement]) -> list[Point]:
+    """The placements whose dollars are known."""
+    return [
+        (each.cost.days, each.cost.dollars, each)
+        for each in placements
+        if each.cost is not None and each.cost.dollars is not None
+    ]
+
+
+def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
+    """Dollars against days, or hours, of each placement, and the line of those that none beats in
+    both."""
+    axis = figure.subplots()
+    unit, scale = ("days", 1.0) if max(days for days, *_ in points) >= 1 else ("hours", 24.0)
+    for days, dollars, each in points:
+        cost = each.cost
+        assert cost is not None
+        assert cost.dollars_low is not None
+        assert cost.dollars_high is not None
+        reach = [[dollars - cost.dollars_low], [cost.dollars_high - dollars]]
+        across = [[scale * (days - cost.days_low)], [scale * (cost.days_high - days)]]
+        place = scale * days, dollars
+        axis.errorbar(*place, yerr=reach, xerr=across, color=FAINT, linewidth=0.8, zorder=1)
+        axis.plot(*place, "o", color=BLUE)
+    best = frontier(points)
+    for days, dollars, each in best:  # on the side where no other lies, and of those alone
+        axis.annotate(
+            each.label,
+            (scale * days, dollars),
+            fontsize=8,
+            xytext=(-5, -5),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+        )
+    line = [scale * days for days, *_ in best], [dollars for _, dollars, _ in best]
+    axis.plot(*line, color=ORANGE)
+    axis.set_xlabel(unit)
+    axis.set_ylabel("dollars, between the cheapest and the dearest price")
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=0)
+
+
+def kinds_of(placements: Sequence[TimedPlacement]) -> list[str]:
+    """The kinds of time that any of them has, in the order of KINDS."""
+    return [kind for kind in KINDS if any(kind in each.estimate.parts for each in placements)]
+
+
+def cells(placement: TimedPlacement, among: Sequence[TimedPlacement]) -> list[str]:
+    """The seconds of a step as text: with its band, then by each kind that any of `among` has."""
+    estimate = placement.estimate
+    total = f"{estimate.seconds:.4g} ±{estimate.error:.0%}"
+    return [total, *(f"{estimate.parts.get(kind, 0.0):.4g}" for kind in kinds_of(among))]

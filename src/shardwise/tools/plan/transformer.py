@@ -1,0 +1,148 @@
+"""A transformer by formula: the operations of its layers from l, h, a, s, V, t and b.
+
+For published configurations and for models that exist only as a configuration. FLOPs are those of
+Narayanan et al. (2021); the bytes of activations those of Korthikanti et al. (2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.tools.plan.operations import Work
+
+NONE, SELECTIVE, FULL = "none", "selective", "full"
+RECOMPUTATIONS = (NONE, SELECTIVE, FULL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A GPT-like model. `kv_heads` and `ffn` are for grouped attention and other widths; `gated`
+    has a third matrix in the feed-forward (SwiGLU); `flash` does not write the scores to memory."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    kv_heads: int = 0
+    ffn: int = 0
+    gated: bool = False
+    flash: bool = False
+    causal: bool = False
+    """Whether attention computes the half below the diagonal only."""
+    context: int = 1
+    """Over how many devices a sequence is cut (context parallelism), each of which has its queries
+    and gathers the keys and values of all; equal parts of the work, as Llama 3's."""
+
+    @property
+    def key_values(self) -> int:
+        """The width of keys, and of values."""
+        return self.hidden * (self.kv_heads or self.heads) // self.heads
+
+    @property
+    def feed_forward(self) -> int:
+        """The width of the feed-forward."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of one layer."""
+        h, matrices = self.hidden, 3 if self.gated else 2
+        attention = 2 * h * h + 2 * h * self.key_values
+        biases = 0 if self.gated else 3 * h + 2 * self.key_values + self.feed_forward
+        norms = 2 * h if self.gated else 4 * h
+        return attention + matrices * h * self.feed_forward + biases + norms
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all: layers, embeddings of words and (without a gate) of places, last norm;
+        gated models have a head of their own."""
+        places = 0 if self.gated else self.sequence * self.hidden
+        words = self.vocabulary * self.hidden * (2 if self.gated else 1)
+        last = self.hidden if self.gated else 2 * self.hidden
+        return self.layers * self.layer_parameters + words + places + last
+
+    def model_flops(self, batch: int) -> float:
+        """FLOPs of forward and backward of `batch` sequences, without recomputation: 6 of each
+        weight and token, and attention; Korthikanti's 72BLsh²(1+s/6h+V/12hL) for a plain GPT."""
+        h, s = self.hidden, self.sequence
+        matrices = 3 if self.gated else 2
+        weights = 2 * h * h + 2 * h * self.key_values + matrices * h * self.feed_forward
+        attention = 2 * s * h * (0.5 if self.causal else 1.0)
+        return 6.0 * batch * s * (self.layers * (weights + attention) + self.vocabulary * h)
+
+    def forward(self, batch: int, tensor: int, *, sequence_parallel: bool) -> list[Work]:
+        """The operations of a layer's forward on one of `tensor` devices; `batch` sequences."""
+        outside = self._outside_attention(batch, tensor, sequence_parallel=sequence_parallel)
+        return outside + self.attention(batch, tensor)
+
+    def backward(self, batch: int, tensor: int, *, sequence_parallel: bool) -> list[Work]:
+        """The operations of a layer's backward: two products for each of forward, and half as much
+        traffic again, since most read two tensors where forward read one. A fused attention
+        recomputes its scores: five products where forward has two."""
+        outside = self._outside_attention(batch, tensor, sequence_parallel=sequence_parallel)
+        attention = self.attention(batch, tensor)
+        if self.flash:
+            return [*map(_reversed, outside), Work(2.5 * attention[0].flops, 0.0)]
+        return [*map(_reversed, outside), *map(_reversed, attention)]
+
+    def _outside_attention(self, batch: int, t: int, *, sequence_parallel: bool) -> list[Work]:
+        tokens, h = batch * self.sequence / self.context, self.hidden
+        whole = t if sequence_parallel else 1  # norms and dropouts: all of them, or a part
+        qkv = h + 2 * self.key_values
+        wide = self.feed_forward * (2 if self.gated else 1)
+        return [
+            _traffic(4 * tokens * h / whole),
+            _product(tokens, h, qkv / t),
+            _traffic(4 * tokens * qkv / t),
+            _product(tokens, h / t, h),
+            _traffic(7 * tokens * h / whole),
+            _traffic(4 * tokens * h / whole),
+            _product(tokens, h, wide / t),
+            _traffic(2 * tokens * (wide + self.feed_forward) / t),
+            _product(tokens, self.feed_forward / t, h),
+            _traffic(7 * tokens * h / whole),
+        ]
+
+    def attention(self, batch: int, t: int) -> list[Work]:
+        """The operations that selective recomputation repeats: scores, softmax, dropout, and the
+        product with the values, on one of `t` devices."""
+        s, h = self.sequence, self.hidden
+        flops = 2.0 * batch * s * s * h / t / self.context * (0.5 if self.causal else 1.0)
+        if self.flash:
+            return [Work(2 * flops, 0.0)]
+        scores = batch * self.heads * s * s / t / self.context
+        product = Work(flops, 2 * scores + 4 * batch * s * h / t)
+        return [product, _traffic(4 * scores), _traffic(5 * scores), product]
+
+    def head(self, batch: int, tensor: int) -> list[Work]:
+        """The operations of the last product and the loss, forward; backward has twice those."""
+        tokens, words = batch * self.sequence / self.context, self.vocabulary / tensor
+        return [_product(tokens, self.hidden, words), _traffic(14 * tokens * words)]
+
+    def activation_bytes(
+        self, batch: int, tensor: int, recompute: str, *, sequence_parallel: bool
+    ) -> float:
+        """Bytes that a layer keeps for its backward, 16-bit: Korthikanti et al., table 2."""
+        sbh, t = float(self.sequence * batch * self.hidden), tensor
+        scores = 5 * self.heads * self.sequence / self.hidden
+        if recompute == FULL:
+            return 2 * sbh
+        kept = 0.0 if recompute == SELECTIVE else scores
+        if sequence_parallel:
+            return sbh * (34 + kept) / t
+        return sbh * (10 + 24 / t + kept / t)
+
+
+def _product(rows: float, inner: float, columns: float) -> Work:
+    """A 16-bit matrix product."""
+    return Work(2 * rows * inner * columns, 2 * (rows * inner + inner * columns + rows * columns))
+
+
+def _traffic(count: float) -> Work:
+    return Work(0.0, count)
+
+
+def _reversed(work: Work) -> Work:
+    """The backward of an operation."""
+    return Work(work.flops, 1.5 * work.bytes, count=2 if work.flops else 1)

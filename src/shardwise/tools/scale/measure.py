@@ -1,0 +1,115 @@
+"""Measures a script at all sizes, shows progress, and writes the results."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from shardwise.tools.report.output import check_can_draw
+from shardwise.tools.scale import report as reports
+from shardwise.tools.scale import runs
+from shardwise.tools.scale.report import ScalingReport
+from shardwise.tools.scale.runs import MeasuredRun, ScalingPlan
+
+
+def measure(plan: ScalingPlan) -> int:
+    """Run everything, write it to `plan.out`, and return the exit code: 1 where a run failed.
+
+    Interrupted, it writes what has been measured by then.
+    Raises LaunchError where something that is needed is not installed.
+    """
+    check_can_draw("shardwise scale")
+    console = Console(highlight=False, markup=False)
+    plan.out.mkdir(parents=True, exist_ok=True)
+    made: list[MeasuredRun] = []
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        made.extend(_all(plan, console))
+    except (KeyboardInterrupt, SystemExit):
+        if made:
+            _tell(ScalingReport(plan=plan, runs=made), console)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    _tell(ScalingReport(plan=plan, runs=made), console)
+    return 1 if any(run.error for run in made) else 0
+
+
+def _tell(report: ScalingReport, console: Console) -> None:
+    """Write the results, and show the table."""
+    plan = report.plan
+    reports.write(report, plan.out)
+    from shardwise.tools.scale import plots  # half a second, which nobody waits for before
+
+    plots.write_report_page(report, plots.draw(report, plan.out), plan.out / "scaling.html")
+    console.print(reports.table(report))
+    for note in report.notes():
+        console.print(note, style="dim")
+    console.print(f"all of it: {plan.out / 'scaling.html'}, beside it JSON, CSV, PDF and PNG")
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a request to end: the present run ends first."""
+    raise SystemExit(128 + number)
+
+
+def _all(plan: ScalingPlan, console: Console) -> Iterator[MeasuredRun]:
+    """Yield the runs, one after the other; a failure is printed at once, and the others go on."""
+    asked = [(kind, size) for kind in plan.kinds for size in plan.sizes]
+    alone: MeasuredRun | None = None
+    with _bar(console) as bar:
+        task = bar.add_task("", total=len(asked), what="")
+        for kind, size in asked:
+            if size == 1 and alone is not None:
+                run = replace(alone, kind=kind)  # of one worker, both kinds are the same run
+            else:
+                run = _one(plan, kind, size, bar, task)
+                _say(run, console)
+            if size == 1:
+                alone = run
+            bar.update(task, advance=1)
+            yield run
+
+
+def _one(plan: ScalingPlan, kind: str, size: int, bar: Progress, task: object) -> MeasuredRun:
+    name = f"{kind}, {size} worker{'s' * (size > 1)}"
+    of = "" if plan.limit is None else f" of {plan.limit}"
+
+    def show(steps: int) -> None:
+        bar.update(task, what=f"{name} · step {steps}{of}")  # type: ignore[arg-type]
+
+    show(0)
+    return runs.run(plan, kind, size, show)
+
+
+def _say(run: MeasuredRun, console: Console) -> None:
+    """Print a line about a run that has ended."""
+    name = f"{run.kind:>6} · {run.workers} worker{'s' * (run.workers > 1)} · {run.wall:.0f} s"
+    measured = run.measured
+    if measured is None:
+        console.print(f"{name} · failed, {run.error}", style="red", soft_wrap=True)
+        console.print(f"         all it said: {run.log}", soft_wrap=True)
+        return
+    rate = reports.figure(measured.rate.value)
+    steps = f"{measured.steps - measured.dropped} steps"
+    console.print(
+        f"{name} · {rate} samples/s over {steps}, after {measured.dropped} that were dropped",
+        soft_wrap=True,
+    )
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} · {task.fields[what]}"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )

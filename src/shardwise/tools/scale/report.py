@@ -1,0 +1,279 @@
+"""Reports a measurement as numbers, a table, JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain, compress
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from shardwise.launch.resources import usable_cores
+from shardwise.tools.report.output import finite, machine_facts
+from shardwise.tools.scale.records import Curve, Measured
+from shardwise.tools.scale.runs import WEAK, MeasuredRun, ScalingPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingRow:
+    """The result at one size; `speedup` and `efficiency` are against the smallest size of its
+    kind."""
+
+    run: MeasuredRun
+    measured: Measured
+    speedup: float
+    efficiency: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingReport:
+    """All runs of a measurement, and the machine that made them."""
+
+    plan: ScalingPlan
+    runs: Sequence[MeasuredRun]
+
+    @property
+    def command(self) -> str:
+        """The script and its arguments, as they were given."""
+        return " ".join(self.plan.words)
+
+    def rows(self, kind: str) -> list[ScalingRow]:
+        """The runs of a kind that were measured, smallest first."""
+        found = [(run, run.measured) for run in self.runs if run.kind == kind and run.measured]
+        if not found:
+            return []
+        base = found[0][1].rate.value / found[0][0].workers
+        return [
+            ScalingRow(
+                run=run,
+                measured=measured,
+                speedup=measured.rate.value / base,
+                efficiency=measured.rate.value / base / run.workers,
+            )
+            for run, measured in found
+        ]
+
+    @property
+    def accuracies(self) -> str:
+        """The name of the mean that is shown as accuracy, such as "evaluation accuracy"; "" without
+        one."""
+        made = [run.measured for run in self.runs if run.measured]
+        return " or ".join(sorted({name for each in made if (name := accuracy_name(each))}))
+
+    def machine(self) -> dict[str, str]:
+        """The machine of the measurement."""
+        threads = os.environ.get("OMP_NUM_THREADS", str(self.plan.threads))
+        facts = machine_facts()
+        return {
+            "machine": f"{facts.pop('machine')}, {_processor()}",
+            "cores": str(usable_cores()),
+            "threads per worker": threads,
+            **facts,
+        }
+
+    def notes(self) -> list[str]:
+        """Notes for the reader of the figures."""
+        cores, most = usable_cores(), max(self.plan.sizes)
+        found = [
+            "engine.resume, save and export do nothing meanwhile (--trial): every size begins with "
+            "the model as the script makes it.",
+            f"The first {self.plan.warmup} steps of each run are dropped. A rate is that of all "
+            "workers together: their samples over the time of the steps, each from when the last "
+            "worker asked for its data; evaluations and what the script saves between steps do not "
+            "count. ± is half of the 95 % interval.",
+        ]
+        if any(run.measured and run.measured.loss for run in self.runs):
+            found.append(
+                "loss is the mean training loss of the last epoch, or of what was trained of it, "
+                "dropped steps included."
+            )
+        if self.accuracies:
+            found.append(
+                f"accuracy is the last {self.accuracies} that the script's sw.Metrics computed."
+            )
+        if any(run.measured and not run.measured.loss for run in self.runs):
+            found.append(
+                "Where no loss is shown, a script of Horovod's trained on what torch's DataLoaders "
+                "gave: an evaluation that is not under torch.no_grad() is counted as training, "
+                "its samples and its time."
+            )
+        if most > cores:
+            found.append(
+                f"This machine gives {cores} core(s), so more than {cores} worker(s) share them: "
+                "on CPUs no efficiency can be expected there."
+            )
+        return found
+
+
+def table(report: ScalingReport) -> Table:
+    """The table for the terminal, without empty columns."""
+    rows = {kind: lines(report, kind) for kind in report.plan.kinds}
+    filled = [any(column) for column in zip(*chain(*rows.values()), strict=True)]
+    made = Table(
+        title=report.command,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    for name, justify in compress(COLUMNS.items(), filled):
+        made.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for several in rows.values():
+        for cells in several:
+            made.add_row(*compress(cells, filled))
+        made.add_section()
+    return made
+
+
+COLUMNS = {
+    "": "left",
+    "workers": "right",
+    "batch": "right",
+    "samples/s": "right",
+    "±": "right",
+    "speed-up": "right",
+    "efficiency": "right",
+    "loss": "right",
+    "accuracy": "right",
+}
+
+
+def lines(report: ScalingReport, kind: str) -> list[list[str]]:
+    """The cells of the rows of a kind, as text; a run that failed has its row too."""
+    made = {row.run.workers: row for row in report.rows(kind)}
+    return [
+        _cells(kind, made[run.workers])
+        if run.workers in made
+        else [kind, str(run.workers), "", "failed", *[""] * (len(COLUMNS) - 4)]
+        for run in report.runs
+        if run.kind == kind
+    ]
+
+
+def _cells(kind: str, row: ScalingRow) -> list[str]:
+    rate = row.measured.rate
+    half = (rate.high - rate.low) / 2
+    return [
+        kind,
+        str(row.run.workers),
+        f"{row.measured.batch:,}",
+        figure(rate.value),
+        "" if math.isnan(half) else figure(half),
+        f"{row.speedup:.2f}",
+        f"{row.efficiency:.0%}",
+        _last(row.measured.loss, "{:.4g}"),
+        _last(accuracy(row.measured), "{:.2%}"),
+    ]
+
+
+def figure(value: float) -> str:
+    """A rate with as many digits as are significant."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def accuracy_name(measured: Measured) -> str:
+    """The mean that is called accuracy: one of evaluations, if there are any; "" if none."""
+    named = [name for name in measured.means if "acc" in name.split(" ", 1)[1].lower()]
+    return min(named, default="")  # "evaluation ..." before "training ..."
+
+
+def accuracy(measured: Measured) -> Curve:
+    """The curve of the mean that is called accuracy."""
+    name = accuracy_name(measured)
+    return dict(measured.means[name]) if name else {}
+
+
+def _last(curve: Curve, form: str) -> str:
+    return form.format(curve[max(curve)]) if curve else ""
+
+
+def write(report: ScalingReport, folder: Path) -> None:
+    """Write scaling.json and scaling.csv to `folder`."""
+    (folder / "scaling.json").write_text(json.dumps(as_json(report), indent=2) + "\n")
+    with (folder / "scaling.csv").open(
+        "w", newline="", encoding="utf-8", errors="backslashreplace"
+    ) as file:
+        writer = csv.DictWriter(file, fieldnames=list(_FLAT))
+        writer.writeheader()
+        writer.writerows(
+            {name: each[name] for name in _FLAT} for each in as_json(report)["results"]
+        )
+
+
+_FLAT = (
+    "kind",
+    "workers",
+    "batch",
+    "steps",
+    "dropped",
+    "step_seconds",
+    "samples_per_second",
+    "low",
+    "high",
+    "speedup",
+    "efficiency",
+    "final_loss",
+    "final_accuracy",
+    "wall_seconds",
+    "error",
+)
+
+
+def as_json(report: ScalingReport) -> dict[str, Any]:
+    """All results, for programs; unknown ones are null."""
+    return {
+        "command": report.command,
+        "flags": list(report.plan.flags),
+        "warmup": report.plan.warmup,
+        **report.machine(),
+        "results": [_result(report, run) for run in report.runs],
+    }
+
+
+def _result(report: ScalingReport, run: MeasuredRun) -> dict[str, Any]:
+    found: dict[str, Any] = dict.fromkeys(_FLAT)
+    found |= {"kind": run.kind, "workers": run.workers, "wall_seconds": run.wall}
+    if run.measured is None:
+        return found | {"error": run.error}
+    (row,) = (each for each in report.rows(run.kind) if each.run is run)
+    measured, curve = run.measured, accuracy(run.measured)
+    rate = {name: finite(value) for name, value in asdict(measured.rate).items()}
+    return found | {
+        "batch": measured.batch,
+        "steps": measured.steps,
+        "dropped": measured.dropped,
+        "step_seconds": measured.seconds,
+        "samples_per_second": rate["value"],
+        "low": rate["low"],
+        "high": rate["high"],
+        "speedup": row.speedup,
+        "efficiency": row.efficiency,
+        "final_loss": measured.loss[max(measured.loss)] if measured.loss else None,
+        "final_accuracy": curve[max(curve)] if curve else None,
+        "loss_by_epoch": measured.loss,
+        "means_by_epoch": dict(measured.means),
+    }
+
+
+def _processor() -> str:
+    """The name of the processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return platform.processor() or platform.machine()
+
+
+BATCH_GROWS = {WEAK: "the same batch per worker", "strong": "the same total batch"}
+"""What each kind keeps."""

@@ -1,0 +1,218 @@
+"""Reports a simulation: what was asked, what came of it, in sentences and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.config.outer_optimizer import IslandRule
+from shardwise.messages.printable import in_short, many
+from shardwise.tools.plan.cluster import Cluster
+from shardwise.tools.simulate.failure_classes import DAY, HOUR, Failures
+from shardwise.tools.simulate.goodput import Band, Goodput
+from shardwise.tools.simulate.outcome import GIVES_UP
+from shardwise.tools.simulate.run_model import RunModel, daly, young
+
+NOT_YET = (
+    "shardwise run does less than this yet: a failure stops one island alone with "
+    "--elastic-islands and without --late; a planned stop, and a failure of the last island, end "
+    "the run; nobody makes up for the steps of an absent island, counted here as done later."
+)
+"""Said of every simulation of islands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command line asks for; durations in seconds, `save_every` None for the best."""
+
+    cluster: str
+    failures: str
+    days: float
+    step: float
+    jitter: float
+    save_every: float | None
+    save: float
+    background: float
+    detect: float | None
+    restart: float
+    spares: int
+    least: int | None
+    trials: int
+    seed: int
+    hardware: tuple[str, ...] = ()
+    islands: int | str = 1
+    equal_every: int | None = None
+    wire: str | None = None
+    late: int | None = None
+    parameters: float | None = None
+    between: float | None = None
+    """Mbit/s of the link that joins each island to the others; None: no time is counted for it."""
+
+    @property
+    def rule(self) -> IslandRule:
+        """When islands are made equal, with the defaults of a run. Raises ConfigError."""
+        default = IslandRule()
+        return IslandRule(
+            every=self.equal_every or default.every,
+            wire=self.wire or default.wire,
+            late=self.late or default.late,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was simulated, and what came of it. `tried` are intervals in seconds and their goodput,
+    where the best one was looked for."""
+
+    asked: Asked
+    cluster: Cluster
+    failures: Failures
+    found: Goodput
+    tried: list[tuple[float, Band]]
+    whole: Goodput | None = None
+    """The same run without its islands."""
+
+    @property
+    def model(self) -> RunModel:
+        """The run as it was simulated."""
+        return self.found.model
+
+    @property
+    def dollars(self) -> tuple[float, float] | None:
+        """What the run costs with all that is lost, at the lowest and the highest price of its
+        devices, spares included; None where the catalogue has no price."""
+        prices = [self.cluster.device.number(f"dollars_{end}") for end in ("low", "high")]
+        hosts = self.cluster.hosts + self.asked.spares
+        hours = self.found.wall.mean / HOUR * hosts * self.cluster.per_host
+        low, high = prices
+        return None if low is None or high is None else (low * hours, high * hours)
+
+
+def headline(report: Report) -> str:
+    """The finding in one sentence."""
+    found, asked = report.found, report.asked
+    return (
+        f"{asked.days / DAY:.4g} days of steps on {report.cluster} take "
+        f"{found.wall.mean / DAY:.4g} days ({found.wall.low / DAY:.4g} to "
+        f"{found.wall.high / DAY:.4g}): goodput {found.goodput.mean:.1%} "
+        f"({found.goodput.low:.1%} to {found.goodput.high:.1%})."
+    )
+
+
+def sentences(report: Report) -> list[str]:
+    """What else there is to say, most important first."""
+    lines = [*_given_up(report.found), *_on_islands(report), *_on_checkpoints(report)]
+    if report.dollars is not None:
+        low, high = report.dollars
+        dollars = f"{in_short(round(low))} to {in_short(round(high))} dollars"
+        lines.append(f"It costs {dollars}, spare hosts included.")
+    if assumed := _assumed(report.failures):
+        lines.append(f"Assumptions without a source: {assumed}.")
+    return lines
+
+
+def _number(value: float) -> str:
+    """Return three digits, or more of a large number, which has no exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _given_up(found: Goodput) -> Iterator[str]:
+    """How many runs did not come to their end, if any."""
+    if found.unfinished:
+        yield (
+            f"{found.unfinished} of {len(found.outcomes)} runs were given up: they would take more "
+            f"than {GIVES_UP:g} times their steps."
+        )
+
+
+def _on_checkpoints(report: Report) -> Iterator[str]:
+    """How often nothing of the run goes on, and how far apart checkpoints are."""
+    found, model = report.found, report.model
+    apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
+    rate = found.stop_rate if model.islands > 1 else model.failure_rate
+    if rate:
+        formulas = [each(rate, model.save) / model.pace for each in (young, daly)]
+        yield (
+            f"{'All stops' if model.islands > 1 else 'A failure stops the run'} every "
+            f"{_number(1 / rate / HOUR)} hours; {apart} (Young's formula says "
+            f"{_number(formulas[0])} s, Daly's {_number(formulas[1])} s)."
+        )
+    elif model.failure_rate:
+        yield f"In none of the {len(found.outcomes)} runs all islands were away at once; {apart}."
+
+
+def _on_islands(report: Report) -> Iterator[str]:
+    """What several islands make of it, and what the run would be without them.
+
+    In `shardwise run` islands come and go with `--elastic-islands`, which takes no `--late`: else
+    any failure ends the run. A planned stop, and a failure of the last island that is there, end it
+    all the same. Nobody makes up for the work of an absent island there; the simulation counts it
+    as done later.
+    """
+    model, whole = report.model, report.whole
+    if whole is None:
+        return
+    held = f", for which all stand still {model.boundary:.3g} s" if model.boundary else ""
+    yield (
+        f"{model.islands} islands of {_island(model)} are made equal "
+        f"every {model.every} steps{held}; a failure stops an island every "
+        f"{_number(1 / model.failure_rate / HOUR)} hours."
+        if model.failure_rate
+        else f"{model.islands} islands are made equal every {model.every} steps{held}."
+    )
+    gradients = ", gradients crossing the links at every step" if whole.model.boundary else ""
+    yield (
+        f"As one run that stops as a whole{gradients}: goodput {whole.goodput.mean:.1%} "
+        f"({whole.goodput.low:.1%} to {whole.goodput.high:.1%}), checkpoints "
+        f"{whole.model.interval:,.6g} s of steps apart. Islands are another algorithm, "
+        "whose steps may bring less: see the guide on slow links."
+    )
+    for line in _given_up(whole):
+        yield f"Without islands: {line}"
+    yield NOT_YET
+
+
+def _island(model: RunModel) -> str:
+    """What an island is of, such as "2 hosts"."""
+    count = model.topology.hosts * model.units_per_host // model.islands
+    return many(count, "host" if model.units_per_host == 1 else "device")
+
+
+def _assumed(failures: Failures) -> str:
+    """The keys of the file whose source says that they are an assumption, and of how many
+    classes."""
+    sources = failures.sources.items()
+    keys = Counter(key.split(".")[1] for key, source in sources if "assumption" in source.text)
+    return ", ".join(f"{key} of {many(count, 'class', 'es')}" for key, count in keys.items())
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Everything, for programs; seconds, and fractions of the wall time."""
+    found, model = report.found, report.model
+    return {
+        "on": str(report.cluster),
+        "failures": report.failures.title,
+        "trials": len(found.outcomes),
+        "unfinished": found.unfinished,
+        "seed": report.asked.seed,
+        "work_seconds": model.work,
+        "interval_seconds": model.interval,
+        "wall_seconds": vars(found.wall),
+        "goodput": vars(found.goodput),
+        "lost": found.lost,
+        "failures_by_class": found.failures,
+        "seconds_between_failures": 1 / model.failure_rate if model.failure_rate else None,
+        "seconds_between_stops": 1 / found.stop_rate if found.stop_rate else None,
+        "islands": model.islands,
+        "equal_every": model.every if model.islands > 1 else None,
+        "boundary_seconds": model.boundary,
+        "goodput_without_islands": None if report.whole is None else vars(report.whole.goodput),
+        "unfinished_without_islands": None if report.whole is None else report.whole.unfinished,
+        "intervals_tried": [
+            {"interval_seconds": interval, "goodput": vars(band)} for interval, band in report.tried
+        ],
+        "dollars": report.dollars,
+        "sources": {key: str(source) for key, source in sorted(report.failures.sources.items())},
+    }

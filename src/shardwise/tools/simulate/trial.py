@@ -1,0 +1,251 @@
+"""Trial: one simulated run from its start to its end, event by event.
+
+Between two events all goes on evenly, so a stretch of any number of steps and saves is one
+computation. Events are failures of any component (one Poisson process of the summed rates, whose
+class is drawn), hosts that come back from repair, and the end of a slow spell.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardwise.tools.simulate.failure_classes import FailureClass
+from shardwise.tools.simulate.outcome import BINS, GIVES_UP, USEFUL, Outcome, TimeSpent
+from shardwise.tools.simulate.run_model import RunModel
+
+
+class Trial:
+    """Simulates `model` with the random numbers of `seed`; failures come at `moments` (seconds,
+    rising) where they are given."""
+
+    def __init__(self, model: RunModel, seed: int, moments: Sequence[float] | None = None) -> None:
+        self._model = model
+        self._random = np.random.default_rng(seed)
+        rates = [each.rate_over(model.topology) for each in model.failures]
+        self._rate = sum(rates)
+        self._sums = np.cumsum(rates)
+        self._slowest = model.slowest
+        self._time = TimeSpent(model.work / BINS)
+        self._work = 0.0
+        """Work that was done, in seconds of even steps."""
+        self._kept = 0.0
+        """Work that the newest complete checkpoint has."""
+        self._written: list[tuple[float, float]] = []
+        """Checkpoints on their way: when each is complete, and its work."""
+        self._since = 0.0
+        """Work since the last save began."""
+        self._hosts = model.topology.hosts
+        self._least = model.least or model.topology.hosts
+        self._free = model.spares
+        self._returns: list[float] = []
+        """A heap: when each host comes back from repair."""
+        self._slow: list[tuple[float, float]] = []
+        """A heap: the ends of slow spells, and by how much they slow."""
+        self._stops = 0
+        self._failures: dict[str, int] = {}
+        self._moments: list[tuple[float, str]] = []
+        self._given = None if moments is None else deque(moments)
+        self._next = self._draw_next()
+
+    def run(self) -> Outcome:
+        """Run to the end, or to GIVES_UP times the work."""
+        while not self._is_done and self._time.now < self._limit:
+            self._go_on(min(self._next_event(), self._limit))
+            if not self._is_done:
+                self._take_events()
+        return self._time.closed(
+            failures=self._failures, moments=self._moments, whole=self._is_done, stops=self._stops
+        )
+
+    @property
+    def _limit(self) -> float:
+        return GIVES_UP * self._model.work
+
+    @property
+    def _is_done(self) -> bool:
+        return self._work >= self._model.work * (1 - 1e-12)
+
+    # -- work and saves -----------------------------------------------------------------------
+
+    @property
+    def _pace(self) -> float:
+        """Wall seconds of a second of work."""
+        return self._slowest * self._slow_factor * self._model.topology.hosts / self._hosts
+
+    @property
+    def _slow_factor(self) -> float:
+        return max((factor for _, factor in self._slow), default=1.0)
+
+    def _go_on(self, until: float) -> None:
+        """Work and save until the second `until`, or the end of the work."""
+        model, pace = self._model, self._pace
+        while self._time.now < until and not self._is_done:
+            left = min(model.interval - self._since, model.work - self._work)
+            if self._time.now + left * pace > until:
+                self._spend_working((until - self._time.now) / pace)
+                self._time.now = until
+                return
+            self._spend_working(left)
+            if not self._is_done:
+                self._repeat(until, pace)
+                self._save(until)
+
+    def _spend_working(self, work: float, saves: float = 0.0) -> None:
+        """Do `work` seconds of work, and `saves` seconds of saving among it."""
+        slowest, slow = self._slowest, self._slow_factor
+        hosts = self._model.topology.hosts / self._hosts
+        self._time.spend(
+            {
+                USEFUL: work,
+                "slowest": work * (slowest - 1),
+                "slow": work * slowest * (slow - 1),
+                "fewer": work * slowest * slow * (hosts - 1),
+                "saves": saves,
+            }
+        )
+        self._work += work
+        self._since += work
+
+    def _repeat(self, until: float, pace: float) -> None:
+        """Where a save is due: save and work an interval, as often as both fit before `until` and
+        the end of the work, all at once; a save is due again then."""
+        model = self._model
+        cycle = model.save + model.interval * pace
+        room = min(
+            (until - self._time.now) / cycle, (model.work - self._work) / model.interval - 1e-9
+        )
+        cycles = int(room)
+        if cycles < 1:
+            return
+        self._spend_working(cycles * model.interval, cycles * model.save)
+        self._since = model.interval
+        now, work = self._time.now, self._work
+        behind = min(cycles, math.ceil(model.background / cycle) + 1)
+        for back in range(behind, 0, -1):
+            ended = now - (back - 1) * cycle - model.interval * pace
+            self._written.append((ended + model.background, work - back * model.interval))
+
+    def _save(self, until: float) -> None:
+        """Save; what `until` cuts short is no checkpoint."""
+        seconds = min(self._model.save, until - self._time.now)
+        self._time.spend({"saves": seconds})
+        if seconds >= self._model.save:
+            self._written.append((self._time.now + self._model.background, self._work))
+            self._since = 0.0
+
+    # -- events -------------------------------------------------------------------------------
+
+    def _draw_next(self) -> float:
+        """When the next failure of any component comes."""
+        if self._given is not None:
+            while self._given and self._given[0] < self._time.now:
+                self._given.popleft()
+            return self._given.popleft() if self._given else math.inf
+        if not self._rate:
+            return math.inf
+        return self._time.now + float(self._random.exponential(1 / self._rate))
+
+    def _next_event(self) -> float:
+        ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
+        return min(ends)
+
+    def _take_events(self) -> None:
+        """Take what has come by now."""
+        now = self._time.now
+        while self._slow and self._slow[0][0] <= now:
+            heapq.heappop(self._slow)
+        if self._take_returns():
+            self._stop_as_planned()
+        if self._next <= now:
+            failure = self._strike()
+            if failure is not None and failure.planned:
+                self._stop_as_planned()
+            elif failure is not None and failure.slowdown == 1:
+                self._stop(failure)
+
+    def _take_returns(self) -> bool:
+        """Take the hosts that are back: whether the run has been missing one of them."""
+        missed = False
+        while self._returns and self._returns[0] <= self._time.now:
+            heapq.heappop(self._returns)
+            if self._hosts < self._model.topology.hosts:
+                self._hosts, missed = self._hosts + 1, True
+            else:
+                self._free += 1
+        return missed
+
+    def _strike(self) -> FailureClass | None:
+        """The failure that has come now, its hosts taken away; None where it hit an absent one."""
+        model = self._model
+        drawn = self._random.random() * self._rate
+        failure = model.failures[int(np.searchsorted(self._sums, drawn, side="right"))]
+        self._next = self._draw_next()
+        absent = 1 - self._hosts / model.topology.hosts
+        if failure.scope != "job" and absent and self._random.random() < absent:
+            return None
+        self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
+        self._moments.append((self._time.now, failure.name))
+        if failure.slowdown > 1:
+            lasts = float(self._random.exponential(failure.lasts))
+            heapq.heappush(self._slow, (self._time.now + lasts, failure.slowdown))
+        elif failure.repair:
+            self._take_away(failure)
+        return failure
+
+    def _take_away(self, failure: FailureClass) -> None:
+        """Send the hosts of a failure to repair, and put spares in their place."""
+        gone = min(self._model.topology.hosts_of(failure.scope), self._hosts)
+        spares = min(gone, self._free)
+        self._free -= spares
+        self._hosts -= gone - spares
+        back = self._time.now + float(self._random.exponential(failure.repair))
+        for _ in range(gone):
+            heapq.heappush(self._returns, back)
+
+    # -- stops --------------------------------------------------------------------------------
+
+    def _stop(self, failure: FailureClass) -> None:
+        """Go back to the newest complete checkpoint, and start again."""
+        now = self._time.now
+        self._stops += 1
+        while self._written and self._written[0][0] <= now:
+            self._kept = self._written.pop(0)[1]
+        self._written.clear()
+        self._time.lose(self._work - self._kept)
+        self._work, self._since = self._kept, 0.0
+        self._time.spend({"detection": min(failure.detect, self._model.detect)})
+        self._start_again()
+
+    def _stop_as_planned(self) -> None:
+        """Save, and start again with the hosts that there are."""
+        self._time.spend({"saves": self._model.save + self._model.background})
+        self._written.clear()
+        self._kept, self._since = self._work, 0.0
+        self._start_again()
+
+    def _start_again(self) -> None:
+        """Wait for enough hosts, and start; a failure in a start begins it anew."""
+        while self._time.now < self._limit:
+            self._take_returns()
+            self._wait_for_hosts()
+            starts = self._time.now + self._model.restart
+            if self._next > starts:
+                self._time.spend({"restart": self._model.restart})
+                return
+            # What came while nothing ran, in detection, has taken its hosts as well.
+            self._time.spend({"restart": max(0.0, self._next - self._time.now)})
+            failure = self._strike()
+            if failure is not None and failure.slowdown == 1 and not failure.planned:
+                self._time.spend({"detection": min(failure.detect, self._model.detect)})
+
+    def _wait_for_hosts(self) -> None:
+        """Wait until there are as many hosts as the run needs; what is idle does not fail."""
+        while self._hosts < self._least and self._time.now < self._limit:
+            self._time.spend({"waiting": max(0.0, self._returns[0] - self._time.now)})
+            self._take_returns()
+            self._next = self._draw_next()

@@ -1,0 +1,89 @@
+"""Finds the slowest rank, and what it spent the time on; in seconds, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from shardwise.tools.timeline.steps import EXPOSED, KINDS, StepTimes
+
+NOTABLE = 0.05
+"""The part of a step by which a rank must be slower than the others before it is named."""
+
+_WHERE = {
+    "data": "waiting for its next batch (more num_workers in the Loader, or a faster disk)",
+    "forward": "in forward",
+    "backward": "in backward",
+    EXPOSED: "in the work of communication: summing and copying",
+    "update": "in the update",
+    "checkpoint": "saving (background=True writes beside training)",
+    "other": "in the script's own code, outside of forward, backward and step",
+}
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The slowest rank: it had `seconds` more to do per step than the others (their median), most
+    of it, `more`, in `kind`. It was the last in `times` of `steps` steps."""
+
+    rank: int
+    seconds: float
+    kind: str
+    more: float
+    times: int
+    steps: int
+
+    def __str__(self) -> str:
+        of_them = f"{self.seconds * 1e3:.1f} ms per step more than the others"
+        return (
+            f"rank {self.rank} is slowest: {of_them}, of which {self.more * 1e3:.1f} ms "
+            f"{_WHERE[self.kind]}; the others waited for it in {self.times} of {self.steps} steps"
+        )
+
+
+def counted(steps: Mapping[int, Sequence[StepTimes]]) -> dict[int, list[StepTimes]]:
+    """The steps that figures are taken from: without each rank's first, which includes the start of
+    a run, where there are more."""
+    return {rank: list(own[1:] if len(own) > 1 else own) for rank, own in steps.items() if own}
+
+
+def means(steps: Sequence[StepTimes]) -> dict[str, float]:
+    """Seconds per step by kind."""
+    return {kind: mean(step.spent[kind] for step in steps) for kind in KINDS}
+
+
+def slowest(steps: Mapping[int, Sequence[StepTimes]]) -> Slowest | None:
+    """The rank for which the others wait; None where all take much the same time, or one is alone.
+
+    A rank that has less to do waits more, so what counts is its time without waiting.
+    """
+    ranks = [rank for rank, own in steps.items() if own]
+    if len(ranks) < 2:
+        return None
+    busy = {rank: mean(step.busy for step in steps[rank]) for rank in ranks}
+    last = max(busy, key=lambda rank: busy[rank])
+    others = [rank for rank in ranks if rank != last]
+    behind = busy[last] - median(busy[rank] for rank in others)
+    if behind < NOTABLE * mean(step.seconds for step in steps[last]):
+        return None
+    work = {rank: _work(steps[rank]) for rank in ranks}
+    more = {kind: work[last][kind] - median(work[r][kind] for r in others) for kind in KINDS}
+    kind = max(more, key=lambda kind: more[kind])
+    together = _by_step(steps)
+    times = sum(max(own, key=lambda rank: own[rank].busy) == last for own in together)
+    return Slowest(last, behind, kind, more[kind], times, len(together))
+
+
+def _work(steps: Sequence[StepTimes]) -> dict[str, float]:
+    """Seconds per step by kind, without waiting."""
+    found = means(steps)
+    found[EXPOSED] -= mean(min(step.waited, step.exposed) for step in steps)
+    return found
+
+
+def _by_step(steps: Mapping[int, Sequence[StepTimes]]) -> list[dict[int, StepTimes]]:
+    """The steps that all ranks have, with each rank's times."""
+    by_number = [{step.number: step for step in own} for own in steps.values() if own]
+    common = set.intersection(*map(set, by_number))
+    return [{own[number].rank: own[number] for own in by_number} for number in sorted(common)]

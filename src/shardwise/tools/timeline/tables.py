@@ -1,0 +1,124 @@
+"""Formats what `shardwise timeline` shows, as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from statistics import mean
+from typing import Any
+
+from rich.table import Table
+
+from shardwise.tools.timeline.slowest import means, slowest
+from shardwise.tools.timeline.steps import EXPOSED, KINDS, StepTimes
+
+Steps = Mapping[int, Sequence[StepTimes]]
+
+_HEADINGS = {EXPOSED: "exposed", "checkpoint": "save", "other": "script"}
+
+_MEANINGS = {
+    "all": "ms, the step, from the end of the one before to its own",
+    "data": "ms, waiting for the next batch, and its copy to the device",
+    "forward": "ms, in the forwards of the models",
+    "backward": "ms, in backward, without what communication took of it",
+    "exposed": "ms, communicating, and doing nothing else",
+    "update": "ms, in the update of the parameters",
+    "save": "ms, saving or loading checkpoints, without what is written in the background",
+    "script": "ms, all the rest: the script's own code; with the six before it, the step",
+    "asleep": "ms, of exposed: waiting until other ranks came",
+    "hidden": "ms, collectives under way beside other work, which cost the step nothing",
+    "MB": "10^6 bytes that this rank gave to collectives",
+}
+"""What stands in a column, with its unit."""
+
+
+def per_rank(steps: Steps) -> Table:
+    """A table with a row per rank: where a step's time goes on average."""
+    count = max(map(len, steps.values()))
+    table = _table(f"Milliseconds per step, mean of {count}", ["rank"])
+    for rank, own in steps.items():
+        table.add_row(str(rank), *_cells(own))
+    return table
+
+
+def per_step(steps: Iterable[StepTimes]) -> Table:
+    """A table with a row for each step of each rank."""
+    table = _table("Step by step", ["step", "rank"])
+    for step in sorted(steps, key=lambda step: (step.number, step.rank)):
+        table.add_row(str(step.number), str(step.rank), *_cells([step]))
+    return table
+
+
+def longest(steps: Steps, count: int) -> list[StepTimes]:
+    """The steps of the `count` numbers that took longest, of all ranks."""
+    worst: dict[int, float] = {}
+    for step in (step for own in steps.values() for step in own):
+        worst[step.number] = max(step.seconds, worst.get(step.number, 0.0))
+    kept = set(sorted(worst, key=lambda number: -worst[number])[:count])
+    return [step for own in steps.values() for step in own if step.number in kept]
+
+
+def legend() -> list[str]:
+    """A line about each column of the tables."""
+    width = max(map(len, _MEANINGS))
+    return [f"{heading:>{width}}  {meaning}" for heading, meaning in _MEANINGS.items()]
+
+
+def words(steps: Steps) -> list[str]:
+    """Sentences that say what the tables mean."""
+    every = [step for own in steps.values() for step in own]
+    exposed, hidden = mean(s.exposed for s in every), mean(s.hidden for s in every)
+    lines = []
+    if exposed + hidden > 0:
+        share = hidden / (exposed + hidden)
+        lines.append(
+            f"communication: {(exposed + hidden) * 1e3:.1f} ms per step, of which "
+            f"{hidden * 1e3:.1f} ms ({share:.0%}) hidden beside the work and {exposed * 1e3:.1f} "
+            f"ms exposed, {mean(s.waited for s in every) * 1e3:.1f} ms of them asleep"
+        )
+    found = slowest(steps)
+    if found is not None:
+        lines.append(str(found))
+    elif len(steps) > 1:
+        lines.append("no rank is slowest: all have much the same to do")
+    return lines
+
+
+def as_json(steps: Steps, every: Steps) -> dict[str, Any]:
+    """All figures in seconds; `every` has the steps that no mean is taken of, too."""
+    found = slowest(steps)
+    return {
+        "ranks": [
+            {
+                "rank": rank,
+                "steps": len(own),
+                "seconds": mean(step.seconds for step in own),
+                "spent": means(own),
+                "exposed": mean(step.exposed for step in own),
+                "hidden": mean(step.hidden for step in own),
+                "waited": mean(step.waited for step in own),
+                "bytes": mean(step.nbytes for step in own),
+            }
+            for rank, own in steps.items()
+        ],
+        "slowest": None if found is None else asdict(found) | {"why": str(found)},
+        "steps": [
+            asdict(step) | {"exposed": step.exposed} for own in every.values() for step in own
+        ],
+    }
+
+
+def _table(title: str, first: Sequence[str]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    spent = [_HEADINGS.get(kind, kind) for kind in KINDS]
+    for heading in [*first, "all", *spent, "asleep", "hidden", "MB"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _cells(steps: Sequence[StepTimes]) -> list[str]:
+    spent = means(steps)
+    figures = [mean(step.seconds for step in steps), *(spent[kind] for kind in KINDS)]
+    figures += [mean(step.waited for step in steps), mean(step.hidden for step in steps)]
+    sent = mean(step.nbytes for step in steps) / 1e6
+    return [*(f"{figure * 1e3:.1f}" for figure in figures), f"{sent:.1f}"]

@@ -1,0 +1,294 @@
+"""Changes something about a script while it runs, to see whether its result then stops depending
+on the placement: a cause is named only if taking it away makes the difference go.
+
+    sampler      every DistributedSampler gives all samples, as on one rank
+    batches      a DataLoader that a library shares out has as many rows on all workers together
+    split        random_split draws by a generator of its own, alike on all ranks
+    draws        what is drawn after a step is drawn alike on all ranks
+    loss         losses are multiplied by a number
+    weight       losses are weighed by what their graphs show, whatever the script says
+    lr           learning rates are those of the reference, step by step
+    dropout      nothing is dropped
+    sum          sums over ranks that the script makes itself give back what they are given
+    averaged     tensors of modules, by name, are averaged over the ranks at each step
+    rank         the script is told that it is rank 0, on every rank
+    size         the script is told that there is one rank
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardwise
+from shardwise.model.module_records import joined
+from shardwise.tools.verify import watching
+from shardwise.world import randomness
+from shardwise.world.world import World, current
+
+MAKE_LOADERS = ("transformers.", "shardwise.deepspeed.")
+"""Libraries that make a DataLoader out of the user's dataset and batch size."""
+
+
+def apply(alter: Mapping[str, Any]) -> None:
+    """Make every change that `alter` names, with its value, for the time of this process."""
+    for name, value in alter.items():
+        _ALL[name](value)
+
+
+def _sampler(value: Any) -> None:
+    kind: Any = torch.utils.data.DistributedSampler
+    plain = kind.__init__
+
+    @wraps(plain)
+    def alone(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        more = dict(
+            zip(("num_replicas", "rank", "shuffle", "seed", "drop_last"), args, strict=False)
+        )
+        plain(self, dataset, **{**more, **kwargs, "num_replicas": 1, "rank": 0})
+
+    kind.__init__ = alone
+
+
+def _batches(size: int) -> None:
+    kind: Any = torch.utils.data.DataLoader
+    plain = kind.__init__
+
+    @wraps(plain)
+    def divided(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
+        # A library makes further ones out of the user's; some make the first one themselves.
+        first = watching.caller(1) is not None or watching.module_of(1).startswith(MAKE_LOADERS)
+        if first and batch_size and current().size > 1:
+            batch_size = max(1, batch_size // size)
+        plain(self, dataset, batch_size, *args, **kwargs)
+
+    kind.__init__ = divided
+
+
+def _split(value: Any) -> None:
+    plain = torch.utils.data.random_split
+
+    @wraps(plain)
+    def alike(dataset: Any, lengths: Any, generator: Any = None) -> Any:
+        return plain(dataset, lengths, generator or torch.Generator().manual_seed(0))
+
+    torch.utils.data.random_split = alike
+    torch.utils.data.dataset.random_split = alike
+
+
+def _draws(value: Any) -> None:
+    def after(engine: Any) -> None:
+        randomness.seed_everything(randomness.seed_from(current().seed, "alike", engine.steps))
+
+    _around_step(after=after)
+
+
+def _loss(factor: float) -> None:
+    engine: Any = shardwise.Engine
+    backward, through = engine.backward, engine.forward_backward
+
+    @wraps(backward)
+    def scaled(self: Any, loss: Tensor, **kwargs: Any) -> Any:
+        return backward(self, loss * factor, **kwargs)
+
+    @wraps(through)
+    def scaled_through(self: Any, loss_of: Callable[..., Tensor], *batch: Any, **kw: Any) -> Any:
+        return through(self, lambda *part: loss_of(*part) * factor, *batch, **kw)
+
+    engine.backward, engine.forward_backward = scaled, scaled_through
+
+
+def _weight(value: Any) -> None:
+    engine: Any = shardwise.Engine
+
+    def unweighted(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(plain)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return plain(self, *args, **{**kwargs, "weight": None, "reduction": "mean"})
+
+        return call
+
+    engine.backward = unweighted(engine.backward)
+    engine.forward_backward = unweighted(engine.forward_backward)
+
+
+def _lr(rates: Mapping[str, list[list[float]]]) -> None:
+    """`rates` are by engine the rates of each step."""
+    held: dict[int, list[float]] = {}
+    numbers: dict[int, int] = {}
+
+    def before(engine: Any) -> None:
+        number = numbers.setdefault(id(engine), len(numbers))
+        groups = _groups(engine)
+        held[id(engine)] = [group["lr"] for group in groups]
+        several = rates[str(number)]
+        wanted = several[min(engine.steps, len(several) - 1)]
+        for group, rate in zip(groups, wanted, strict=True):
+            group["lr"] = rate
+
+    def after(engine: Any) -> None:
+        for group, rate in zip(_groups(engine), held[id(engine)], strict=True):
+            group["lr"] = rate
+
+    _around_step(before=before, after=after)
+
+
+def _groups(engine: Any) -> list[dict[str, Any]]:
+    return [g for o in engine.verified[1] for g in o.param_groups if "lr" in g]
+
+
+def _dropout(value: Any) -> None:
+    for name in watching.DROPOUTS:
+        plain = getattr(F, name)
+        setattr(F, name, _undropped(name, plain))
+    attend: Any = F.scaled_dot_product_attention
+
+    @wraps(attend)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        return attend(*args, **{k: 0.0 if k == "dropout_p" else v for k, v in kwargs.items()})
+
+    F.scaled_dot_product_attention = whole
+    engine: Any = shardwise.Engine
+    made = engine.__init__
+
+    @wraps(made)
+    def without(self: Any, models: Any, optimizers: Any, **kwargs: Any) -> None:
+        made(self, models, optimizers, **kwargs)
+        for module in (inner for model in self.verified[0] for inner in model.modules()):
+            if isinstance(module, torch.nn.RNNBase):
+                module.dropout = 0.0
+
+    engine.__init__ = without
+
+
+def _undropped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def undropped(*args: Any, **kwargs: Any) -> Any:
+        if name == "rrelu":
+            return plain(args[0], training=False)
+        return plain(args[0], p=0.0)
+
+    return undropped
+
+
+def _sum(value: Any) -> None:
+    plain, reduce = World.sum, torch.distributed.all_reduce
+
+    @wraps(plain)
+    def unsummed(self: World, tensor: Tensor, groups: Any = None) -> Tensor:
+        if watching.caller(1) is None:
+            return plain(self, tensor, groups)
+        return tensor.detach().clone()
+
+    @wraps(reduce)
+    def unreduced(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if watching.caller(1) is None:
+            return reduce(tensor, *args, **kwargs)
+        return None
+
+    World.sum, torch.distributed.all_reduce = unsummed, unreduced  # type: ignore[method-assign, assignment]
+
+
+def _averaged(names: Sequence[str]) -> None:
+    def after(engine: Any) -> None:
+        world, models = current(), engine.verified[0]
+        several = len(models) > 1
+        for number, model in enumerate(models):
+            prefix = f"models[{number}]" if several else ""
+            for path, module in model.named_modules():
+                for key, tensor in [*vars(module).items(), *module._buffers.items()]:
+                    if joined(prefix, path, key) in names and tensor.is_floating_point():
+                        setattr(module, key, World.sum(world, tensor) / world.size)
+
+    _around_step(after=after)
+
+
+def _rank(value: Any) -> None:
+    for name in watching.RANKS:
+        vars(World)[name].pretended = name == "is_main" or 0
+    _told(torch.distributed, "get_rank", 0)
+    _told_by_horovod("rank", 0)
+    _told_by_environment("RANK", "LOCAL_RANK", "GROUP_RANK")
+
+
+def _size(value: Any) -> None:
+    _rank(value)
+    for name in watching.SIZES:
+        vars(World)[name].pretended = 1
+    _told(torch.distributed, "get_world_size", 1)
+    _told_by_horovod("size", 1)
+
+
+def _told_by_horovod(room: str, told: int) -> None:
+    horovod = sys.modules.get("shardwise.horovod")  # there if the script is one of Horovod's
+    for name, of in watching.HOROVOD.items():
+        if horovod is not None and of == room:
+            _told(horovod, name, told)
+
+
+def _told(owner: Any, name: str, told: int) -> None:
+    plain = getattr(owner, name)
+
+    @wraps(plain)
+    def telling(*args: Any, **kwargs: Any) -> Any:
+        mine = watching.caller(1)
+        return plain(*args, **kwargs) if mine is None else told
+
+    setattr(owner, name, telling)
+
+
+def _told_by_environment(*names: str) -> None:
+    """After `sw.init`, which reads them too, the environment says that this is rank 0."""
+    plain = shardwise.init
+
+    @wraps(plain)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        world = plain(*args, **kwargs)
+        os.environ.update(dict.fromkeys(names, "0"))
+        return world
+
+    shardwise.init = init
+
+
+def _around_step(
+    before: Callable[[Any], None] | None = None, after: Callable[[Any], None] | None = None
+) -> None:
+    engine: Any = shardwise.Engine
+    plain = engine.step
+
+    @wraps(plain)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(self)
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            if after is not None:
+                after(self)
+
+    engine.step = step
+
+
+_ALL: dict[str, Callable[[Any], None]] = {
+    "sampler": _sampler,
+    "batches": _batches,
+    "split": _split,
+    "draws": _draws,
+    "loss": _loss,
+    "weight": _weight,
+    "lr": _lr,
+    "dropout": _dropout,
+    "sum": _sum,
+    "averaged": _averaged,
+    "rank": _rank,
+    "size": _size,
+}

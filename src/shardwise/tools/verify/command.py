@@ -1,0 +1,181 @@
+"""`shardwise verify`: makes the runs, shows how far they are, says what was found."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from shardwise.errors import LaunchError
+from shardwise.messages.printable import printable
+from shardwise.tools.report.output import check_can_draw, is_stdout
+from shardwise.tools.verify import page, runs, verdicts
+from shardwise.tools.verify.flow import Verification
+from shardwise.tools.verify.plan import Plan
+from shardwise.tools.verify.records import Training
+from shardwise.tools.verify.report import STYLES, Report
+from shardwise.tools.verify.runs import RECORDS, Run, RunFailed, WarmRanks
+from shardwise.tools.verify.verdicts import Result
+
+FAILED = 1
+LOGS = "verify-logs"
+"""The folder, beside the report, of what each run printed."""
+
+EVERY = 30.0
+"""Seconds between lines about a long run where there is no terminal."""
+
+LINES_OF_OUTPUT = 60
+"""How many of the last lines of a run that failed are shown, its traceback among them."""
+
+
+class Shown:
+    """How far the runs are: on a terminal a line that changes, else a line for each run, and one
+    more every `EVERY` seconds of it."""
+
+    def __init__(self) -> None:
+        # The standard output is for the verdict, or for the JSON.
+        self._console = Console(highlight=False, markup=False, stderr=True)
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.fields[what]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, what="")
+        self._said = -math.inf
+
+    def show(self, number: int, words: str, steps: int, most: int) -> None:
+        """Show that run `number`, called so in words, has made `steps` of `most`."""
+        far = printable(f"run {number} · {words} · step {steps} of {most}")
+        self._bar.update(self._task, what=far)
+        if self._bar.disable and (not steps or time.monotonic() - self._said > EVERY):
+            self._said = time.monotonic()
+            line = far if steps else printable(f"run {number} · {words}")
+            self._console.print(line, soft_wrap=True)
+
+    def __enter__(self) -> Shown:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+
+@dataclass
+class Maker:
+    """Makes runs with a log each in `folder`, their ranks forked from `warm` ones."""
+
+    folder: Path
+    shown: Shown
+    warm: WarmRanks
+    made: list[str] = field(default_factory=list)
+
+    def __call__(self, run: Run, words: str) -> Training:
+        """Make one. Raises RunFailed."""
+        self.made.append(words)
+        number = len(self.made)
+        log = self.folder / f"{number:02d}.txt"
+        self.shown.show(number, words, 0, run.steps)
+        seen = 0
+
+        def show(steps: int) -> None:
+            nonlocal seen
+            if steps > seen:
+                seen = steps
+                self.shown.show(number, words, steps, run.steps)
+
+        return runs.make(run, words, log, show, self.warm)
+
+
+def verify(plan: Plan, json_file: Path | None) -> int:
+    """Do what `plan` asks for; the exit code is that of the worst verdict, 1 where a run failed.
+
+    Raises LaunchError for what cannot be verified, and where something that is needed is missing.
+    """
+    check_can_draw("shardwise verify")
+    to_stdout = is_stdout(json_file)
+    if json_file is not None and not json_file.parent.is_dir():
+        raise LaunchError(
+            f"--json {json_file} cannot be written: there is no folder {json_file.parent}."
+        )
+    console = Console(highlight=False, markup=False, stderr=to_stdout)
+    before = signal.signal(signal.SIGTERM, _leave)
+    results: list[Result] = []
+    try:
+        with _maker(plan) as maker:
+            verification = Verification(plan, maker)
+            verification.check()
+            for placement in plan.placements:
+                result = verification.judge(placement)
+                results.append(result)
+                _say(result, console)
+    except RunFailed as error:
+        _say_failed(error, console)
+        return FAILED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    report = Report(plan=plan, results=results)
+    page.write(report, plan.out, json_file)
+    console.print(f"all of it: {plan.out / 'verify.html'}, beside it PNG and JSON", soft_wrap=True)
+    return report.exit_code
+
+
+@contextmanager
+def _maker(plan: Plan) -> Iterator[Maker]:
+    """What makes the runs of a plan, with their logs in a folder of `out`."""
+    folder = _log_folder(plan.out)
+    with WarmRanks(plan.script, plan.most) as warm, Shown() as shown:
+        yield Maker(folder, shown, warm)
+
+
+def _log_folder(out: Path) -> Path:
+    """The folder of logs in `out`, without what an earlier call has left in it: nothing else that
+    lies there is touched."""
+    folder = out / LOGS
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_symlink():
+            continue
+        if path.is_file() and re.fullmatch(r"\d{2,}\.txt", path.name):
+            path.unlink()
+        elif path.is_dir() and path.name.startswith(RECORDS):
+            shutil.rmtree(path, ignore_errors=True)
+    return folder
+
+
+def _say(result: Result, console: Console) -> None:
+    """The verdict about one placement."""
+    console.print(f"{result.placement}", style="bold", soft_wrap=True)
+    for number, sentence in enumerate(verdicts.sentences(result)):
+        style = STYLES[result.verdict] if number == 0 else None
+        console.print(f"  {printable(sentence)}", style=style, soft_wrap=True)
+
+
+def _say_failed(error: RunFailed, console: Console) -> None:
+    """The end of what a run wrote, where the traceback of the rank that failed stands, and why."""
+    for line in error.output.strip().splitlines()[-LINES_OF_OUTPUT:]:
+        console.print(printable(line), style="dim", soft_wrap=True)
+    console.print(
+        f"shardwise: {printable(str(error))}\nNothing is proved: mend the script, or choose "
+        "another placement.",
+        style="red",
+        soft_wrap=True,
+    )
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """Asked to end: the run that is under way ends first."""
+    raise SystemExit(128 + number)

@@ -1,0 +1,198 @@
+"""Defines the command `shardwise verify`: its flags, and what they ask for."""
+
+import os
+import shlex
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwise import config
+from shardwise.config import values
+from shardwise.errors import LaunchError
+from shardwise.launch import command_line, program, resources
+from shardwise.launch.flags import Command, Flag, Typed
+
+TOP = """\
+Whether it trains the same:   shardwise verify -n 4 --zero 3 train.py --epochs 3
+
+shardwise verify [flags] SCRIPT.py [its arguments]     runs it on one worker, then spread
+"""
+
+LAUNCHER = {
+    "hosts": "-H",
+    "hostfile": "--hostfile",
+    "pass_on": "-x",
+    "per_host": "--nproc-per-node",
+    "ssh": "--ssh",
+    "ssh_port": "--ssh-port",
+    "python": "--python",
+    "interface": "--interface",
+    "host_timeout": "--host-timeout",
+}
+"""The launcher's flags that a placement may have, and how they are spelled."""
+
+STEPS = 20
+"""Steps that are compared, where the user does not say."""
+
+
+def own() -> Iterator[Flag]:
+    """How long, with what the runs are compared, and where the report goes."""
+    yield Flag(
+        ["--steps"],
+        group="verify",
+        shown="--steps S",
+        type=Typed(values.whole(1)),
+        default=STEPS,
+        help=f"steps that are compared (default {STEPS}); fewer where the script ends",
+    )
+    yield Flag(
+        ["--also"],
+        group="verify",
+        shown='--also "FLAGS"',
+        multiple=True,
+        help='a further placement, such as --also "-n 2 --tensor 2"',
+    )
+    yield Flag(
+        ["--against"],
+        group="verify",
+        shown='--against "PLAIN.py ARGS"',
+        help="the original script, without Shardwise, in place of -n 1 --zero 0",
+    )
+    yield Flag(
+        ["--causes/--no-causes"],
+        group="verify",
+        shown="--[no-]causes",
+        default=True,
+        help="try out why a placement differs (default on)",
+    )
+    yield Flag(
+        ["--accept"],
+        group="verify",
+        shown="--accept bits|rounding",
+        type=click.Choice(["bits", "rounding"]),
+        default="bits",
+        help="rounding: exit with 0 for what is equal within rounding too",
+    )
+    yield Flag(
+        ["--json", "json_file"],
+        group="verify",
+        shown="--json FILE",
+        type=Typed(values.file),
+        help="write all of it there too; - is the standard output",
+    )
+    yield Flag(
+        ["--out"],
+        group="verify",
+        shown="--out DIR",
+        type=Typed(values.folder),
+        help="for page, plot and logs (default runs/verify-SCRIPT)",
+    )
+
+
+def command() -> Command:
+    """The command `verify`: the settings of `run`, but for those that it gives itself."""
+    own_settings = {"record", "record_tensors", "stop_after", "trial", "time_layers"}
+    shared = {"words", "module", "size", "config", "adopt", *LAUNCHER, *config.FIELDS}
+    return Command(
+        "verify",
+        top=TOP,
+        callback=_verify,
+        params=[
+            *own(),
+            command_line.help_all(),
+            *command_line.flags_named(shared - own_settings),
+        ],
+        context_settings=command_line.PROGRAM_LAST,
+        short_help="Prove that a script trains as on one worker.",
+    )
+
+
+def _verify(
+    words: tuple[str, ...],
+    steps: int,
+    also: tuple[str, ...],
+    against: str | None,
+    causes: bool,
+    accept: str,
+    json_file: Path | None,
+    out: str | None,
+    module: bool,
+    adopt: tuple[str, ...] | None,
+    **given: Any,
+) -> int:
+    """The command `verify`: `given` are the flags of the first placement."""
+    if not words:
+        raise LaunchError("What shall be verified? For example: shardwise verify -n 2 train.py")
+    program.command(words[0], words[1:], module=module)  # raises where there is none
+    if not module and not program.is_script(words[0]):
+        raise LaunchError(f"shardwise verify runs Python: a script, or -m MODULE, not {words[0]}.")
+    command_line.mention_misplaced(words)
+    adopting = command_line.adopting(adopt, words, module=module) if adopt is not None else ()
+    original = None if against is None else tuple(_words_of(against, "--against"))
+    if original is not None:
+        name = original[0] if original else ""
+        if not program.is_script(name):
+            raise LaunchError(f"--against takes a Python script and its arguments, not {name!r}.")
+        program.command(name, original[1:], module=False)  # raises where there is none
+    placements = import_module("shardwise.tools.verify.placements")
+    first = _placement(given)
+    shared = {k: v for k, v in first.settings.items() if k in placements.TRAINING}
+    further = [placement_of(text) for text in also]
+    spread = [first, *(p.having(**{**shared, **p.settings}) for p in further)]
+    plan = import_module("shardwise.tools.verify.plan")
+    kind = import_module("shardwise.tools.verify.runs").Script
+    asked = plan.Plan(
+        script=kind(words=words, module=module, adopting=adopting),
+        placements=spread,
+        steps=steps,
+        out=Path(out or f"runs/verify-{Path(words[0]).stem}"),
+        against=None if original is None else kind(words=original),
+        causes=causes,
+        accepts_rounding=accept == "rounding",
+        precision=shared.get("precision", "fp32"),
+    )
+    return import_module("shardwise.tools.verify.command").verify(asked, json_file)  # type: ignore[no-any-return]
+
+
+def placement_of(text: str) -> Any:
+    """The placement that flags in one text describe. Raises LaunchError for words that are none."""
+    given = command().make_context("--also", _words_of(text, "--also")).params
+    if given["words"]:
+        raise LaunchError(f"{text!r} is to be flags of shardwise run, without a script.")
+    if given["adopt"] is not None:
+        raise LaunchError(
+            f"{text!r} has --adopt, which is about the script: give it once, beside the script."
+        )
+    return _placement(given)
+
+
+def _words_of(text: str, flag: str) -> list[str]:
+    """The words of a command line in one text. Raises LaunchError for quotes that do not close."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"{flag} {text!r} cannot be taken apart: {error}.") from None
+
+
+def _placement(given: dict[str, Any]) -> Any:
+    """The placement that the flags `given` describe; two workers, or one for each GPU, where the
+    number is not said."""
+    settings = {
+        name: command_line.as_text(value)
+        for name, value in given.items()
+        if value is not None and name in ("config", *config.FIELDS)
+    }
+    command_line.check_settings(settings)
+    launcher: list[str] = []
+    for name, flag in LAUNCHER.items():
+        value = given[name]
+        several = value if isinstance(value, tuple) else () if value is None else (value,)
+        launcher += [word for each in several for word in (flag, str(each))]
+    size = given["size"]
+    if size is None and all(given[name] is None for name in ("hosts", "hostfile", "per_host")):
+        size = resources.gpu_count(os.environ) or 2
+    kind = import_module("shardwise.tools.verify.placements").Placement
+    return kind(size=size, settings=settings, launcher=tuple(launcher))

@@ -1,0 +1,42 @@
+"""Writes what a verification found: as JSON, and as a page with its plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from shardwise.tools.report.output import write_json
+from shardwise.tools.report.page import write_page
+from shardwise.tools.verify import verdicts
+from shardwise.tools.verify.report import Report, as_json, largest
+from shardwise.tools.verify.verdicts import TOLERANCE
+
+
+def write(report: Report, folder: Path, json_file: Path | None) -> None:
+    """Write verify.json, .png and .html to `folder`, and the JSON to `json_file` too."""
+    text = json.dumps(as_json(report), indent=2, allow_nan=False)
+    (folder / "verify.json").write_text(text + "\n")
+    write_json(text, json_file)
+    from shardwise.tools.verify import plots  # half a second, which nobody waits for before
+
+    write_page(
+        folder / "verify.html",
+        "shardwise.tools.verify",
+        report=report,
+        machine=report.machine(),
+        picture=plots.draw(report, folder),
+        tolerance=verdicts.figure(TOLERANCE),
+        results=[
+            {
+                "placement": str(result.placement),
+                "verdict": result.verdict,
+                "sentences": verdicts.sentences(result),
+                "rows": [
+                    (each.name, each.kind, verdicts.figure(each.relative), max(number - 1, 0))
+                    for number, each in largest(result.judged)
+                ],
+                "in_fp64": result.wide is not None,
+            }
+            for result in report.results
+        ],
+    )

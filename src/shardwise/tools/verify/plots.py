@@ -1,0 +1,155 @@
+"""The plots of a verification: both loss curves, the largest difference of each step, and the
+tensors that differ most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.ticker import MaxNLocator
+
+from shardwise.tools.report.look import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    GRID,
+    OCHRE,
+    RED,
+    SERIES,
+    TITLES,
+    save_picture,
+)
+from shardwise.tools.verify.comparing import growth
+from shardwise.tools.verify.report import Report, largest
+from shardwise.tools.verify.verdicts import TOLERANCE, Verdict, figure
+
+COLORS = SERIES
+VERDICTS = {
+    Verdict.BITS: GREEN,
+    Verdict.ROUNDING: GREEN,
+    Verdict.UNPROVED: OCHRE,
+    Verdict.DIFFERS: RED,
+}
+STYLE = GRID | TITLES | {"axes.axisbelow": True}
+LEAST = 1e-17
+"""Where equal bits are drawn on a log scale."""
+TENSORS = 10
+ASKED = f"asked in fp64: {figure(TOLERANCE)}"
+SMALL = {"color": GREY, "fontsize": 8.5, "ha": "center", "va": "bottom"}
+
+
+def draw(report: Report, folder: Path) -> str:
+    """Save verify.png in `folder`, the verdict on top; returns the plots alone as SVG."""
+
+    def draw_all(figure: Any) -> None:
+        losses, steps, tensors = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
+        _losses(losses, report)
+        _steps(steps, report)
+        _tensors(tensors, report)
+
+    worst = report.verdict
+    title = {
+        "t": f"{_short(report.command, 80)}: {worst.words}",
+        "color": VERDICTS[worst],
+        "fontsize": 13,
+        "fontweight": "bold",
+    }
+    return save_picture(folder / "verify", (14, 4.8), draw_all, style=STYLE, title=title)
+
+
+def _losses(axes: Any, report: Report) -> None:
+    """The reference wide and pale, the placements thin upon it."""
+    axes.set_title("loss")
+    reference = max((result.losses[0] for result in report.results), key=len)
+    axes.plot(
+        range(len(reference)),
+        reference,
+        color=BLUE,
+        linewidth=5,
+        alpha=0.35,
+        label="reference",
+    )
+    for number, result in enumerate(report.results):
+        axes.plot(
+            range(len(result.losses[1])),
+            result.losses[1],
+            color=COLORS[number % len(COLORS)],
+            linewidth=1.4,
+            marker=".",
+            label=_short(str(result.placement)),
+        )
+    axes.ticklabel_format(axis="y", useOffset=False)
+    _by_step(axes)
+    _legend_below(axes)
+
+
+def _steps(axes: Any, report: Report) -> None:
+    """As the runs are, and in fp64 where these were made."""
+    axes.set_title("largest relative difference")
+    axes.set_yscale("log")
+    for number, result in enumerate(report.results):
+        color = COLORS[number % len(COLORS)]
+        known = [("as it is", result.own, "-"), ("fp64", result.wide, "--")]
+        for words, comparison, line in known:
+            if comparison is None:
+                continue
+            points = growth(comparison)
+            axes.plot(
+                [step - 1 for step, _ in points],
+                [min(max(value, LEAST), 1e3) for _, value in points],
+                color=color,
+                linestyle=line,
+                linewidth=1.6,
+                label=f"{_short(str(result.placement), 22)}, {words}",
+            )
+    axes.axhline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2, label=ASKED)
+    axes.axhspan(LEAST / 3, LEAST * 3, color=FAINT, alpha=0.5, linewidth=0)
+    axes.text(0.5, LEAST * 4, "equal bits", transform=axes.get_yaxis_transform(), **SMALL)
+    axes.set_ylim(LEAST / 3, None)
+    _by_step(axes)
+    axes.set_xlabel("step (-1: before the first)")
+    _legend_below(axes)
+
+
+def _tensors(axes: Any, report: Report) -> None:
+    """Of the placement with the worst verdict."""
+    result = max(report.results, key=lambda each: each.verdict.value)
+    found = largest(result.judged, TENSORS)[::-1]
+    axes.set_title(f"tensors by difference{' in fp64' if result.wide is not None else ''}")
+    if not found:
+        axes.axis("off")
+        axes.text(0.5, 0.5, "no bit differs", ha="center", va="center", color=GREY)
+        return
+    axes.set_xscale("log")
+    axes.barh(
+        [_tail(each.name) for _, each in found],
+        [min(max(each.relative, LEAST), 1e3) for _, each in found],
+        color=COLORS[list(report.results).index(result) % len(COLORS)],
+        height=0.6,
+    )
+    axes.axvline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2)
+    axes.set_xlim(LEAST, None)
+    axes.set_ylim(len(found) - TENSORS - 0.5, len(found) - 0.5)  # few bars are as thin as many
+    axes.set_xlabel(f"relative (dotted: {ASKED})")
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", labelsize=8.5)
+
+
+def _legend_below(axes: Any) -> None:
+    """Put the legend under the plot: curves may be anywhere inside."""
+    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2)
+
+
+def _by_step(axes: Any) -> None:
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def _short(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _tail(name: str, most: int = 34) -> str:
+    """The end of a long name tells more than its begin."""
+    return name if len(name) <= most else f"…{name[-most + 1 :]}"

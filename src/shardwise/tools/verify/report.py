@@ -1,0 +1,112 @@
+"""Report is what a verification found; `as_json` makes plain values of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwise.tools.report.output import finite, machine_facts
+from shardwise.tools.verify import verdicts
+from shardwise.tools.verify.comparing import Comparison, TensorDifference, growth
+from shardwise.tools.verify.plan import Plan
+from shardwise.tools.verify.verdicts import TOLERANCE, Result, Verdict
+
+STYLES = {
+    Verdict.BITS: "green",
+    Verdict.ROUNDING: "green",
+    Verdict.UNPROVED: "yellow",
+    Verdict.DIFFERS: "red",
+}
+SHOWN = 12
+"""Tensors that the page shows of a placement, the largest differences first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All results of a plan."""
+
+    plan: Plan
+    results: Sequence[Result]
+
+    @property
+    def command(self) -> str:
+        """The script and its arguments, as they were given."""
+        return " ".join(self.plan.script.words)
+
+    @property
+    def reference(self) -> str:
+        """What the placements were compared with."""
+        if self.plan.against is not None:
+            return " ".join(self.plan.against.words)
+        return str(self.plan.reference)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all."""
+        return verdicts.worst(self.results)
+
+    @property
+    def exit_code(self) -> int:
+        """That of the worst verdict; 0 for one that is accepted."""
+        worst = self.verdict
+        accepted = worst is Verdict.ROUNDING and self.plan.accepts_rounding
+        return 0 if accepted else worst.value
+
+    def machine(self) -> dict[str, str]:
+        """Where it was made."""
+        return machine_facts()
+
+
+def largest(comparison: Comparison, count: int = SHOWN) -> list[tuple[int, TensorDifference]]:
+    """The tensors with the largest differences over all steps, and the step of each; by size."""
+    found: dict[str, tuple[int, TensorDifference]] = {}
+    for step in comparison.steps:
+        for each in step.tensors:
+            if each.name not in found or found[each.name][1].relative < each.relative:
+                found[each.name] = step.number, each
+    return sorted(found.values(), key=lambda pair: -pair[1].relative)[:count]
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Everything, for programs; what is not known, or is no finite number, is null."""
+    return {
+        "command": report.command,
+        "reference": report.reference,
+        "steps": report.plan.steps,
+        "tolerance": TOLERANCE,
+        "verdict": report.verdict.name.lower(),
+        "exit_code": report.exit_code,
+        **report.machine(),
+        "placements": [_result(result) for result in report.results],
+    }
+
+
+def _result(result: Result) -> dict[str, Any]:
+    first = result.judged.first(TOLERANCE) if result.verdict is Verdict.DIFFERS else None
+    tensors = [] if first is None else first.beyond(TOLERANCE)
+    causes = result.found.causes if result.found is not None else []
+    return {
+        "placement": str(result.placement),
+        "verdict": result.verdict.name.lower(),
+        "words": verdicts.sentences(result),
+        "steps": result.steps,
+        "largest_difference": finite(result.own.largest),
+        "largest_difference_fp64": None if result.wide is None else finite(result.wide.largest),
+        "first_step": None if first is None else first.number - 1,
+        "first_tensor": tensors[0].name if tensors else None,
+        "tensors": [_tensor(each) for each in tensors],
+        "smallest_placement": None if result.smallest is None else str(result.smallest),
+        "causes": [{"name": each.name, "words": each.words} for each in causes],
+        "reference_losses": [finite(value) for value in result.losses[0]],
+        "losses": [finite(value) for value in result.losses[1]],
+        "difference_by_step": [finite(value) for _, value in growth(result.own)],
+        "difference_by_step_fp64": None
+        if result.wide is None
+        else [finite(value) for _, value in growth(result.wide)],
+    }
+
+
+def _tensor(found: TensorDifference) -> dict[str, Any]:
+    plain = asdict(found) | {"strays": list(found.strays)}
+    return {k: finite(v) if isinstance(v, float) else v for k, v in plain.items()}

@@ -1,0 +1,244 @@
+"""Runs a script once, recorded, and reads what it recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.launch import allocations, program
+from shardwise.launch.orphan_reaper import LAST_WAIT, end_within
+from shardwise.launch.resources import usable_cores
+from shardwise.net.python_command import python_words
+from shardwise.tools.verify import rank_client, records
+from shardwise.tools.verify.placements import Placement
+from shardwise.tools.verify.rank_client import SEATS, socket_path
+from shardwise.tools.verify.records import Training
+from shardwise.world.tensor_log import WANTED
+
+SHIM = "shardwise.tools.verify.script"
+SERVER = "shardwise.tools.verify.fork_server"
+CLIENT = Path(rank_client.__file__)
+LARGE = {
+    *("accelerate", "datasets", "lightning", "matplotlib", "peft", "pytorch_lightning", "scipy"),
+    *("sklearn", "torchvision", "transformers", "trl"),
+}
+"""Packages that take long to import, and may be before a rank knows who it is."""
+
+_SETS_VARIABLES = re.compile(r"environ|putenv|dotenv")
+
+RECORDS = "record-"
+"""What the names of folders begin with that runs record into."""
+
+OnStep = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What is run: its words, and whether the first is a module. `adopting` are the words of the
+    module that is run in its place, which then runs it (--adopt)."""
+
+    words: tuple[str, ...]
+    module: bool = False
+    adopting: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run to make: of `script`, spread by `placement`, or where that is None by itself.
+
+    `alter` says what is changed about it (alterations.py), by name; `values` of which tensors the
+    values are recorded, where not of all small ones; `environ` goes to the processes.
+    """
+
+    script: Script
+    placement: Placement | None
+    steps: int
+    alter: Mapping[str, Any] = field(default_factory=dict)
+    values: Sequence[str] | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+    precision: str = "fp32"
+    """For what trains without an engine."""
+    most: int = 1
+    """The largest number of ranks of all runs, which share the cores alike."""
+    seat: int = 0
+    """Which warm process rank 0 is forked from: another seed of hash than in other seats."""
+
+
+class RunFailed(Exception):
+    """A run that ended with another code than 0; `output` is all that it wrote."""
+
+    def __init__(self, name: str, code: int, output: str) -> None:
+        super().__init__(f"{name} ended with exit code {code}: {last_words(output)}")
+        self.code = code
+        self.output = output
+
+
+def last_words(output: str) -> str:
+    """The last line: the launcher shows the error that ended a run last."""
+    lines = [line.strip() for line in output.splitlines()]
+    return next((line for line in reversed(lines) if line), "it said nothing")
+
+
+def make(
+    run: Run, name: str, log: Path, on_step: OnStep, warm: WarmRanks | None = None
+) -> Training:
+    """Make the run called `name`, all its output going to `log`, its ranks forked from `warm` ones
+    where that can be. Raises RunFailed; ended by Ctrl-C it ends its ranks first. What was recorded
+    is removed in any case."""
+    folder = Path(tempfile.mkdtemp(prefix=RECORDS, dir=log.parent))
+    try:
+        if run.values is not None:
+            (folder / WANTED).write_text(json.dumps({"names": list(run.values)}))
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command(run, folder, warm),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(run),
+            )
+            code = program.wait_for(process, lambda: on_step(records.steps_made(folder)))
+        if code:
+            raise RunFailed(name, code, log.read_text(errors="replace"))
+        return records.read(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
+    """The words that make a run, which records into `folder`."""
+    where = str(folder.resolve())
+    given = {
+        "record": where,
+        "steps": run.steps,
+        "module": run.script.module or bool(run.script.adopting),
+        "alter": dict(run.alter),
+        "plain": run.placement is None,
+        "precision": run.precision,
+    }
+    arguments = [json.dumps(given), *(run.script.adopting or run.script.words)]
+    shim = ["-m", SHIM, *arguments]
+    # What the interpreter reads at its start must be there then; other hosts have no warm process.
+    if (
+        warm is not None
+        and warm.answers
+        and not run.environ
+        and not (run.placement and run.placement.launcher)
+    ):
+        shim = warm.words(run.seat, arguments)
+    if run.placement is None:
+        return [sys.executable, *(["-P"] if shim[0] == "-m" else []), *shim]
+    flags = [*run.placement.words, "--trial", "--stop-after", str(run.steps)]
+    flags += ["--record-tensors", where]
+    return [*python_words("shardwise"), "run", *flags, *shim]
+
+
+def _environment(run: Run) -> dict[str, str]:
+    return {**environment(run.most), **run.environ}
+
+
+def environment(most: int) -> dict[str, str]:
+    """Return the variables of a run: as many threads at every size, so that no sum is cut in
+    another way for that alone, and no hosts of a job, which may not see the records."""
+    threads = str(max(1, usable_cores() // most))
+    kept = {n: value for n, value in os.environ.items() if n not in allocations.VARIABLES}
+    return {"OMP_NUM_THREADS": threads, **kept}
+
+
+class WarmRanks:
+    """Warm processes that ranks are forked from (fork_server.py); a context.
+
+    `script` is what will be run: what it imports of known large packages is imported by them.
+    """
+
+    def __init__(self, script: Script, most: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
+        modules = " ".join(large_imports(script))
+        self._processes = [
+            self._started(seat, modules, most)
+            for seat in range(SEATS if sys.platform == "linux" else 0)
+        ]
+
+    def _started(self, seat: int, modules: str, most: int) -> subprocess.Popen[bytes]:
+        # It listens from the beginning: a rank that comes before it has imported waits.
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(socket_path(str(self._folder), seat))
+            listener.listen(64)
+            return subprocess.Popen(
+                [*python_words(SERVER), str(listener.fileno()), modules],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the runs, which end their ranks
+                env=environment(most),
+                pass_fds=[listener.fileno()],
+            )
+
+    @property
+    def pids(self) -> list[int]:
+        """Their process ids."""
+        return [process.pid for process in self._processes]
+
+    @property
+    def answers(self) -> bool:
+        """Whether there are any: elsewhere than on Linux, ranks are started one by one."""
+        return bool(self._processes)
+
+    def words(self, seat: int, arguments: Sequence[str]) -> list[str]:
+        """The script, and its arguments, that is a rank with these arguments."""
+        return [str(CLIENT), str(self._folder), str(seat), *arguments]
+
+    def __enter__(self) -> WarmRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            end_within(process, LAST_WAIT)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def large_imports(script: Script) -> list[str]:
+    """What a script imports that takes long, and that means the same before the script begins.
+
+    Packages read variables such as HF_HOME when they are imported: a script that sets any, itself
+    or in a module beside it, imports them itself. So does one that has a module of that name beside
+    it, which would be another one.
+    """
+    name = next((word for word in script.words if program.is_script(word)), "")
+    beside = _modules_beside(Path(name))
+    large, read, texts = set(LARGE), set[str](), [program.text_of(name)]
+    found: set[str] = set()
+    while texts:
+        text = texts.pop()
+        if _SETS_VARIABLES.search(text):
+            return []
+        imported = {each for each in large | beside.keys() if program.imports(text, each)}
+        texts += [_text_of(beside[each]) for each in imported & beside.keys() - read]
+        read |= imported
+        found |= imported & large
+    return sorted(found - beside.keys())
+
+
+def _modules_beside(script: Path) -> dict[str, Path]:
+    """Modules and packages by name that lie beside a script, or in the current folder."""
+    found = (path for folder in (script.parent, Path()) for path in folder.iterdir())
+    return {path.stem: path for path in found if path.stem.isidentifier()}
+
+
+def _text_of(path: Path) -> str:
+    """What stands in a module, or in all modules of a package."""
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return "\n".join(program.text_of(str(each)) for each in files)

@@ -1,0 +1,142 @@
+"""Runs a user's script inside of a rank for `shardwise verify`:
+
+    python -m shardwise.tools.verify.script '{"record": ..., "alter": {...}}' train.py [ARGS]
+
+The script runs as `python train.py` would, with what is noted about it, and with what is altered
+about it where a cause is tried. Where no engine records, torch's optimizers are, from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from shardwise.launch import program
+from shardwise.launch.flags import ADOPTED
+from shardwise.model.precision import PRESETS
+from shardwise.net.launchers import detection as launcher_detection
+from shardwise.net.python_command import is_own
+from shardwise.tools.verify import alterations, outside, watching
+
+_RANKS = re.compile(r"(environ|getenv).*\b(LOCAL_)?RANK\b")
+
+
+_NARROWER = {torch.float32, torch.float16, torch.bfloat16}
+_CASTS: set[Any] = {Tensor.float, Tensor.half, Tensor.bfloat16}
+_LOSSES: set[Any] = {
+    *(functional.mse_loss, functional.l1_loss),
+    *(functional.smooth_l1_loss, functional.huber_loss),
+}
+"""These take both side by side in forward, and with torch 2.9 fail in backward."""
+
+
+class Promoting(TorchFunctionMode):
+    """Keeps a script in fp64 where it would leave it by itself.
+
+    Of what is fp64, casts by the script, or by a library of models, to fewer bits do nothing. A
+    function that torch refuses for fp32 and fp64 side by side is called again with all of them in
+    fp64; what writes into its first tensor gets the others in the dtype of that one.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
+        if wide and (func in _CASTS or func is Tensor.to) and not watching.is_called_by_torch(1):
+            if func in _CASTS:
+                return args[0]
+            args, kwargs = pytree.tree_map_only(torch.dtype, _widened, (args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        dtypes = {each.dtype for each in leaves if isinstance(each, Tensor)}
+        mixed = {torch.float32, torch.float64} <= dtypes
+        if not (mixed and func in _LOSSES):
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError:
+                if not mixed:
+                    raise
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        first = next(each for each in pytree.tree_leaves(args) if isinstance(each, Tensor))
+        wanted = first.dtype if writes else torch.float64
+        with torch._C.DisableTorchFunction():
+            args, kwargs = pytree.tree_map_only(
+                Tensor,
+                lambda each: each.to(wanted) if each.is_floating_point() else each,
+                (args, kwargs),
+            )
+        return func(*args, **kwargs)
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype in _NARROWER else dtype
+
+
+def main(arguments: list[str]) -> None:
+    """Run what `arguments` name, until it ends."""
+    given: dict[str, Any] = json.loads(arguments[0])
+    words = arguments[1:]
+    if not Path(given["record"]).is_dir():
+        sys.exit(
+            f"shardwise: host {platform.node()} does not see {given['record']}, where each rank "
+            "records. On several hosts verify needs a folder that all of them share: --out DIR."
+        )
+    sys.argv = words
+    facts = watching.Facts()
+    watching.watch(facts)
+    if not given["module"] and "horovod" in Path(words[0]).read_text(errors="replace"):
+        watching.watch_horovod(facts)
+    preset = PRESETS[given["precision"]]
+    recorder = outside.Recorder(
+        Path(given["record"]),
+        rank=0 if given["plain"] else launcher_detection.identify().rank,
+        stop_after=given["steps"],
+        preset=preset,
+        facts=facts,
+        plain=given["plain"],
+    )
+    alterations.apply(given["alter"])
+    with Promoting() if preset.widens else nullcontext():
+        try:
+            _run(words[0], facts, module=given["module"])
+        finally:
+            for library in ADOPTED:
+                if f"shardwise.{library}" in sys.modules:
+                    facts.note("bridge", library)
+            recorder.leave()
+
+
+def _run(name: str, facts: watching.Facts, *, module: bool) -> None:
+    script = next((word for word in sys.argv if program.is_script(word)), "")
+    for number, line in enumerate(program.text_of(script).splitlines(), 1):
+        if _RANKS.search(line):
+            facts.note("rank", f"{Path(script).name}:{number}")
+    if module:
+        # python -m shardwise.adopt NAMES [-m MODULE | SCRIPT] runs another one in its place.
+        own = name if name != "shardwise.adopt" else sys.argv[3] if sys.argv[2] == "-m" else ""
+        watching.USERS.add(own.split(".")[0])
+        if not is_own(name):
+            program.put_first_on_path(os.getcwd())
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+        return
+    program.put_first_on_path(str(Path(name).resolve().parent))
+    runpy.run_path(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
