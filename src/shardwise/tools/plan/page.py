@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.messages.printable import in_bytes, in_shell
-from shardwise.tools.plan import memory_plot, search, time_plots
-from shardwise.tools.plan.memory_plot import DrawnMemory
-from shardwise.tools.plan.time_plots import TimedPlacement
+from shardwise.tools.plan import plots, search
+from shardwise.tools.plan.plots import DrawnMemory, TimedPlacement
 from shardwise.tools.report.look import save_picture
 from shardwise.tools.report.page import write_page
 
@@ -35,7 +34,11 @@ def write(made: Plan, folder: Path) -> Path:
     """Write plan.html and its pictures (plan.png, time.png, cost.png) into `folder`; returns the
     page. Needs matplotlib and Jinja2."""
     folder.mkdir(parents=True, exist_ok=True)
-    timed = _timed(made)
+    timed = [
+        TimedPlacement(label_of(line), line.estimate, made.cost(line))
+        for line in made.lines
+        if line.fits and line.estimate is not None
+    ][:MOST_TIMED]
     page = folder / "plan.html"
     write_page(
         page,
@@ -43,10 +46,18 @@ def write(made: Plan, folder: Path) -> Path:
         headline=f"{made.request.script.name} on {made.cluster}",
         notes=made.notes(),
         pictures=list(_pictures(made, timed, folder)),
-        rows=[_row(made, line) for line in made.lines],
+        rows=[
+            (
+                in_shell(made.command_words(line)),
+                in_bytes(line.memory.peak),
+                line.memory.where,
+                "yes" if line.fits else f"no, {in_bytes(line.over or line.over_host)} too much",
+            )
+            for line in made.lines
+        ],
         shown=LISTED,
-        kinds=time_plots.kinds_of(timed),
-        times=[(each.label, *time_plots.cells(each, timed)) for each in timed],
+        kinds=plots.kinds_of(timed),
+        times=[(each.label, *plots.cells(each, timed)) for each in timed],
     )
     return page
 
@@ -60,14 +71,14 @@ def _pictures(
         for line in made.lines[:DRAWN]
     ]
     size = WIDTH, 0.9 + 2.3 * len(drawn)
-    svg = save_picture(folder / "plan", size, partial(memory_plot.draw_memory, placements=drawn))
+    svg = save_picture(folder / "plan", size, partial(plots.draw_memory, placements=drawn))
     yield "Memory over a step", "Dotted: backward begins. Dashed: what a device has.", svg
     if timed:
-        size = WIDTH, 1.6 + 0.35 * len(time_plots.bars_of(timed))
-        svg = save_picture(folder / "time", size, partial(time_plots.draw_times, placements=timed))
+        size = WIDTH, 1.6 + 0.35 * len(plots.bars_of(timed))
+        svg = save_picture(folder / "time", size, partial(plots.draw_times, placements=timed))
         yield "Time of a step", "The whisker is the band of the estimate.", svg
-    if points := time_plots.priced(timed):
-        draw = partial(time_plots.draw_frontier, points=points)
+    if points := plots.priced(timed):
+        draw = partial(plots.draw_frontier, points=points)
         svg = save_picture(folder / "cost", (WIDTH, 4.4), draw)
         yield "Cost against days", "The line joins what none beats in both.", svg
 
@@ -76,18 +87,3 @@ def label_of(line: Line) -> str:
     """What a picture calls a placement: its flags, without the folder of a disk."""
     words = ("nvme" if word.startswith("nvme:") else word for word in search.flags_of(line))
     return " ".join(words) or "one device"
-
-
-def _timed(made: Plan) -> list[TimedPlacement]:
-    """Time and cost of what fits."""
-    return [
-        TimedPlacement(label_of(line), line.estimate, made.cost(line))
-        for line in made.lines
-        if line.fits and line.estimate is not None
-    ][:MOST_TIMED]
-
-
-def _row(made: Plan, line: Line) -> tuple[str, str, str, str]:
-    """The cells of a placement: command, peak, where it is, whether it fits."""
-    fits = "yes" if line.fits else f"no, {in_bytes(line.over or line.over_host)} too much"
-    return in_shell(made.command_words(line)), in_bytes(line.memory.peak), line.memory.where, fits
