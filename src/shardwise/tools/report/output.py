@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 import platform
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 import click
 
@@ -52,3 +57,23 @@ def machine_facts() -> dict[str, str]:
 def finite(value: float) -> float | None:
     """Return `value` for JSON, which has no infinity and no NaN: None for these."""
     return value if math.isfinite(value) else None
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Context manager in which SIGTERM raises SystemExit, so that the present run ends first."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def last_words(output: str) -> str:
+    """Return the last line of a run's output: the launcher prints the error that ended it last."""
+    lines = [line.strip() for line in output.splitlines()]
+    return next((line for line in reversed(lines) if line), "it said nothing")

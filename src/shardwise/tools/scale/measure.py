@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardwise.tools.report.output import check_can_draw
+from shardwise.tools.report.output import check_can_draw, exit_on_sigterm
 from shardwise.tools.scale import report as reports
 from shardwise.tools.scale import runs
 from shardwise.tools.scale.report import ScalingReport
@@ -28,15 +25,13 @@ def measure(plan: ScalingPlan) -> int:
     console = Console(highlight=False, markup=False)
     plan.out.mkdir(parents=True, exist_ok=True)
     made: list[MeasuredRun] = []
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        made.extend(_all(plan, console))
-    except (KeyboardInterrupt, SystemExit):
-        if made:
-            _tell(ScalingReport(plan=plan, runs=made), console)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with exit_on_sigterm():
+        try:
+            made.extend(_all(plan, console))
+        except (KeyboardInterrupt, SystemExit):
+            if made:
+                _tell(ScalingReport(plan=plan, runs=made), console)
+            raise
     _tell(ScalingReport(plan=plan, runs=made), console)
     return 1 if any(run.error for run in made) else 0
 
@@ -52,11 +47,6 @@ def _tell(report: ScalingReport, console: Console) -> None:
     for note in report.notes():
         console.print(note, style="dim")
     console.print(f"all of it: {plan.out / 'scaling.html'}, beside it JSON, CSV, PDF and PNG")
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a request to end: the present run ends first."""
-    raise SystemExit(128 + number)
 
 
 def _all(plan: ScalingPlan, console: Console) -> Iterator[MeasuredRun]:

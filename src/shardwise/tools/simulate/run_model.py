@@ -59,11 +59,8 @@ class RunModel:
     def failure_rate(self) -> float:
         """Failures per second of all components that stop the run or an island of it, planned ones
         left out."""
-        return sum(each.rate_over(self.topology) for each in self._stopping)
-
-    @property
-    def _stopping(self) -> list[FailureClass]:
-        return [each for each in self.failures if each.slowdown == 1 and not each.planned]
+        stopping = (each for each in self.failures if each.slowdown == 1 and not each.planned)
+        return sum(each.rate_over(self.topology) for each in stopping)
 
     @property
     def round(self) -> float:

@@ -50,17 +50,13 @@ def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> Found:
         fewer = [each for each in needed if each is not suspect]
         if len(fewer) > 1 and agrees(fewer):
             needed = fewer
-    return Found(_as_one(needed))
-
-
-def _as_one(found: Sequence[Suspect]) -> Sequence[Suspect]:
-    """One cause where the number of workers is asked for by one mistake: a batch of a worker's own
-    has TOTAL // workers rows, a sum made by hand is divided by them."""
-    particular = [each for each in found if each.name != "size"]
-    if len(found) != 2 or len(particular) != 1:
-        return found
-    (one,), (size,) = particular, (each for each in found if each.name == "size")
-    return [replace(one, words=f"{one.words} {size.beside}")]
+    # A batch of a worker's own has TOTAL // workers rows, and a sum that is made by hand is divided
+    # by the workers: such a pair is one mistake.
+    particular = [each for each in needed if each.name != "size"]
+    if len(needed) == 2 and len(particular) == 1:
+        (one,), (size,) = particular, (each for each in needed if each.name == "size")
+        return Found([replace(one, words=f"{one.words} {size.beside}")])
+    return Found(needed)
 
 
 UNSHARED = Suspect(

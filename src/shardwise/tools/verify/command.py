@@ -5,21 +5,16 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardwise.errors import LaunchError
 from shardwise.messages.printable import printable
-from shardwise.tools.report.output import check_can_draw, is_stdout
+from shardwise.tools.report.output import check_can_draw, exit_on_sigterm, is_stdout
 from shardwise.tools.verify import page, runs, verdicts
 from shardwise.tools.verify.flow import Verification
 from shardwise.tools.verify.plan import Plan
@@ -112,11 +107,10 @@ def verify(plan: Plan, json_file: Path | None) -> int:
             f"--json {json_file} cannot be written: there is no folder {json_file.parent}."
         )
     console = Console(highlight=False, markup=False, stderr=to_stdout)
-    before = signal.signal(signal.SIGTERM, _leave)
     results: list[Result] = []
     try:
-        with _maker(plan) as maker:
-            verification = Verification(plan, maker)
+        with exit_on_sigterm(), WarmRanks(plan.script, plan.most) as warm, Shown() as shown:
+            verification = Verification(plan, Maker(_log_folder(plan.out), shown, warm))
             verification.check()
             for placement in plan.placements:
                 result = verification.judge(placement)
@@ -125,20 +119,10 @@ def verify(plan: Plan, json_file: Path | None) -> int:
     except RunFailed as error:
         _say_failed(error, console)
         return FAILED
-    finally:
-        signal.signal(signal.SIGTERM, before)
     report = Report(plan=plan, results=results)
     page.write(report, plan.out, json_file)
     console.print(f"all of it: {plan.out / 'verify.html'}, beside it PNG and JSON", soft_wrap=True)
     return report.exit_code
-
-
-@contextmanager
-def _maker(plan: Plan) -> Iterator[Maker]:
-    """What makes the runs of a plan, with their logs in a folder of `out`."""
-    folder = _log_folder(plan.out)
-    with WarmRanks(plan.script, plan.most) as warm, Shown() as shown:
-        yield Maker(folder, shown, warm)
 
 
 def _log_folder(out: Path) -> Path:
@@ -174,8 +158,3 @@ def _say_failed(error: RunFailed, console: Console) -> None:
         style="red",
         soft_wrap=True,
     )
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Asked to end: the run that is under way ends first."""
-    raise SystemExit(128 + number)

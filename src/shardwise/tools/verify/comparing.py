@@ -187,6 +187,9 @@ def _step(
         for name, value in numbers.items()
         if name in ours.numbers and (relative := _relative(value, ours.numbers[name], known=True))
     ]
+    # Only if both tell which samples they use.
+    known_samples = bool(theirs.samples and ours.samples)
+    one, two = (Counter(each.samples if known_samples else ()) for each in (theirs, ours))
     return StepDifference(
         engine=engine,
         number=ours.number,
@@ -197,16 +200,8 @@ def _step(
         rows=(theirs.fed.rows, ours.fed.rows),
         tensors=tensors,
         skipped=math.inf if known and theirs.skipped != ours.skipped else 0.0,
-        samples=_samples_apart(theirs, ours),
+        samples=(tuple((one - two).elements()), tuple((two - one).elements())),
     )
-
-
-def _samples_apart(theirs: Step, ours: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The samples of one and of the other alone; none where one does not tell which it uses."""
-    if not (theirs.samples and ours.samples):
-        return (), ()
-    one, two = Counter(theirs.samples), Counter(ours.samples)
-    return tuple((one - two).elements()), tuple((two - one).elements())
 
 
 def _renamed(name: str, renamed: Mapping[str, str]) -> str:

@@ -72,7 +72,10 @@ class Verification:
             wide = self._run(_wide(placement), f"{placement} in fp64")
         except RunFailed as error:
             why = str(error)
-            if self._same_enough(result.own):
+            # Losses and norms are as near as rounding may leave them.
+            own = result.own
+            apart = (max(s.loss, s.grad_norm, s.weight, s.skipped) for s in own.steps)
+            if own.same_counts and max(apart, default=0.0) <= 1e-3:
                 return replace(result, verdict=Verdict.UNPROVED, why=why)
             return replace(result, verdict=Verdict.DIFFERS, why=why)
         compared = compare(wide_reference, wide)
@@ -89,12 +92,6 @@ class Verification:
         if self.plan.against is None or compared.within(TOLERANCE):
             return False
         return compared.without_losses.within(TOLERANCE)
-
-    @staticmethod
-    def _same_enough(own: Comparison) -> bool:
-        """Whether losses and norms are as near as rounding may leave them."""
-        figures = (max(step.loss, step.grad_norm, step.weight, step.skipped) for step in own.steps)
-        return own.same_counts and max(figures, default=0.0) <= 1e-3
 
     def _result(
         self, placement: Placement, verdict: Verdict, reference: Training, own: Training

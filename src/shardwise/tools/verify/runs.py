@@ -83,12 +83,6 @@ class RunFailed(Exception):
         self.output = output
 
 
-def last_words(output: str) -> str:
-    """The last line: the launcher shows the error that ended a run last."""
-    lines = [line.strip() for line in output.splitlines()]
-    return next((line for line in reversed(lines) if line), "it said nothing")
-
-
 def make(
     run: Run, name: str, log: Path, on_step: OnStep, warm: WarmRanks | None = None
 ) -> Training:
@@ -105,7 +99,7 @@ def make(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(run),
+                env={**environment(run.most), **run.environ},
             )
             code = program.wait_for(process, lambda: on_step(records.steps_made(folder)))
         if code:
@@ -141,10 +135,6 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     flags = [*run.placement.words, "--trial", "--stop-after", str(run.steps)]
     flags += ["--record-tensors", where]
     return [*python_words("shardwise"), "run", *flags, *shim]
-
-
-def _environment(run: Run) -> dict[str, str]:
-    return {**environment(run.most), **run.environ}
 
 
 def environment(most: int) -> dict[str, str]:
@@ -218,7 +208,9 @@ def large_imports(script: Script) -> list[str]:
     it, which would be another one.
     """
     name = next((word for word in script.words if program.is_script(word)), "")
-    beside = _modules_beside(Path(name))
+    script_file = Path(name)
+    paths = (path for folder in (script_file.parent, Path()) for path in folder.iterdir())
+    beside = {path.stem: path for path in paths if path.stem.isidentifier()}
     large, read, texts = set(LARGE), set[str](), [program.text_of(name)]
     found: set[str] = set()
     while texts:
@@ -230,12 +222,6 @@ def large_imports(script: Script) -> list[str]:
         read |= imported
         found |= imported & large
     return sorted(found - beside.keys())
-
-
-def _modules_beside(script: Path) -> dict[str, Path]:
-    """Modules and packages by name that lie beside a script, or in the current folder."""
-    found = (path for folder in (script.parent, Path()) for path in folder.iterdir())
-    return {path.stem: path for path in found if path.stem.isidentifier()}
 
 
 def _text_of(path: Path) -> str:

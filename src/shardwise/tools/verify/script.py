@@ -60,7 +60,11 @@ class Promoting(TorchFunctionMode):
         if wide and (func in _CASTS or func is Tensor.to) and not watching.is_called_by_torch(1):
             if func in _CASTS:
                 return args[0]
-            args, kwargs = pytree.tree_map_only(torch.dtype, _widened, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(
+                torch.dtype,
+                lambda dtype: torch.float64 if dtype in _NARROWER else dtype,
+                (args, kwargs),
+            )
         leaves = pytree.tree_leaves((args, kwargs))
         dtypes = {each.dtype for each in leaves if isinstance(each, Tensor)}
         mixed = {torch.float32, torch.float64} <= dtypes
@@ -81,10 +85,6 @@ class Promoting(TorchFunctionMode):
                 (args, kwargs),
             )
         return func(*args, **kwargs)
-
-
-def _widened(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype in _NARROWER else dtype
 
 
 def main(arguments: list[str]) -> None:

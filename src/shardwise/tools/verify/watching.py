@@ -82,14 +82,12 @@ def user_line() -> str | None:
 
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
-    if path.startswith(("<", *OURS)) or _is_installed(path):
+    if path.startswith(("<", *OURS)):
+        return False
+    found = _INSTALLED.search(path)
+    if found is not None and path[found.end() :].split(os.sep)[0] not in USERS:
         return False
     return str(frame.f_globals.get("__name__", "")) not in _LIBRARY
-
-
-def _is_installed(path: str) -> bool:
-    found = _INSTALLED.search(path)
-    return found is not None and path[found.end() :].split(os.sep)[0] not in USERS
 
 
 def _line(frame: FrameType) -> str:
@@ -226,7 +224,11 @@ def _follow_engines(facts: Facts) -> None:
         facts.engines.append(self)
         for model in self.verified[0]:
             facts.models.append(model)
-            _look_at(model, facts)
+            for name, module in model.named_modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    facts.note("batch_norm", name or type(module).__name__)
+                if isinstance(module, nn.RNNBase) and module.dropout:
+                    facts.note("dropout", name or type(module).__name__)
 
     engine.__init__ = made
 
@@ -234,11 +236,3 @@ def _follow_engines(facts: Facts) -> None:
 def _several(given: Any) -> tuple[Any, ...]:
     one = isinstance(given, nn.Module | torch.optim.Optimizer)
     return (given,) if one else tuple(given)
-
-
-def _look_at(model: nn.Module, facts: Facts) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            facts.note("batch_norm", name or type(module).__name__)
-        if isinstance(module, nn.RNNBase) and module.dropout:
-            facts.note("dropout", name or type(module).__name__)
