@@ -73,9 +73,9 @@ class Verification:
         except RunFailed as error:
             why = str(error)
             # Losses and norms are as near as rounding may leave them.
-            own = result.own
-            apart = (max(s.loss, s.grad_norm, s.weight, s.skipped) for s in own.steps)
-            if own.same_counts and max(apart, default=0.0) <= 1e-3:
+            steps = result.own.steps
+            apart = (max(each.loss, each.grad_norm, each.weight, each.skipped) for each in steps)
+            if result.own.same_counts and max(apart, default=0.0) <= 1e-3:
                 return replace(result, verdict=Verdict.UNPROVED, why=why)
             return replace(result, verdict=Verdict.DIFFERS, why=why)
         compared = compare(wide_reference, wide)

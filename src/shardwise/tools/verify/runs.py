@@ -19,6 +19,7 @@ from shardwise.launch import allocations, program
 from shardwise.launch.orphan_reaper import LAST_WAIT, end_within
 from shardwise.launch.resources import usable_cores
 from shardwise.net.python_command import python_words
+from shardwise.tools.report.output import last_words
 from shardwise.tools.verify import rank_client, records
 from shardwise.tools.verify.placements import Placement
 from shardwise.tools.verify.rank_client import SEATS, socket_path
