@@ -108,8 +108,11 @@ def sentences(report: Report) -> list[str]:
         low, high = report.dollars
         dollars = f"{in_short(round(low))} to {in_short(round(high))} dollars"
         lines.append(f"It costs {dollars}, spare hosts included.")
-    if assumed := _assumed(report.failures):
-        lines.append(f"Assumptions without a source: {assumed}.")
+    sources = report.failures.sources.items()
+    keys = Counter(key.split(".")[1] for key, source in sources if "assumption" in source.text)
+    if keys:
+        named = (f"{key} of {many(count, 'class', 'es')}" for key, count in keys.items())
+        lines.append(f"Assumptions without a source: {', '.join(named)}.")
     return lines
 
 
@@ -154,9 +157,11 @@ def _on_islands(report: Report) -> Iterator[str]:
     model, whole = report.model, report.whole
     if whole is None:
         return
+    count = model.topology.hosts * model.units_per_host // model.islands
+    island = many(count, "host" if model.units_per_host == 1 else "device")
     held = f", for which all stand still {model.boundary:.3g} s" if model.boundary else ""
     yield (
-        f"{model.islands} islands of {_island(model)} are made equal "
+        f"{model.islands} islands of {island} are made equal "
         f"every {model.every} steps{held}; a failure stops an island every "
         f"{_number(1 / model.failure_rate / HOUR)} hours."
         if model.failure_rate
@@ -172,20 +177,6 @@ def _on_islands(report: Report) -> Iterator[str]:
     for line in _given_up(whole):
         yield f"Without islands: {line}"
     yield NOT_YET
-
-
-def _island(model: RunModel) -> str:
-    """What an island is of, such as "2 hosts"."""
-    count = model.topology.hosts * model.units_per_host // model.islands
-    return many(count, "host" if model.units_per_host == 1 else "device")
-
-
-def _assumed(failures: Failures) -> str:
-    """The keys of the file whose source says that they are an assumption, and of how many
-    classes."""
-    sources = failures.sources.items()
-    keys = Counter(key.split(".")[1] for key, source in sources if "assumption" in source.text)
-    return ", ".join(f"{key} of {many(count, 'class', 'es')}" for key, count in keys.items())
 
 
 def as_json(report: Report) -> dict[str, Any]:

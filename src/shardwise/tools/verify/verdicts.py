@@ -103,7 +103,14 @@ def _verdict(result: Result) -> list[str]:
             f"Not proved: it differs by {figure(result.own.largest)} at most over {steps}. Whether "
             f"that is rounding cannot be shown, since the script does not run in fp64: {result.why}"
         ]
-    return [*_differs(result), *_smallest(result), *_cause(result)]
+    said = _differs(result)
+    if result.smallest not in (None, result.placement):
+        said.append(f"The smallest placement that differs: {result.smallest}")
+    if result.found is not None and not result.found.causes:
+        said.append("No cause was found by trying. " + result.found.clue)
+    elif result.found is not None:
+        said += [f"Cause: {cause.words}" for cause in result.found.causes]
+    return said
 
 
 def _differs(result: Result) -> list[str]:
@@ -184,20 +191,6 @@ def tensor(found: TensorDifference) -> str:
             f", with another value on rank{'s' * (len(found.strays) > 1)} {ranks} than on rank 0"
         )
     return said
-
-
-def _smallest(result: Result) -> list[str]:
-    if result.smallest is None or result.smallest == result.placement:
-        return []
-    return [f"The smallest placement that differs: {result.smallest}"]
-
-
-def _cause(result: Result) -> list[str]:
-    if result.found is None:
-        return []
-    if not result.found.causes:
-        return ["No cause was found by trying. " + result.found.clue]
-    return [f"Cause: {cause.words}" for cause in result.found.causes]
 
 
 def figure(value: float) -> str:
