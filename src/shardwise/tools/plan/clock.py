@@ -102,7 +102,8 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
     outputs = _outputs(record)
     held, trained = _parameters(record)
     group = run.tensor_group(cluster)
-    parts = run.tensor // record.tensor  # what was observed is split already, or whole
+    # A record of a tensor-parallel part is split already: divide only what is not.
+    parts = run.tensor // record.tensor
     works = []
     for unit in order:
         split = unit >= 0 and run.tensor > 1

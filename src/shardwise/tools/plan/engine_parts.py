@@ -104,7 +104,8 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
             groups.append(
                 GroupRecord(
                     optimizer=type(optimizer).__name__,
-                    number=engine * 1000 + number,  # engines share no bucket
+                    # Two engines never share a bucket, so their groups must not look equal.
+                    number=engine * 1000 + number,
                     index=index,
                     moments=tuple(sorted(kind.tensor_keys)),
                     elementwise=kind.elementwise,

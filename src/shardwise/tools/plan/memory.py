@@ -136,6 +136,7 @@ def predict(
     count = len(record.operations)
     parts = {kind: np.zeros(count + 1, dtype=np.int64) for kind in KINDS}
     states = layout.bytes_by_state(rank)
+    # Sums over several micro-batches are kept in fp32.
     if choice.micro_batches > 1:
         states["gradients"] += _widened(layout, rank)
     tiers = _add_states(parts, states, layout.staging_bytes(rank), choice, hardware)
@@ -146,6 +147,7 @@ def predict(
     parts["in flight"][record.backward : count] = in_flight.backward
     parts["buckets"] += _borrowed(layout, hardware)
     _add_tensors(parts, record, hardware)
+    # Index `count` is the update: the batch is still alive, since the loop holds its name.
     parts["batch"][count] = parts["batch"][count - 1] if count else 0
     parts["temporary"][count] = _update_temporaries(layout, rank)
     curve = np.sum(list(parts.values()), axis=0)
@@ -187,7 +189,9 @@ def _add_tensors(parts: Parts, record: StepRecord, hardware: Hardware) -> None:
         kind = _kind(life)
         nbytes = -(-life.nbytes // ROUNDING) * ROUNDING if hardware.apart else life.nbytes
         parts[kind][max(life.born, 0) : life.died + 1] += nbytes
-        if life.kept:  # the script's name for it is bound anew once the next step has made it
+        # The script's name refers to the tensor until the next step has made the next one, so in
+        # the next step both are alive up to the operation that makes it.
+        if life.kept:
             parts[kind][: life.born] += nbytes
 
 

@@ -65,6 +65,7 @@ def _walked(
     while left:
         before = left
         for rank, row in enumerate(rows):
+            # A rank runs its row in order; it stops at the first action whose input is not made.
             while positions[rank] < len(row):
                 action = row[positions[rank]]
                 ready = _ready(action, stages, ends, send)

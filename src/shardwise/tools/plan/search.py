@@ -178,6 +178,7 @@ def _is_excluded(mesh: Mesh, way: Way, count: int) -> bool:
     """Whether the engine refuses so many micro-batches, or recomputation, under a schedule."""
     if mesh.schedule == "zero-bubble" and way[0] == "recomputed":
         return True
+    # These two schedules take micro-batches in rounds of one for each rank of the pipeline.
     return mesh.schedule in ("interleaved", "zero-bubble") and count % mesh.pipeline != 0
 
 
@@ -246,6 +247,7 @@ def command_of(
     """The words of the command that trains so; `words` are the script's."""
     several = ["--hostfile", "hosts"] if cluster.hosts > 1 else []
     run = ["shardwise", "run", "-n", str(line.choice.devices), *several, *flags_of(line), *flags]
+    # Without "--" a script named -x.py would be read as a flag of `shardwise run`.
     named = words[0] != "-m" and words[0].startswith("-")
     return [*run, *(["--"] if named else []), *words]
 
@@ -254,6 +256,7 @@ def remedy(line: Line, lines: Sequence[Line]) -> str:
     """What would help a placement that does not fit, and how much: the change of one thing that
     leaves the least."""
     others = [each for each in lines if _changes(each, line) == 1]
+    # One that fits helps more than any that does not, however small its peak is.
     others.sort(key=lambda each: (not each.fits, each.memory.peak))
     if not others or others[0].memory.peak >= line.memory.peak:
         largest = max(line.memory.at_peak().items(), key=lambda pair: pair[1])

@@ -141,6 +141,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._assume(func, args)
         if func is aten.nonzero.default and is_fake:
             return self._assume_nonzero(args[0])
+        # prim operators ask for facts such as a device, and make no memory.
         if not self.active or func.namespace == "prim":
             return func(*args, **kwargs)
         place = self._place()
@@ -220,6 +221,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, call: _Call, place: _Place) -> None:
         number = len(self.operations)
+        # Views, and what is changed in place, have the storage of an input: no new memory.
         before = set(self._alive) | self._ignored
         name = call.func._overloadpacket.__name__
         for tensor in call.outputs:
