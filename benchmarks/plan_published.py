@@ -34,8 +34,7 @@ from plan_vtrain import vtrain_table
 from shardwise.layout.placement import Placement
 from shardwise.tools.plan.parallelism import Parallelism
 from shardwise.tools.plan.stages import Bytes
-from shardwise.tools.plan.transformer import Transformer
-from shardwise.tools.plan.transformer_clock import Software
+from shardwise.tools.plan.transformer import Software, Transformer
 
 
 def main() -> None:

@@ -9,8 +9,12 @@ from shardwise.tools.plan.catalogue import Curve, read_catalogue
 from shardwise.tools.plan.cluster import Cluster, parse_cluster
 from shardwise.tools.plan.parallelism import Parallelism
 from shardwise.tools.plan.stages import Bytes
-from shardwise.tools.plan.transformer import Transformer
-from shardwise.tools.plan.transformer_clock import Software, step_seconds, transformer_times
+from shardwise.tools.plan.transformer import (
+    Software,
+    Transformer,
+    step_seconds,
+    transformer_times,
+)
 
 CATALOGUE = read_catalogue(user=False)
 MEGATRON = Software(0.85e-3, 0.0, Bytes(gradient=2.0))

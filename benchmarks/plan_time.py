@@ -31,7 +31,7 @@ from shardwise.layout.placement import Placement
 from shardwise.tools.plan.calibrate import calibrate
 from shardwise.tools.plan.catalogue import read_catalogue
 from shardwise.tools.plan.choice import Choice
-from shardwise.tools.plan.clock import ScriptClock
+from shardwise.tools.plan.clock import step_estimate
 from shardwise.tools.plan.cluster import parse_cluster
 from shardwise.tools.plan.observe import ObservedStep, Script, observe_sizes
 from workloads import Setting
@@ -100,7 +100,7 @@ def predict(step: ObservedStep, ranks: int, level: int, hardware: Path) -> float
     choice = Choice(row=Placement.zero(level), data=ranks, micro_batch=share)
     catalogue = read_catalogue([hardware], user=False)
     cluster = parse_cluster(f"{ranks}xhere", catalogue)
-    return ScriptClock().seconds(step.at(share), choice, cluster).seconds
+    return step_estimate(step.at(share), choice, cluster).seconds
 
 
 def measure(options: argparse.Namespace, name: str, ranks: int, level: int) -> float:

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from shardwise.tools.report.plot_look import GREY, GRID, STYLE, TITLES
+from shardwise.tools.report.look import GREY, GRID, STYLE, TITLES
 
 COLORS = ("#6b7480", "#2563a8", "#2a8a57", "#d9622b", "#8a4fae", "#b08d1e")
 

@@ -9,7 +9,7 @@ import pytest
 from shardwise import config
 from shardwise.config import Settings, SettingsSource
 from shardwise.errors import ConfigError, PlacementError
-from shardwise.launch import flags as launcher_flags
+from shardwise.launch.flag_table import flags_of
 
 
 def resolve(environ: dict[str, str], **keywords: Any) -> tuple[Settings, list[str]]:
@@ -185,5 +185,5 @@ class TestTimeline:
 
 
 def test_the_flags_that_are_no_settings_are_known() -> None:
-    spelt = {word for flag in launcher_flags.own() for word in flag.opts if "_" not in word}
+    spelt = {word for flag in flags_of("run") for word in flag.opts if "_" not in word}
     assert spelt - {"-hostfile"} == set(config.FLAGS_ALONE)

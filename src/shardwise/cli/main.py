@@ -26,15 +26,14 @@ from shardwise.launch import (
     resources,
     start,
 )
-from shardwise.launch.flags import Command, Flag
+from shardwise.launch.flag_table import flags_of
+from shardwise.launch.flags import Command
 from shardwise.messages.other_libraries import hint as hint_at_other_library
 from shardwise.messages.printable import printable, shortened
 from shardwise.net.identity import described
 from shardwise.net.launchers import detection as launcher_detection
 from shardwise.net.launchers import slurm
-from shardwise.tools.pipeline_plan import flags as plan_flags
 from shardwise.tools.plan import flags as planning_flags
-from shardwise.tools.scale import flags as scale_flags
 from shardwise.tools.simulate import flags as simulate_flags
 from shardwise.tools.timeline.commands import timeline
 from shardwise.tools.verify import flags as verify_flags
@@ -51,6 +50,18 @@ What each host has, how fast ranks talk, what is wrong:   shardwise doctor -H no
 
 shardwise doctor [flags of the run]     also: srun shardwise doctor, mpirun -n 4 shardwise doctor
 """
+SCALE_TOP = """\
+What more workers bring:   shardwise scale -n 1,2,4,8 train.py --epochs 3
+
+shardwise scale [flags] SCRIPT.py [its arguments]     the script needs no change
+"""
+PIPELINE_TOP = """\
+Where to cut a model into stages:   shardwise pipeline-plan --pipeline 4 train.py --epochs 3
+
+shardwise pipeline-plan [flags] SCRIPT.py [its arguments]     runs a few steps on one worker
+"""
+NO_SCRIPT_TO_MEASURE = "What shall be measured? For example: shardwise scale -n 1,2 train.py"
+NO_SCRIPT_TO_TIME = "Which model? For example: shardwise pipeline-plan --pipeline 2 train.py"
 
 
 class Commands(click.Group):
@@ -237,7 +248,12 @@ def _scale(
     **given: Any,
 ) -> int:
     """The command `scale`: `given` are the settings of the runs."""
-    passed = _settings_of_measured_runs(words, given, scale_flags.EMPTY, module=module)
+    passed = _settings_of_measured_runs(
+        words,
+        given,
+        "What shall be measured? For example: shardwise scale -n 1,2 train.py",
+        module=module,
+    )
     for name, value in (("-H", hosts), ("--hostfile", hostfile)):
         passed += [] if value is None else [name, value]
     plan = import_module("shardwise.tools.scale.runs").ScalingPlan(
@@ -256,7 +272,12 @@ def _pipeline_plan(
     words: tuple[str, ...], stages: int, micros: int | None, steps: int, by: str, **given: Any
 ) -> int:
     """The command `pipeline-plan`: `given` are the settings of the run whose layers are timed."""
-    passed = _settings_of_measured_runs(words, given, plan_flags.EMPTY, module=False)
+    passed = _settings_of_measured_runs(
+        words,
+        given,
+        "Which model? For example: shardwise pipeline-plan --pipeline 2 train.py",
+        module=False,
+    )
     command = import_module("shardwise.tools.pipeline_plan.command")
     request = command.PlanRequest(words, tuple(passed), stages, micros or 4 * stages, steps, by)
     return command.show_plan(request)  # type: ignore[no-any-return]
@@ -320,19 +341,12 @@ def _deepspeed_command() -> Command:
 
 def _doctor_command() -> Command:
     """`doctor` has the flags of `run`, but for what to run."""
-    explain = Flag(
-        ["--explain"],
-        group="where",
-        shown="--explain",
-        is_flag=True,
-        help="only say which variables told this process who it is",
-    )
     return Command(
         "doctor",
         top=DOCTOR_TOP,
         callback=_doctor,
         params=[
-            explain,
+            *flags_of("doctor"),
             *(f for f in command_line.all_flags() if f.name not in ("words", "module", "adopt")),
         ],
         context_settings={"max_content_width": command_line.WIDTH},
@@ -346,9 +360,9 @@ def _scale_command() -> Command:
     shared = {"words", "module", "config", "hosts", "hostfile", *config.FIELDS} - own
     return Command(
         "scale",
-        top=scale_flags.TOP,
+        top=SCALE_TOP,
         callback=_scale,
-        params=[*scale_flags.own(), command_line.help_all(), *command_line.flags_named(shared)],
+        params=[*flags_of("scale"), command_line.help_all(), *command_line.flags_named(shared)],
         context_settings=command_line.PROGRAM_LAST,
         short_help="Measure a script on 1, 2, 4, ... workers.",
     )
@@ -359,9 +373,13 @@ def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: b
     shared = {"words", "units", "device", "precision", "activations", "micro_batch_size"}
     return Command(
         name,
-        top=plan_flags.TOP,
+        top=PIPELINE_TOP,
         callback=callback,
-        params=[*plan_flags.own(), command_line.help_all(), *command_line.flags_named(shared)],
+        params=[
+            *flags_of("pipeline-plan"),
+            command_line.help_all(),
+            *command_line.flags_named(shared),
+        ],
         context_settings=command_line.PROGRAM_LAST,
         short_help="Show where to cut a model into pipeline stages.",
         hidden=hidden,

@@ -13,7 +13,8 @@ import click
 from shardwise import config
 from shardwise.config import values
 from shardwise.errors import LaunchError
-from shardwise.launch import flags, program
+from shardwise.launch import program
+from shardwise.launch.flag_table import flags_of
 from shardwise.launch.flags import Command, Flag
 from shardwise.net import environment
 
@@ -108,7 +109,7 @@ def _default(field: "Field[Any]") -> str:
 def all_flags() -> list[click.Parameter]:
     words = click.Argument(["words"], nargs=-1, type=click.UNPROCESSED)
     settings = (_setting_flag(field) for field in config.FIELDS.values())
-    return [words, help_all(), *flags.own(), *settings]
+    return [words, help_all(), *flags_of("run"), *settings]
 
 
 def flags_named(names: Collection[str]) -> list[click.Parameter]:

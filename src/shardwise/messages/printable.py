@@ -6,6 +6,10 @@ import os
 import re
 import shlex
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def printable(value: object) -> str:
@@ -82,3 +86,17 @@ def _scaled(number: int, scales: tuple[tuple[str, float], ...], gap: str) -> str
         if number >= size:
             return f"{number / size:.1f}{gap}{unit}"
     return ""
+
+
+WIDTH = 100
+"""Columns of tables if the output is not a terminal."""
+
+
+def plain_console(*, stderr: bool = False, width: int = WIDTH) -> Console:
+    """Return a console that prints its text unchanged: `:fire:` and `[red]` are no markup."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False, stderr=stderr)
+    if not console.is_terminal:
+        console.width = max(console.width, width)
+    return console

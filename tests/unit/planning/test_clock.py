@@ -12,7 +12,7 @@ from shardwise.layout.placement import Placement, Tier
 from shardwise.parallel.pipeline import schedule as tables
 from shardwise.tools.plan.catalogue import GIB, Curve, Device, Link
 from shardwise.tools.plan.choice import Choice
-from shardwise.tools.plan.clock import ScriptClock, bytes_of
+from shardwise.tools.plan.clock import bytes_of, step_estimate
 from shardwise.tools.plan.cluster import Cluster
 from shardwise.tools.plan.collectives import (
     Group,
@@ -184,7 +184,7 @@ def _seconds(level: int, data: int, micros: int = 1, **more: object) -> dict[str
     choice = Choice(
         row=row, data=data, micro_batch=1, micro_batches=micros, bucket_mb=1e6, **more  # type: ignore[arg-type]
     )  # fmt: skip
-    estimate = ScriptClock().seconds(_record(), choice, cluster)  # type: ignore[arg-type]
+    estimate = step_estimate(_record(), choice, cluster)  # type: ignore[arg-type]
     assert estimate.seconds == pytest.approx(sum(estimate.parts.values()))
     return estimate.parts
 

@@ -67,7 +67,7 @@ def drawn(rng, folder):
         recomputed=schedule != "zero-bubble" and rng.random() < 0.5,
         in_rows=rng.random() < 0.5,
     )
-    return Line(choice, MemoryPlan({}, {}, [], {}, 0, 0, 0, "", (), 0), None, 0)
+    return Line(choice, MemoryPlan({}, {}, [], {}, 0, 0, "", (), 0), None, 0)
 
 
 @pytest.mark.parametrize("seed", range(3))

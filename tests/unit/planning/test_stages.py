@@ -6,7 +6,12 @@ from shardwise.layout.placement import Placement
 from shardwise.tools.plan.catalogue import read_catalogue
 from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.cluster import parse_cluster
-from shardwise.tools.plan.memory import Hardware
+from shardwise.tools.plan.memory import (
+    Hardware,
+    most_waiting,
+    predict_pipeline,
+    saved_bytes,
+)
 from shardwise.tools.plan.meshes import AxisSizes, meshes
 from shardwise.tools.plan.record import (
     GroupRecord,
@@ -16,7 +21,6 @@ from shardwise.tools.plan.record import (
     StepRecord,
     TensorLife,
 )
-from shardwise.tools.plan.stage_memory import most_waiting, predict_pipeline, saved_bytes
 from shardwise.tools.plan.stage_records import part_of, stage_layers
 
 ADAM = GroupRecord("AdamW", 0, 0, ("exp_avg", "exp_avg_sq"), True, True, True, True)

@@ -6,9 +6,9 @@ import pytest
 
 from shardwise.tools.plan.cluster import Cluster
 from shardwise.tools.plan.parallelism import Parallelism
-from shardwise.tools.plan.transformer import Transformer
-from shardwise.tools.plan.transformer_clock import (
+from shardwise.tools.plan.transformer import (
     Software,
+    Transformer,
     _layers_of,
     step_seconds,
     transformer_times,

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardwise.config.outer_optimizer import AveragingRule
+from shardwise.config.outer_optimizer import IslandRule
 from shardwise.tools.simulate.failure_classes import DAY, FailureClass, Topology
 from shardwise.tools.simulate.goodput import intervals_around, simulate, stops_per_second
-from shardwise.tools.simulate.group_trial import GroupTrial
+from shardwise.tools.simulate.island_trial import IslandTrial
 from shardwise.tools.simulate.run_model import CAUSES, RunModel, young
 from shardwise.tools.simulate.slow_links import SlowLinks
 from shardwise.tools.simulate.trial import Trial
@@ -18,10 +18,10 @@ from tests.unit.simulation.runs import HOSTS, check_goodput, failing, model
 def island_by_island(made: RunModel, random: np.random.Generator) -> float:
     """The goodput of one run, round by round: each island has a clock, each host dies by its own,
     each step waits for the slowest device of its island."""
-    islands, (failure,) = range(made.groups), made.failures
-    hosts = made.topology.hosts // made.groups
-    dies = random.exponential(1 / failure.rate, (made.groups, hosts))
-    ready = np.zeros(made.groups)
+    islands, (failure,) = range(made.islands), made.failures
+    hosts = made.topology.hosts // made.islands
+    dies = random.exponential(1 / failure.rate, (made.islands, hosts))
+    ready = np.zeros(made.islands)
     away: set[int] = set()
     now = work = kept = 0.0
     rounds = 0
@@ -40,14 +40,14 @@ def island_by_island(made: RunModel, random: np.random.Generator) -> float:
         devices = random.standard_normal((made.every, hosts * made.topology.devices_per_host))
         return float(made.step * (made.every + made.jitter * devices.max(axis=1).sum()))
 
-    while work < made.work * made.groups:
-        if len(away) == made.groups:
+    while work < made.work * made.islands:
+        if len(away) == made.islands:
             now = max(now, ready.min())
         for island in away:
             while dies[island].min() < min(ready[island], now):  # in its start, which begins anew
                 kill(island)
         still = {island for island in away if ready[island] > now}
-        if len(still) < len(away) < made.groups:  # the others save for those that come back
+        if len(still) < len(away) < made.islands:  # the others save for those that come back
             now, kept = now + made.save, work
         away = still
         present = set(islands) - away
@@ -67,14 +67,14 @@ def island_by_island(made: RunModel, random: np.random.Generator) -> float:
         now, work, rounds = until, work + len(present) * made.every * made.step, rounds + 1
         if rounds == round(made.interval / made.every / made.step):
             now, kept, rounds = now + made.save, work, 0
-    return work / made.groups / now
+    return work / made.islands / now
 
 
 class TestIslands:
     def test_they_are_islands_one_by_one(self) -> None:
         made = model(
             failing(60, "host", detect=90.0),
-            work=0.5 * DAY, groups=2, every=10, step=30.0, boundary=15.0, jitter=0.03,
+            work=0.5 * DAY, islands=2, every=10, step=30.0, boundary=15.0, jitter=0.03,
             interval=1200.0, save=20.0, restart=400.0,
         )  # fmt: skip
         random = np.random.default_rng(0)
@@ -90,8 +90,8 @@ class TestIslands:
             replace(failing(3, "host", planned=True), name="planned"),
             replace(failing(4, "device", slowdown=1.5, lasts=3600.0), name="slow"),
         )
-        made = model(*kinds, spares=2, jitter=0.01, background=90.0, groups=8, every=30)
-        outcome = GroupTrial(replace(made, boundary=7.0), seed).run()
+        made = model(*kinds, spares=2, jitter=0.01, background=90.0, islands=8, every=30)
+        outcome = IslandTrial(replace(made, boundary=7.0), seed).run()
         assert outcome.whole
         assert outcome.useful + sum(outcome.lost.values()) == pytest.approx(outcome.wall)
         assert outcome.useful == pytest.approx(made.work)
@@ -103,11 +103,11 @@ class TestIslands:
     def test_one_island_is_a_run_that_stops_as_a_whole(self) -> None:
         made = model(failing(20, "device", detect=60.0, repair=DAY / 4), spares=8, jitter=0.01)
         whole = [Trial(made, seed).run().goodput for seed in range(20)]
-        one = [GroupTrial(made, seed).run().goodput for seed in range(20)]
+        one = [IslandTrial(made, seed).run().goodput for seed in range(20)]
         assert np.mean(one) == pytest.approx(np.mean(whole), abs=0.01)
 
     def test_a_failure_of_one_costs_its_part_of_the_run(self) -> None:
-        made = model(failing(4, "host", detect=60.0), restart=600.0, groups=8, every=30)
+        made = model(failing(4, "host", detect=60.0), restart=600.0, islands=8, every=30)
         found = simulate(made, 10, 0)
         # Of eight islands one loses half a round, and is away until the boundary after its start;
         # the others wait for it at theirs where it is not noticed by then: a fifth of the time.
@@ -115,27 +115,27 @@ class TestIslands:
         # All save once more for each that comes back.
         saves = 20 / 1000 + 20 * 4 / DAY
         assert 1 - found.goodput.mean == pytest.approx(lost + saves, rel=0.1)
-        whole = simulate(replace(made, groups=1, every=1), 10, 0)
+        whole = simulate(replace(made, islands=1, every=1), 10, 0)
         assert whole.goodput.mean < found.goodput.mean - 0.03
 
     def test_a_return_costs_the_others_a_save(self) -> None:
-        made = model(failing(4, "host", detect=60.0), groups=8, every=30, interval=10 * DAY)
-        outcome = GroupTrial(made, 0).run()
+        made = model(failing(4, "host", detect=60.0), islands=8, every=30, interval=10 * DAY)
+        outcome = IslandTrial(made, 0).run()
         assert outcome.stops == 0
         returns, saves = outcome.failures["it"], outcome.lost["saves"]
         assert 20 * 0.8 * returns < saves <= 20 * returns
 
     def test_a_planned_stop_of_an_absent_island_is_none(self) -> None:
         stops = replace(failing(50, "host", planned=True), name="planned")
-        made = model(stops, groups=2, restart=20_000.0, work=2 * DAY)
-        outcome = GroupTrial(made, 0).run()
+        made = model(stops, islands=2, restart=20_000.0, work=2 * DAY)
+        outcome = IslandTrial(made, 0).run()
         assert outcome.wall > 2 * made.work
         assert outcome.failures["planned"] < 0.8 * 50 * outcome.wall / DAY
 
     def test_stops_are_counted_with_repair_and_by_racks(self) -> None:
         hosts = replace(HOSTS, hosts=8)  # four islands of two, and two racks of two islands
         failure = FailureClass("it", "it", "rack", 0.5 / DAY, "rack", detect=60.0, repair=DAY / 2)
-        made = replace(model(failure, groups=4, work=40 * DAY), topology=hosts)
+        made = replace(model(failure, islands=4, work=40 * DAY), topology=hosts)
         away = 0.5 * (0.5 + 360 / DAY)
         # One rack fails while the other is away; what waits for hosts does not fail.
         expected = 2 * 0.5 / (1 + away) * away / (1 + away) / DAY
@@ -144,7 +144,7 @@ class TestIslands:
         assert spared < 0.2 * expected
 
     def test_checkpoints_are_searched_for_below_the_whole_work(self) -> None:
-        made = model(failing(4, "host", detect=60.0), groups=8, every=30)
+        made = model(failing(4, "host", detect=60.0), islands=8, every=30)
         tried = intervals_around(made, 0.0)
         assert min(tried) <= made.work / 3
         assert all(each / made.round == pytest.approx(round(each / made.round)) for each in tried)
@@ -160,25 +160,23 @@ class TestIslands:
     def test_islands_of_the_devices_of_one_host(self) -> None:
         one = replace(HOSTS, hosts=1)
         failure = FailureClass("it", "it", "device", 1 / DAY, "device", detect=60.0, repair=DAY / 4)
-        made = replace(model(failure, groups=2, every=30), topology=one)
+        made = replace(model(failure, islands=2, every=30), topology=one)
         assert made.units_at("device", 5) == range(5, 6)
         assert made.units_at("host", 0) == range(8)
-        trial = GroupTrial(made, 0)
+        trial = IslandTrial(made, 0)
         assert all(list(trial._hit(failure).values()) == [1] for _ in range(20))
-        outcome = GroupTrial(made, 0).run()
+        outcome = IslandTrial(made, 0).run()
         assert outcome.whole
         assert 0 < outcome.stops < outcome.failures["it"] / 2
 
     def test_a_link_that_is_slow_costs_what_its_bytes_take(self) -> None:
-        links = SlowLinks(groups=3, parameters=1e9, megabits=1000)
-        rule = AveragingRule(every=30)
+        links = SlowLinks(islands=3, parameters=1e9, megabits=1000)
+        rule = IslandRule(every=30)
         assert links.boundary_bytes(rule) == 2 * 4e9
         assert links.boundary_seconds(rule, 10.0) == pytest.approx(64.0)
-        assert links.boundary_seconds(AveragingRule(every=30, late=5), 10.0) == pytest.approx(14.0)
-        assert links.boundary_seconds(AveragingRule(every=30, late=9), 10.0) == 0
-        assert links.boundary_bytes(AveragingRule(wire="int8")) == pytest.approx(
-            2e9 * (1 + 4 / 256)
-        )
+        assert links.boundary_seconds(IslandRule(every=30, late=5), 10.0) == pytest.approx(14.0)
+        assert links.boundary_seconds(IslandRule(every=30, late=9), 10.0) == 0
+        assert links.boundary_bytes(IslandRule(wire="int8")) == pytest.approx(2e9 * (1 + 4 / 256))
         assert links.gradient_seconds == pytest.approx(2 * 2 / 3 * 32)
 
     def test_components_are_of_neighbouring_hosts(self) -> None:

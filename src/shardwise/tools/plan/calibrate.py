@@ -45,7 +45,8 @@ def calibrate(console: Console, file: Path | None = None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_suffix(".new")
     aside.write_text(as_toml(found, date.today().isoformat()))
-    read_file(aside)  # what the catalogue would refuse is never left there
+    # A file that the catalogue refuses would break every later command, so it is read first.
+    read_file(aside)
     aside.replace(target)
     return target
 

@@ -44,6 +44,7 @@ def main(file: Path) -> None:
     """Measure, and write to `file` on rank 0."""
     world = init(seed=0)
     for line in _measured(world):
+        # All ranks measure the same thing at the same time: they share cores and memory.
         world.barrier()
         if world.is_main:
             with file.open("a") as out:

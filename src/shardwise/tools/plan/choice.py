@@ -1,13 +1,10 @@
-"""Choice is a placement of a training on a cluster; Clock is who says how long its step takes."""
+"""Choice is a placement of a training on a cluster; Estimate is how long its step takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from shardwise.layout.placement import Placement
-from shardwise.tools.plan.cluster import Cluster
-from shardwise.tools.plan.record import StepRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +53,3 @@ class Estimate:
     parts: dict[str, float] = field(default_factory=dict)
     per_rank: tuple[dict[str, float], ...] = ()
     """The same parts for the ranks of each pipeline stage: one entry without a pipeline."""
-
-
-class Clock(Protocol):
-    """Says how long a step takes."""
-
-    def seconds(self, record: StepRecord, choice: Choice, cluster: Cluster) -> Estimate:
-        """The time of one step of `choice`; `record` is of one micro-batch of its size, with its
-        recomputation. Raises ConfigError where the cluster lacks a number for it."""

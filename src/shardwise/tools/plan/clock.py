@@ -1,4 +1,4 @@
-"""ScriptClock says how long a step of an observed script takes under a choice of placement.
+"""Predicts how long a step of an observed script takes under a choice of placement.
 
 The operations of the record become the work of units in forward's order: those of a unit, and what
 runs before the first unit and after the last one. Pipeline stages are cut as the engine cuts them.
@@ -13,7 +13,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 
-from shardwise.tools.plan.catalogue import Device
 from shardwise.tools.plan.choice import Choice, Estimate
 from shardwise.tools.plan.cluster import Cluster
 from shardwise.tools.plan.collectives import all_reduce_seconds
@@ -35,34 +34,28 @@ BEFORE, AFTER = -2, -1
 PEAKS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-class ScriptClock:
-    """Predicts the step of a script from its record; the same for all choices of a search."""
+def step_estimate(record: StepRecord, choice: Choice, cluster: Cluster) -> Estimate:
+    """Return the time of one step of `choice`.
 
-    def seconds(self, record: StepRecord, choice: Choice, cluster: Cluster) -> Estimate:
-        """The time of one step of `choice`; `record` is of one micro-batch of its size, with its
-        recomputation. Raises ConfigError where the cluster lacks a number for it."""
-        run = parallelism_of(choice)
-        parts = [record]
-        if run.pipeline > 1:
-            rows = stage_layers(record, run.pipeline * run.stages_per_rank)
-            parts = [part_of(record, layers) for layers in rows]
-        stages = [unit_works(part, run, cluster) for part in parts]
-        boundary = max(_outputs(record).values(), default=0) / run.tensor
-        times = step_times(stages, boundary, run, cluster, bytes_of(record, choice.bucket_mb))
-        slowest = max(times, key=lambda each: sum(each.by_kind.values()))
-        return Estimate(
-            seconds=sum(slowest.by_kind.values()),
-            error=_band(cluster.device),
-            parts={kind: seconds for kind, seconds in slowest.by_kind.items() if seconds > 0},
-            per_rank=tuple(each.by_kind for each in times),
-        )
-
-
-def _band(device: Device) -> float:
-    """The error band on a device."""
-    if device.calibrated:
-        return CALIBRATED
-    return ASSUMED if device.is_assumed else CATALOGUE
+    `record` is of one micro-batch of its size, with its recomputation. Raises ConfigError if the
+    catalogue lacks a number for it.
+    """
+    run = parallelism_of(choice)
+    parts = [record]
+    if run.pipeline > 1:
+        rows = stage_layers(record, run.pipeline * run.stages_per_rank)
+        parts = [part_of(record, layers) for layers in rows]
+    stages = [unit_works(part, run, cluster) for part in parts]
+    boundary = max(_outputs(record).values(), default=0) / run.tensor
+    times = step_times(stages, boundary, run, cluster, bytes_of(record, choice.bucket_mb))
+    slowest = max(times, key=lambda each: sum(each.by_kind.values()))
+    band = ASSUMED if cluster.device.is_assumed else CATALOGUE
+    return Estimate(
+        seconds=sum(slowest.by_kind.values()),
+        error=CALIBRATED if cluster.device.calibrated else band,
+        parts={kind: seconds for kind, seconds in slowest.by_kind.items() if seconds > 0},
+        per_rank=tuple(each.by_kind for each in times),
+    )
 
 
 def parallelism_of(choice: Choice) -> Parallelism:
@@ -102,11 +95,15 @@ def bytes_of(record: StepRecord, bucket_mb: float) -> Bytes:
 def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[UnitWork]:
     """The work of each unit for one micro-batch on one device, in forward's order."""
     placed = _placed(record)
-    order = _order(placed, record)
+    # Units as forward first uses them, then those that only backward or nobody uses.
+    used = [use.unit for use in record.uses if use.phase == "forward"]
+    used += [unit for unit, _ in placed] + [each.unit for each in record.parameters]
+    order = [BEFORE, *dict.fromkeys(unit for unit in used if unit >= 0), AFTER]
     outputs = _outputs(record)
     held, trained = _parameters(record)
     group = run.tensor_group(cluster)
-    parts = run.tensor // record.tensor  # what was observed is split already, or whole
+    # A record of a tensor-parallel part is split already: divide only what is not.
+    parts = run.tensor // record.tensor
     works = []
     for unit in order:
         split = unit >= 0 and run.tensor > 1
@@ -141,15 +138,6 @@ def _placed(record: StepRecord) -> dict[tuple[int, str], list[Operation]]:
             unit = BEFORE if number < first or number > last else AFTER
         placed[unit, each.phase].append(each)
     return placed
-
-
-def _order(placed: dict[tuple[int, str], list[Operation]], record: StepRecord) -> list[int]:
-    """Units as forward first uses them, then those that only backward or nobody uses, between what
-    runs before and after them."""
-    used = [use.unit for use in record.uses if use.phase == "forward"]
-    used += [unit for unit, _ in placed] + [each.unit for each in record.parameters]
-    found = list(dict.fromkeys(unit for unit in used if unit >= 0))
-    return [BEFORE, *found, AFTER]
 
 
 def _outputs(record: StepRecord) -> dict[int, int]:

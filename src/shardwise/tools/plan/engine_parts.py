@@ -1,17 +1,24 @@
-"""Notes the parts of an engine before any forward: its units, parameter groups and parameters."""
+"""Notes the parts of an engine before any forward: its units, parameter groups and parameters.
+
+Also splits a model as the first of several tensor-parallel ranks has it, by the engine's own rules
+and trials. The other ranks are absent: a collective of their group returns its shapes only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.engine import unit_assignment
+from shardwise.comm import Solo
+from shardwise.engine import tensor_parallel, unit_assignment
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.model import precision
 from shardwise.parallel.pipeline import partition
+from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.states.optimizer.optimizer_kind import may_fuse
 from shardwise.states.optimizer.optimizer_trial import OptimizerKinds
 from shardwise.states.parameters.named_parameters import NamedParameter
@@ -97,7 +104,8 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
             groups.append(
                 GroupRecord(
                     optimizer=type(optimizer).__name__,
-                    number=engine * 1000 + number,  # engines share no bucket
+                    # Two engines never share a bucket, so their groups must not look equal.
+                    number=engine * 1000 + number,
                     index=index,
                     moments=tuple(sorted(kind.tensor_keys)),
                     elementwise=kind.elementwise,
@@ -138,3 +146,23 @@ def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter])
                 replaced.get(each, each) if isinstance(each, nn.Parameter) else each
                 for each in value
             ]
+
+
+class AbsentRanks(Solo):
+    """A group of `size` ranks of which only the first is there."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+
+def split_first_part(spec: EngineSpec, plan: Mapping[str, Any] | None, parts: int) -> EngineSpec:
+    """`spec` with its models reduced to the first of `parts` parts.
+
+    Raises ModelError where nothing can be split, ConfigError for settings that exclude it.
+    """
+    made = TensorParallelModels(
+        AbsentRanks(parts), spec.device, sequence_parallel=spec.settings.sequence_parallel
+    )
+    tensor_parallel.find_and_split(spec, made, plan)
+    return replace(spec, tensor=made)

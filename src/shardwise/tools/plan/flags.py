@@ -1,7 +1,6 @@
-"""Defines the command `shardwise plan`: its flags, and what they ask for; starts without torch."""
+"""Defines the command `shardwise plan`, and checks its flags; starts without torch."""
 
 import json
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,10 +8,11 @@ from typing import Any
 
 import click
 
-from shardwise.config import APART, APART_FLAG, values
 from shardwise.errors import LaunchError
 from shardwise.launch import command_line, program
-from shardwise.launch.flags import Command, Flag, Typed
+from shardwise.launch.flag_table import flags_of
+from shardwise.launch.flags import Command
+from shardwise.tools.report.output import check_can_draw
 
 TOP = """\
 Will it fit, and how long will it take?   shardwise plan --on 8xH100 train.py --epochs 3
@@ -22,129 +22,19 @@ shardwise plan [flags] SCRIPT.py [its arguments]     observes one step, without 
 EMPTY = "Plan what? For example: shardwise plan --on 8xH100 train.py"
 """The error without a script."""
 
-DAY = 86400.0
-"""Seconds."""
-
 MODEL = "shardwise.tools.plan.hf_model"
 """The module that trains a model of transformers from its configuration."""
 
 
-def amount(text: str) -> float:
-    """A number above 0, such as 2e9."""
-    return values.number(0, 1e30, above=True)(text)
-
-
-def days(text: str) -> float:
-    """Days: 10d, 12h or a number of days."""
-    wanted = "days or hours, such as 10d or 12h"
-    try:
-        found = values.duration("d", units="dh")(text) / DAY
-    except ValueError:
-        raise ValueError(wanted) from None
-    if not 0 < found <= 1e6:
-        raise ValueError(wanted)
-    return found
-
-
-def _question_flags() -> Iterator[Flag]:
-    """What is to be trained, on what, and within which limits."""
-    yield Flag(
-        ["--on"],
-        group="plan",
-        shown="--on CLUSTER",
-        help="8xH100, 4x8xH100 (hosts x devices), or here",
-    )
-    yield Flag(
-        ["--tokens"],
-        group="plan",
-        shown="--tokens N",
-        type=Typed(amount),
-        help="tokens to train on, such as 2e9: gives days",
-    )
-    yield Flag(
-        ["--within"],
-        group="plan",
-        shown="--within 10d",
-        type=Typed(days),
-        help="mark what takes longer",
-    )
-    yield Flag(
-        ["--budget"],
-        group="plan",
-        shown="--budget DOLLARS",
-        type=Typed(amount),
-        help="mark what costs more",
-    )
-
-
-def _report_flags() -> Iterator[Flag]:
-    """What is shown, and where it is written."""
-    yield Flag(
-        ["--explain"],
-        group="plan",
-        shown="--explain",
-        is_flag=True,
-        help="which tensors, at which line, make the peak of the first placement",
-    )
-    yield Flag(
-        ["--json", "json_file"],
-        group="plan",
-        shown="--json FILE",
-        type=Typed(values.file),
-        help="write all of it there too; - is the standard output",
-    )
-    yield Flag(
-        ["--page"],
-        group="plan",
-        shown="--page DIR",
-        type=Typed(values.folder),
-        help="draw memory over the step there: plan.html and plan.png",
-    )
-
-
-def _source_flags() -> Iterator[Flag]:
-    """Where what is planned for comes from: a measured machine, a model's configuration, a file."""
-    yield Flag(
-        ["--calibrate"],
-        group="plan",
-        shown="--calibrate",
-        is_flag=True,
-        help="measure this machine for a minute, for --on here",
-    )
-    yield Flag(
-        ["--hf", "hf"],
-        group="plan",
-        shown="--hf CONFIG.json",
-        type=Typed(values.file),
-        help="a model of transformers by its configuration, without a script",
-    )
-    yield Flag(
-        ["--hardware"],
-        group="plan",
-        shown="--hardware FILE",
-        type=Typed(values.file),
-        help="devices and links of your own, as TOML",
-    )
-    yield Flag(
-        ["--disk"],
-        group="plan",
-        shown="--disk DIR",
-        type=Typed(values.folder),
-        help="also try states on a disk, in this folder of the hosts",
-    )
-
-
 def command() -> Command:
     """The command `plan`; of the settings it takes those that are no placement."""
-    shared = {"words", "module", "precision", "units", "seed", "adopt", APART}
+    shared = {"words", "module", "precision", "units", "seed", "adopt", "islands"}
     return Command(
         "plan",
         top=TOP,
         callback=_plan,
         params=[
-            *_question_flags(),
-            *_source_flags(),
-            *_report_flags(),
+            *flags_of("plan"),
             command_line.help_all(),
             *command_line.flags_named(shared),
         ],
@@ -229,11 +119,7 @@ def _check_outputs(json_file: Path | None, page: str | None) -> None:
         return
     if Path(page).exists() and not Path(page).is_dir():
         raise LaunchError(f"--page {page} is a file: name a folder for the page and its pictures.")
-    for package in ("matplotlib", "jinja2"):
-        if find_spec(package) is None:
-            raise LaunchError(
-                f"--page needs {package}, which is not installed: pip install 'shardwise[scale]'"
-            )
+    check_can_draw("shardwise plan --page")
 
 
 def _check_configuration(file: Path) -> None:

@@ -75,16 +75,13 @@ class StateLayout:
         updated = share if self.row.is_sharded("optimizer") else bucket.layout.numel
         held = share if self.row.is_sharded("parameters") else bucket.layout.numel
         kept = updated if self.row.is_sharded("gradients") else bucket.layout.numel
-        wide = self._gradients_on_disk and bucket.dtype in NARROW
+        on_disk = self.row.tier("gradients").kind == "nvme" and self.row.is_sharded("gradients")
+        wide = on_disk and bucket.dtype in NARROW
         assert bucket.group is not None
         mastered = self._has_master(bucket)
         size = bucket.master_size if mastered else bucket.itemsize
         optimizer = updated * size * (len(bucket.group.moments) + mastered)
         return held * bucket.itemsize, kept * (FP32 if wide else bucket.itemsize), optimizer
-
-    @property
-    def _gradients_on_disk(self) -> bool:
-        return self.row.tier("gradients").kind == "nvme" and self.row.is_sharded("gradients")
 
     def _has_master(self, bucket: LaidBucket) -> bool:
         """Whether what is updated is apart from the parameters: wider, or in other memory."""

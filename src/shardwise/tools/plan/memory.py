@@ -7,24 +7,29 @@ The walk goes over the operations of the record. At each of them a device holds
     buckets     gradients in flight, where they are sharded
     tensors     what operations have made and still need: saved for backward, temporary, the batch
 
-and the peak is the largest sum. After backward the update has temporaries of its own.
+and the peak is the largest sum. After backward the update has temporaries of its own. A rank of a
+pipeline also holds what forward has saved of each micro-batch whose backward is still to come
+(`in flight`). The schedule's table, which the engine runs, says how many these are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.layout.placement import STATES
+from shardwise.parallel.pipeline import schedule
 from shardwise.states.storage.storage import SPAN
 from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.layout import FP32, NARROW, StateLayout, lay_out
 from shardwise.tools.plan.record import ParameterRecord, StepRecord, TensorLife
+from shardwise.tools.plan.stage_records import part_of, stage_layers
 
 IN_FLIGHT = 2
 """Buffers of gradients that are in a collective at once (states/gradients/reduction_queue)."""
@@ -131,6 +136,7 @@ def predict(
     count = len(record.operations)
     parts = {kind: np.zeros(count + 1, dtype=np.int64) for kind in KINDS}
     states = layout.bytes_by_state(rank)
+    # Sums over several micro-batches are kept in fp32.
     if choice.micro_batches > 1:
         states["gradients"] += _widened(layout, rank)
     tiers = _add_states(parts, states, layout.staging_bytes(rank), choice, hardware)
@@ -141,6 +147,7 @@ def predict(
     parts["in flight"][record.backward : count] = in_flight.backward
     parts["buckets"] += _borrowed(layout, hardware)
     _add_tensors(parts, record, hardware)
+    # Index `count` is the update: the batch is still alive, since the loop holds its name.
     parts["batch"][count] = parts["batch"][count - 1] if count else 0
     parts["temporary"][count] = _update_temporaries(layout, rank)
     curve = np.sum(list(parts.values()), axis=0)
@@ -180,9 +187,11 @@ def _add_tensors(parts: Parts, record: StepRecord, hardware: Hardware) -> None:
     """Add what the step makes, from its birth to its death."""
     for life in record.tensors:
         kind = _kind(life)
-        nbytes = _rounded(life.nbytes, hardware)
+        nbytes = -(-life.nbytes // ROUNDING) * ROUNDING if hardware.apart else life.nbytes
         parts[kind][max(life.born, 0) : life.died + 1] += nbytes
-        if life.kept:  # the script's name for it is bound anew once the next step has made it
+        # The script's name refers to the tensor until the next step has made the next one, so in
+        # the next step both are alive up to the operation that makes it.
+        if life.kept:
             parts[kind][: life.born] += nbytes
 
 
@@ -190,10 +199,6 @@ def _kind(life: TensorLife) -> str:
     if life.source == "batch":
         return "batch"
     return "saved" if life.saved else "temporary"
-
-
-def _rounded(nbytes: int, hardware: Hardware) -> int:
-    return -(-nbytes // ROUNDING) * ROUNDING if hardware.apart else nbytes
 
 
 def _widened(layout: StateLayout, rank: int) -> int:
@@ -288,3 +293,67 @@ def _held(record: StepRecord, at: int) -> tuple[Held, ...]:
         )
         for life in alive
     )
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The most micro-batches of each stage of a rank that wait for their backward while `stage`
+    runs a forward, and while it runs a backward."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def predict_pipeline(record: StepRecord, choice: Choice, hardware: Hardware) -> MemoryPlan:
+    """The memory of the rank that needs the most; `record` is of one micro-batch of the whole
+    model."""
+    stages = choice.pipeline * choice.stages_per_rank
+    rows = stage_layers(record, stages)
+    plans = (_rank(record, choice, hardware, rows, rank) for rank in range(choice.pipeline))
+    return max(plans, key=lambda plan: plan.peak)
+
+
+def _rank(
+    record: StepRecord, choice: Choice, hardware: Hardware, rows: Sequence[range], rank: int
+) -> MemoryPlan:
+    """The memory of `rank`, at the stage where it has its peak."""
+    own = list(range(rank, len(rows), choice.pipeline))
+    parts = [part_of(record, rows[stage]) for stage in own]
+    held = tuple(p for part in parts for p in part.parameters)
+    saved = [saved_bytes(part) for part in parts]
+    plans = []
+    for place, part in enumerate(parts):
+        waiting = most_waiting(
+            choice.schedule, choice.pipeline, len(rows), choice.micro_batches, rank, place
+        )
+        sums = [
+            sum(count * size for count, size in zip(counts, saved, strict=True))
+            for counts in (waiting.forward, waiting.backward)
+        ]
+        plans.append(predict(part, choice, hardware, parameters=held, in_flight=InFlight(*sums)))
+    return max(plans, key=lambda plan: plan.peak)
+
+
+def saved_bytes(part: StepRecord) -> int:
+    """Bytes that forward leaves for backward, of one micro-batch."""
+    return sum(each.nbytes for each in part.tensors if each.saved)
+
+
+@lru_cache(maxsize=4096)
+def most_waiting(name: str, ranks: int, stages: int, micros: int, rank: int, place: int) -> Waiting:
+    """What waits on `rank` while its stage number `place` runs, the micro-batch at work left out.
+
+    A backward in two parts (zero-bubble) lets go of what was saved at its second.
+    """
+    waiting = [0] * (stages // ranks)
+    most = {"F": (0,) * len(waiting), "B": (0,) * len(waiting)}
+    for action in schedule.actions_of(name, ranks, stages, micros, rank):
+        here, forward = action.stage // ranks, action.kind == "F"
+        if not forward:
+            waiting[here] -= 1
+        if here == place:
+            kind = "F" if forward else "B"
+            most[kind] = max(most[kind], tuple(waiting), key=sum)
+        if forward or action.kind == "I":
+            waiting[here] += 1
+    return Waiting(most["F"], most["B"])

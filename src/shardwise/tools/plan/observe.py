@@ -109,6 +109,7 @@ def observe_sizes(
     on_run(f"its own batch, {how}")
     large = observe(set_so, tensor=tensor)
     half = large.batch_size // 2
+    # Without a Loader of ours nobody but the script can make the batch smaller.
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
     on_run(f"half of the batch, {how}")
@@ -132,6 +133,7 @@ def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> S
             env=os.environ,
             check=False,
         )
+        # The exit code does not count: a script may fail after its step was written, while it ends.
         if path.exists():
             return StepRecord.read(path)
         raise LaunchError(_why(script, path.with_suffix(".error"), done.stdout, done.returncode))

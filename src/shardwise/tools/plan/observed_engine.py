@@ -15,7 +15,6 @@ from torch.amp import GradScaler
 from shardwise import config
 from shardwise.engine import usage_checks
 from shardwise.engine.engine import Engine
-from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import spec_of
 from shardwise.engine.gradient_weighting import divisor_of
 from shardwise.model import precision
@@ -24,8 +23,13 @@ from shardwise.model.module_hooks import attach
 from shardwise.parallel.pipeline import runner
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.step_totals import StepStats
-from shardwise.tools.plan import tensor_part
-from shardwise.tools.plan.engine_parts import ObservedParameter, note_layers, note_spec, replace_in
+from shardwise.tools.plan.engine_parts import (
+    ObservedParameter,
+    note_layers,
+    note_spec,
+    replace_in,
+    split_first_part,
+)
 from shardwise.tools.plan.observation import Observation, finish
 from shardwise.tools.plan.record import UnitUse
 from shardwise.world.world import World
@@ -54,9 +58,10 @@ class ObservedEngine(Engine):
         self.placement = self.settings.placement
         number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
-        self._spec = spec = self._split(
-            spec_of(world, self.settings, models, optimizers, tensor_plan), tensor_plan
-        )
+        spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
+        if observation.tensor > 1:
+            spec = split_first_part(spec, tensor_plan or {}, observation.tensor)
+        self._spec = spec
         self.backwards = 0
         self.stepped = False
         self._depth = 0
@@ -79,11 +84,6 @@ class ObservedEngine(Engine):
     def models(self) -> Sequence[nn.Module]:
         """The models."""
         return self._spec.models
-
-    def _split(self, spec: EngineSpec, plan: TensorPlan | None) -> EngineSpec:
-        """The spec of the first tensor-parallel rank, where one is observed."""
-        parts = self._observation.tensor
-        return spec if parts == 1 else tensor_part.split_first_part(spec, plan or {}, parts)
 
     def _take_memory(self, parameters: Sequence[ObservedParameter]) -> None:
         """Put a fake parameter in the place of each, wherever the models and optimizers have it."""
@@ -149,9 +149,15 @@ class ObservedEngine(Engine):
         def enter(module: nn.Module, args: Any) -> None:
             del module, args
             if not self._depth and torch.is_grad_enabled() and not recorder.backward:
-                self._open()
+                # A forward of another batch than the observed one tells nothing new.
+                if self.backwards and self.world.current_batch.batch is not self._observation.batch:
+                    self._end_if_alone()
+                recorder.active = True
             if layer >= 0 and recorder.active and not recorder.backward:
-                self._enter_layer(layer)
+                observation = self._observation
+                if layer < recorder.layer:
+                    observation.disordered = observation.layers[recorder.layer].name
+                recorder.layer = layer  # of what runs from now on
             if number >= 0:
                 self._stack.append((number, recorder.unit, len(recorder.operations)))
                 recorder.unit = number
@@ -176,20 +182,7 @@ class ObservedEngine(Engine):
 
         return leave
 
-    def _enter_layer(self, layer: int) -> None:
-        """What runs from now on goes with `layer`."""
-        observation = self._observation
-        if layer < observation.recorder.layer:
-            observation.disordered = observation.layers[observation.recorder.layer].name
-        observation.recorder.layer = layer
-
     # -- a step -----------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        """A forward to train on begins: one of another batch than was observed is not needed."""
-        if self.backwards and self.world.current_batch.batch is not self._observation.batch:
-            self._end_if_alone()
-        self._observation.recorder.active = True
 
     def _end_if_alone(self) -> None:
         if len(self._observation.engines) == 1:
@@ -230,19 +223,17 @@ class ObservedEngine(Engine):
         recorder.active = recorder.backward = True
         if self._observation.first_backward < 0:
             self._observation.first_backward = len(recorder.operations)
+        # The graph may hold parameters of another engine too.
+        own = None
+        if len(self._observation.engines) > 1:
+            located = (each.parameter for each in self._spec.located())
+            own = [parameter for parameter in located if parameter.requires_grad]
         try:
-            torch.autograd.backward(loss, retain_graph=retain_graph, inputs=self._inputs())
+            torch.autograd.backward(loss, retain_graph=retain_graph, inputs=own)
         finally:
             recorder.active = recorder.backward = False
         self.backwards += 1
         self.world.current_batch.train()
-
-    def _inputs(self) -> list[nn.Parameter] | None:
-        """This engine's parameters where the graph may hold those of another engine too."""
-        if len(self._observation.engines) == 1:
-            return None
-        located = (each.parameter for each in self._spec.located())
-        return [parameter for parameter in located if parameter.requires_grad]
 
     def forward_backward(
         self,
@@ -261,15 +252,14 @@ class ObservedEngine(Engine):
             self._end_if_alone()
         self._note_batch(weighted=given or divisor > 0, anew=given and not same_items)
         self._observation.accumulates = self._observation.pipelined = True
-        loss = loss_of(*(self._first_part(batch) if cut else batch[0]))
+        parts = batch[0]
+        if cut:  # into micro-batches, of which the first is recorded
+            count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
+            parts = runner.split_batch(batch, count)[0][1]
+        loss = loss_of(*parts)
         usage_checks.check_loss(loss)
         self._run_backward(loss)
         return torch.zeros((), dtype=torch.float64)
-
-    def _first_part(self, batch: tuple[Any, ...]) -> Any:
-        """The first micro-batch of `batch`."""
-        count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
-        return runner.split_batch(batch, count)[0][1]
 
     def step(
         self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None

@@ -35,11 +35,15 @@ def main(arguments: list[str]) -> None:
     """Observe what the words after the file's name run."""
     path, samples, tensor, *words = arguments
     observation = Observation.begin(Path(path), int(tensor))
-    _replace_engine()
+    for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):
+        import_module(name).Engine = ObservedEngine  # type: ignore[attr-defined]
     _replace_loader(observation, int(samples))
     _skip_initial_values()
     try:
-        _run(words)
+        if program.set_up_python(words):  # a module, with -m
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(words[0], run_name="__main__")
     except SystemExit:
         if observation.written:
             raise
@@ -48,25 +52,12 @@ def main(arguments: list[str]) -> None:
         raise
     except BaseException as error:
         traceback.print_exc()
-        _fail(observation, *_told(error))
+        kind = "" if isinstance(error, ShardwiseError) else f"{type(error).__name__}: "
+        _fail(observation, f"{kind}{error}", user_place(error.__traceback__))
     if not observation.written:
         if any(engine.backwards for engine in observation.engines):
             finish(observation)
         _fail(observation, "The script made no step of an sw.Engine.", "")
-
-
-def _run(words: list[str]) -> None:
-    """Run a script, or with -m a module, as Python does."""
-    if program.set_up_python(words):
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(words[0], run_name="__main__")
-
-
-def _replace_engine() -> None:
-    """Let whoever asks for the engine's class get the one that observes."""
-    for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):
-        import_module(name).Engine = ObservedEngine  # type: ignore[attr-defined]
 
 
 def _replace_loader(observation: Observation, samples: int) -> None:
@@ -108,12 +99,6 @@ def _skip_initial_values() -> None:
         *("orthogonal_", "sparse_"),
     ):
         setattr(nn.init, name, skipping(getattr(nn.init, name)))
-
-
-def _told(error: BaseException) -> tuple[str, str]:
-    """What is said of an exception of the script, and the line of the user's that it came from."""
-    kind = "" if isinstance(error, ShardwiseError) else f"{type(error).__name__}: "
-    return f"{kind}{error}", user_place(error.__traceback__)
 
 
 def _fail(observation: Observation, why: str, line: str) -> None:

@@ -65,22 +65,20 @@ def _walked(
     while left:
         before = left
         for rank, row in enumerate(rows):
+            # A rank runs its row in order; it stops at the first action whose input is not made.
             while positions[rank] < len(row):
                 action = row[positions[rank]]
                 ready = _ready(action, stages, ends, send)
                 if ready is None:
                     break
                 end = max(clocks[rank], ready) + times[action.kind][action.stage]
-                ends[action.stage, _direction(action.kind), action.micro] = clocks[rank] = end
+                # A backward for the inputs sends what a whole backward sends.
+                sent = "B" if action.kind == "I" else action.kind
+                ends[action.stage, sent, action.micro] = clocks[rank] = end
                 positions[rank] += 1
                 left -= 1
         assert left < before, "the schedule waits for itself"
     return max(clocks)
-
-
-def _direction(kind: str) -> str:
-    """A backward for the inputs sends what a whole backward sends."""
-    return "B" if kind == "I" else kind
 
 
 def _ready(

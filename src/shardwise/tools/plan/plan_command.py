@@ -11,13 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.messages.printable import byte_unit, in_bytes, in_shell, printable
+from shardwise.messages.printable import byte_unit, in_bytes, in_shell, plain_console, printable
 from shardwise.tools.plan import search
 from shardwise.tools.plan.calibrate import calibrate
 from shardwise.tools.plan.memory import KINDS
 from shardwise.tools.plan.observe import Script
 from shardwise.tools.plan.plans import Plan, PlanRequest, make_plan
 from shardwise.tools.plan.search import Line
+from shardwise.tools.report.output import is_stdout, write_json
 
 SHOWN = 12
 """Placements of each kind that the table has."""
@@ -52,9 +53,9 @@ def plan(
 
 def show_plan(request: PlanRequest) -> int:
     """Make a plan and print it; returns the exit code, 1 where nothing fits."""
-    to_stdout = str(request.json_file) == "-"
-    console = _console(stderr=to_stdout)
-    progress = _console(stderr=True)
+    to_stdout = is_stdout(request.json_file)
+    console = plain_console(stderr=to_stdout, width=WIDTH)
+    progress = plain_console(stderr=True, width=WIDTH)
     name = printable(request.script.name)
     number = 0
     with progress.status(f"observing {name}") as status:
@@ -72,11 +73,7 @@ def show_plan(request: PlanRequest) -> int:
     if request.explain:
         _explain(made, console)
     if request.json_file is not None:
-        text = json.dumps(made.as_json(), indent=1)
-        if to_stdout:
-            print(text)
-        else:
-            request.json_file.write_text(text + "\n")
+        write_json(json.dumps(made.as_json(), indent=1), request.json_file)
     if request.page is not None:
         from shardwise.tools.plan import page
 
@@ -86,15 +83,7 @@ def show_plan(request: PlanRequest) -> int:
 
 def show_calibration() -> Path:
     """Measure this machine, with a bar, for `--on here`; returns the catalogue's file."""
-    return calibrate(_console(stderr=True))
-
-
-def _console(*, stderr: bool) -> Console:
-    """A console that prints what it is given: `:fire:` in a command stays so."""
-    console = Console(highlight=False, markup=False, emoji=False, stderr=stderr)
-    if not console.is_terminal:
-        console.width = max(console.width, WIDTH)
-    return console
+    return calibrate(plain_console(stderr=True, width=WIDTH))
 
 
 def _print(made: Plan, console: Console) -> None:

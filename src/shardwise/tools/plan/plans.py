@@ -12,7 +12,7 @@ from shardwise.errors import LaunchError
 from shardwise.messages.printable import in_bytes
 from shardwise.tools.plan import search
 from shardwise.tools.plan.catalogue import read_catalogue
-from shardwise.tools.plan.clock import ScriptClock
+from shardwise.tools.plan.clock import step_estimate
 from shardwise.tools.plan.cluster import Cluster, parse_cluster
 from shardwise.tools.plan.cost import Cost, cost_of, is_within
 from shardwise.tools.plan.meshes import tensor_sizes
@@ -178,7 +178,7 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
         ("kept", 1): observe_sizes(request.script, activations="kept", on_run=on_run)
     }
     excluded = list(_observe_parts(request.script, cluster, steps, on_run))
-    question = Question(steps, cluster, ScriptClock(), request.disk, tuple(excluded))
+    question = Question(steps, cluster, step_estimate, request.disk, tuple(excluded))
     lines = search.search(question)
     if not any(line.fits and line.choice.micro_batches == 1 for line in lines):
         # It costs a third of the time of forward and backward: looked at only where memory lacks.
@@ -237,11 +237,9 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
         else:
             replicated.append(states[name])
     found += sum(-(-nbytes // data) for nbytes in replicated)
-    return found + (_rounding(record) if data > 1 else 0)
-
-
-def _rounding(record: StepRecord) -> int:
-    """At most the bytes by which a part is longer than an even one: an element of each bucket,
-    which has one parameter or more, of the parameters, of their masters and of each moment."""
-    kinds = 2 + max((len(group.moments) for group in record.groups), default=0)
-    return LONGEST * kinds * len(record.parameters)
+    if data > 1:
+        # A part is longer than an even one by at most an element of each bucket, which has one
+        # parameter or more: of the parameters, of their masters and of each moment.
+        kinds = 2 + max((len(group.moments) for group in record.groups), default=0)
+        found += LONGEST * kinds * len(record.parameters)
+    return found

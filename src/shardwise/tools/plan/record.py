@@ -7,8 +7,7 @@ computed from it. It was observed on one rank, whole: no parameter sharded, no l
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -199,7 +198,10 @@ class StepRecord:
         content = json.loads(path.read_text())
         if content.pop("version", None) != VERSION:
             raise LaunchError(f"{path} was written by another version of shardwise: make it anew.")
-        lists = {name: _objects(kind, content[name]) for name, kind in _KINDS.items()}
+        lists = {
+            name: tuple(kind(**{k: _frozen(v) for k, v in each.items()}) for each in content[name])
+            for name, kind in _KINDS.items()
+        }
         return cls(**{**content, **lists, "units": tuple(content["units"])})
 
 
@@ -214,11 +216,6 @@ _KINDS: dict[str, type] = {
 }
 
 
-def _objects(kind: type, entries: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
-    """The dataclass `kind` of each entry, lists made tuples again."""
-    names = [field.name for field in fields(kind)]
-    return tuple(kind(**{name: _frozen(entry[name]) for name in names}) for entry in entries)
-
-
 def _frozen(value: Any) -> Any:
+    """Return a list of JSON as the tuple that it was."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -9,20 +9,19 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.errors import ConfigError
 from shardwise.launch import resources
 from shardwise.layout.placement import DEVICE, Placement, Tier
 from shardwise.messages.printable import in_bytes
-from shardwise.tools.plan.choice import Choice, Clock, Estimate
+from shardwise.tools.plan.choice import Choice, Estimate
 from shardwise.tools.plan.cluster import HERE, Cluster
-from shardwise.tools.plan.memory import Hardware, MemoryPlan, predict
+from shardwise.tools.plan.memory import Hardware, MemoryPlan, predict, predict_pipeline
 from shardwise.tools.plan.meshes import AxisSizes, meshes
 from shardwise.tools.plan.observe import ObservedStep
 from shardwise.tools.plan.record import StepRecord
-from shardwise.tools.plan.stage_memory import predict_pipeline
 
 RESERVED = 2 * 2**30
 """Bytes of an accelerator that are left to its driver, NCCL and gaps between allocations."""
@@ -49,6 +48,9 @@ class Line:
         """Whether device and host have room for it."""
         return not (self.over or self.over_host)
 
+
+Clock = Callable[[StepRecord, Choice, Cluster], Estimate]
+"""Returns how long a step takes (`clock.step_estimate`)."""
 
 Way = tuple[str, int]
 """How a step was observed: its activations, and the number of tensor-parallel ranks."""
@@ -144,24 +146,19 @@ def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
     """The rows of the table, with tiers: the host's memory where that is another one, a disk where
     there is a folder."""
     separable = all(group.separable for group in question.step.large.groups)
+    tiers = [HOST] if question.hardware.apart else []
+    tiers += [Tier("nvme", question.disk)] if question.disk else []
     for level in range(4) if mesh.data > 1 else (0,):
         row = Placement.zero(level)
         split = mesh.schedule == "zero-bubble" and row.is_sharded("parameters")
         if split or (level and not separable):
             continue
         yield row
-        for tier in _tiers(question):
+        for tier in tiers:
             if level in (0, 2, 3):
                 yield row.resting(optimizer=tier)
             if level == 3:
                 yield row.resting(parameters=tier, optimizer=tier)
-
-
-def _tiers(question: Question) -> Iterator[Tier]:
-    if question.hardware.apart:
-        yield HOST
-    if question.disk:
-        yield Tier("nvme", question.disk)
 
 
 def _largest_that_fits(
@@ -183,6 +180,7 @@ def _is_excluded(mesh: AxisSizes, way: Way, count: int) -> bool:
     """Whether the engine refuses so many micro-batches, or recomputation, under a schedule."""
     if mesh.schedule == "zero-bubble" and way[0] == "recomputed":
         return True
+    # These two schedules take micro-batches in rounds of one for each rank of the pipeline.
     return mesh.schedule in ("interleaved", "zero-bubble") and count % mesh.pipeline != 0
 
 
@@ -205,27 +203,23 @@ def measure(
     predicted = predict_pipeline if mesh.pipeline > 1 else predict
     memory = predicted(record, choice, question.hardware)
     device, cluster = question.cluster.device, question.cluster
+    estimate = None
+    if question.clock is not None:
+        try:
+            estimate = question.clock(record, choice, cluster)
+        except ConfigError:
+            # The catalogue does not know the disk of every device's host.
+            if choice.row.tier("optimizer").kind != "nvme":
+                raise
     host = device.number("host_memory_gib")
     on_host = memory.tiers.get("cpu", 0) * min(cluster.per_host, choice.devices)
     return Line(
         choice,
         memory,
-        _estimate(question, record, choice),
+        estimate,
         max(0, memory.peak - question.capacity),
         max(0, on_host - int(host)) if host else 0,
     )
-
-
-def _estimate(question: Question, record: StepRecord, choice: Choice) -> Estimate | None:
-    """The time of a step; None without a clock, or where the catalogue lacks a number for it."""
-    if question.clock is None:
-        return None
-    try:
-        return question.clock.seconds(record, choice, question.cluster)
-    except ConfigError:
-        if choice.row.tier("optimizer").kind != "nvme":
-            raise
-        return None  # a device whose host's disk the catalogue does not know
 
 
 def flags_of(line: Line) -> list[str]:
@@ -255,6 +249,7 @@ def command_of(
     """The words of the command that trains so; `words` are the script's."""
     several = ["--hostfile", "hosts"] if cluster.hosts > 1 else []
     run = ["shardwise", "run", "-n", str(line.choice.devices), *several, *flags_of(line), *flags]
+    # Without "--" a script named -x.py would be read as a flag of `shardwise run`.
     named = words[0] != "-m" and words[0].startswith("-")
     return [*run, *(["--"] if named else []), *words]
 
@@ -263,6 +258,7 @@ def remedy(line: Line, lines: Sequence[Line]) -> str:
     """What would help a placement that does not fit, and how much: the change of one thing that
     leaves the least."""
     others = [each for each in lines if _changes(each, line) == 1]
+    # One that fits helps more than any that does not, however small its peak is.
     others.sort(key=lambda each: (not each.fits, each.memory.peak))
     if not others or others[0].memory.peak >= line.memory.peak:
         largest = max(line.memory.at_peak().items(), key=lambda pair: pair[1])

@@ -141,6 +141,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._assume(func, args)
         if func is aten.nonzero.default and is_fake:
             return self._assume_nonzero(args[0])
+        # prim operators ask for facts such as a device, and make no memory.
         if not self.active or func.namespace == "prim":
             return func(*args, **kwargs)
         place = self._place()
@@ -169,7 +170,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:
             if not is_fake:
                 raise
-            raise _unobservable(func, line, error) from error
+            raise UsageError(
+                f"{line or 'the script'} cannot be observed: {func} needs the values of a tensor, "
+                f"and there are none without computing it ({type(error).__name__}). Give the step "
+                "a fixed shape at this line, or measure a real run with shardwise scale."
+            ) from error
 
     def _assume(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The value of a tensor that has none: zero, which is written down."""
@@ -216,18 +221,21 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, call: _Call, place: _Place) -> None:
         number = len(self.operations)
+        # Views, and what is changed in place, have the storage of an input: no new memory.
         before = set(self._alive) | self._ignored
         name = call.func._overloadpacket.__name__
         for tensor in call.outputs:
             key = _key(tensor)
             if key is not None and key not in before and key not in self._alive:
                 self._be_born(key, tensor, number, name, place.unit, place.line)
+        # Read and written; a tensor that is changed in place is both, and counts twice.
+        moved = sum(each.numel() * each.element_size() for each in (*call.inputs, *call.outputs))
         dtype = str(call.outputs[0].dtype).removeprefix("torch.") if call.outputs else ""
         self.operations.append(
             Operation(
                 name=name,
                 flops=_flops(call.func, call.args, call.kwargs, call.out),
-                bytes=0 if call.func.is_view else _moved(call.inputs, call.outputs),
+                bytes=0 if call.func.is_view else moved,
                 dtype=dtype,
                 unit=place.unit,
                 phase="backward" if self.backward else "forward",
@@ -327,16 +335,3 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     if counted is None and packet.__name__ == "_scaled_dot_product_flash_attention_for_cpu":
         return int(sdpa_flop(*args[:3], out_val=out))
     return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
-
-
-def _moved(inputs: list[Tensor], outputs: list[Tensor]) -> int:
-    """Bytes that are read and written; what is written in place counts twice, as it is."""
-    return sum(each.numel() * each.element_size() for each in (*inputs, *outputs))
-
-
-def _unobservable(func: Any, line: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"{line or 'the script'} cannot be observed: {func} needs the values of a tensor, and "
-        f"there are none without computing it ({type(error).__name__}). Give the step a fixed "
-        "shape at this line, or measure a real run with shardwise scale."
-    )

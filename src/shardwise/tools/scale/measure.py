@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardwise.errors import LaunchError
-from shardwise.messages.printable import as_utf8
+from shardwise.tools.report.output import check_can_draw, exit_on_sigterm
 from shardwise.tools.scale import report as reports
 from shardwise.tools.scale import runs
 from shardwise.tools.scale.report import ScalingReport
 from shardwise.tools.scale.runs import MeasuredRun, ScalingPlan
-
-NEEDS = ("matplotlib", "jinja2")
 
 
 def measure(plan: ScalingPlan) -> int:
@@ -28,23 +21,17 @@ def measure(plan: ScalingPlan) -> int:
     Interrupted, it writes what has been measured by then.
     Raises LaunchError where something that is needed is not installed.
     """
-    if missing := [name for name in NEEDS if find_spec(name) is None]:
-        raise LaunchError(
-            f"shardwise scale draws with {' and '.join(missing)}, which is not installed: "
-            "pip install 'shardwise[scale]'"
-        )
+    check_can_draw("shardwise scale")
     console = Console(highlight=False, markup=False)
     plan.out.mkdir(parents=True, exist_ok=True)
     made: list[MeasuredRun] = []
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        made.extend(_all(plan, console))
-    except (KeyboardInterrupt, SystemExit):
-        if made:
-            _tell(ScalingReport(plan=plan, runs=made), console)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with exit_on_sigterm():
+        try:
+            made.extend(_all(plan, console))
+        except (KeyboardInterrupt, SystemExit):
+            if made:
+                _tell(ScalingReport(plan=plan, runs=made), console)
+            raise
     _tell(ScalingReport(plan=plan, runs=made), console)
     return 1 if any(run.error for run in made) else 0
 
@@ -55,17 +42,11 @@ def _tell(report: ScalingReport, console: Console) -> None:
     reports.write(report, plan.out)
     from shardwise.tools.scale import plots  # half a second, which nobody waits for before
 
-    pictures = plots.draw(report, plan.out)
-    (plan.out / "scaling.html").write_bytes(as_utf8(plots.render_page(report, pictures)))
+    plots.write_report_page(report, plots.draw(report, plan.out), plan.out / "scaling.html")
     console.print(reports.table(report))
     for note in report.notes():
         console.print(note, style="dim")
     console.print(f"all of it: {plan.out / 'scaling.html'}, beside it JSON, CSV, PDF and PNG")
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a request to end: the present run ends first."""
-    raise SystemExit(128 + number)
 
 
 def _all(plan: ScalingPlan, console: Console) -> Iterator[MeasuredRun]:

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from shardwise.tools.report import plot_look
-from shardwise.tools.report.plot_look import FAINT, GREY, INK
+from shardwise.tools.report.look import BLUE, GREY, GRID, SERIES, save_picture
+from shardwise.tools.report.page import write_page
 from shardwise.tools.scale.records import Curve, Measured
 from shardwise.tools.scale.report import BATCH_GROWS, COLUMNS, ScalingReport, accuracy, lines
 from shardwise.tools.scale.runs import STRONG
 
-COLORS = ("#2563a8", "#d9622b", "#2f8f5b", "#8a4fb0", "#b0892c", "#c23b6b", "#3a9aa8", "#7a6a5c")
+COLORS = (BLUE, *SERIES)
 KINDS = {STRONG: COLORS[0], "weak": COLORS[1]}
 STYLES = ("-", "--")
 
-VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint"} | {
-    color: f"line-{number}" for number, color in enumerate(COLORS)
-}
-"""Colors of a plot, and the names that they have in the style sheet of the page."""
-
-STYLE = plot_look.STYLE | plot_look.GRID | {"font.size": 10.5, "savefig.transparent": False}
+STYLE = GRID | {"font.size": 10.5, "savefig.transparent": False}
 SIZE = (5.6, 3.7)
 MARKED = 40
 """Points of a line, at most, of which each is marked."""
@@ -40,18 +30,16 @@ Draw = Callable[[Any, ScalingReport], None]
 
 def draw(report: ScalingReport, folder: Path) -> dict[str, str]:
     """Save the plots that have data in `folder`; returns their SVG, by name."""
-    found = {}
-    for name, on in _plots(report):
-        with plt.rc_context(STYLE | {"svg.hashsalt": name}):
-            figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
-            on(axes, report)
-            figure.savefig(folder / f"{name}.pdf")
-            figure.savefig(folder / f"{name}.png", dpi=120)
-            picture = io.StringIO()
-            figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
-            plt.close(figure)
-        found[name] = plot_look.themed(picture.getvalue(), VARIABLES, name)
-    return found
+
+    def draw_one(on: Draw, figure: Any) -> None:
+        on(figure.subplots(), report)
+
+    return {
+        name: save_picture(
+            folder / name, SIZE, partial(draw_one, on), style=STYLE, formats=("pdf", "png")
+        )
+        for name, on in _plots(report)
+    }
 
 
 def _plots(report: ScalingReport) -> Iterator[tuple[str, Draw]]:
@@ -173,10 +161,10 @@ CAPTIONS = {
 }
 
 
-def render_page(report: ScalingReport, pictures: Mapping[str, str]) -> str:
-    """One HTML page with all of a measurement, which loads nothing; `pictures` are SVG plots by
-    name."""
-    return plot_look.render_page(
+def write_report_page(report: ScalingReport, pictures: Mapping[str, str], file: Path) -> None:
+    """Write an HTML page with all of a measurement; `pictures` are SVG plots by name."""
+    write_page(
+        file,
         "shardwise.tools.scale",
         report=report,
         machine=report.machine(),

@@ -9,8 +9,6 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from shardwise import __version__
 from shardwise.launch.resources import usable_cores
+from shardwise.tools.report.output import finite, machine_facts
 from shardwise.tools.scale.records import Curve, Measured
 from shardwise.tools.scale.runs import WEAK, MeasuredRun, ScalingPlan
 
@@ -73,13 +71,12 @@ class ScalingReport:
     def machine(self) -> dict[str, str]:
         """The machine of the measurement."""
         threads = os.environ.get("OMP_NUM_THREADS", str(self.plan.threads))
+        facts = machine_facts()
         return {
-            "machine": f"{platform.node()}, {_processor()}",
+            "machine": f"{facts.pop('machine')}, {_processor()}",
             "cores": str(usable_cores()),
             "threads per worker": threads,
-            "versions": f"shardwise {__version__}, torch {version('torch')}, "
-            f"Python {platform.python_version()}",
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            **facts,
         }
 
     def notes(self) -> list[str]:
@@ -249,7 +246,7 @@ def _result(report: ScalingReport, run: MeasuredRun) -> dict[str, Any]:
         return found | {"error": run.error}
     (row,) = (each for each in report.rows(run.kind) if each.run is run)
     measured, curve = run.measured, accuracy(run.measured)
-    rate = {name: _known(value) for name, value in asdict(measured.rate).items()}
+    rate = {name: finite(value) for name, value in asdict(measured.rate).items()}
     return found | {
         "batch": measured.batch,
         "steps": measured.steps,
@@ -265,10 +262,6 @@ def _result(report: ScalingReport, run: MeasuredRun) -> dict[str, Any]:
         "loss_by_epoch": measured.loss,
         "means_by_epoch": dict(measured.means),
     }
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _processor() -> str:

@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.launch import program
 from shardwise.launch.resources import usable_cores
 from shardwise.net.python_command import python_words
+from shardwise.tools.report.output import last_words
 from shardwise.tools.scale import records
 from shardwise.tools.scale.records import Measured, TooFew
 
@@ -76,12 +77,14 @@ def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> Measured
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(os.environ, plan.threads),
+            env={"OMP_NUM_THREADS": str(plan.threads), **os.environ},
         )
         code = program.wait_for(process, lambda: on_step(records.steps_made(folder)))
     ended = MeasuredRun(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
     if code:
-        return replace(ended, error=f"exit code {code}: {_last_words(log)}")
+        return replace(
+            ended, error=f"exit code {code}: {last_words(log.read_text(errors='replace'))}"
+        )
     try:
         return replace(ended, measured=records.read(folder, workers, plan.warmup))
     except TooFew as error:
@@ -105,13 +108,3 @@ def _command(plan: ScalingPlan, kind: str, workers: int, folder: Path) -> list[s
     if plan.limit is not None:
         flags += ["--stop-after", str(plan.limit)]
     return [*python_words("shardwise"), "run", *flags, *plan.words]
-
-
-def _environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(threads), **environ}
-
-
-def _last_words(log: Path) -> str:
-    """The last line of a log, which is the error that ended the run."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it said nothing")

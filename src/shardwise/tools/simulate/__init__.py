@@ -3,9 +3,9 @@
 - failure_classes.py: the catalogue of what fails, how often, and what it takes with it
 - run_model.py: a run as it is simulated, the causes of lost time, and the slowest of many devices
 - trial.py: one run from its start to its end, event by event
-- group_trial.py: the same of groups, of which a failure stops only those that it hits
+- island_trial.py: the same of islands, of which a failure stops only those that it hits
 - outcome.py: what came of a run, and the books of its time meanwhile
-- slow_links.py: what the links between groups take at a boundary
+- slow_links.py: what the links between islands take at a boundary
 - goodput.py: many trials, their spread, and the best interval between checkpoints
 - flags.py: the command `shardwise simulate`
 - command.py: makes the trials and shows what they found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,11 +15,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from shardwise.config import APART_FLAG
 from shardwise.errors import ConfigError
-from shardwise.messages.printable import many
+from shardwise.messages.printable import many, plain_console
 from shardwise.tools.plan.catalogue import read_catalogue
 from shardwise.tools.plan.cluster import Cluster, parse_cluster
+from shardwise.tools.report.output import is_stdout, write_json
 from shardwise.tools.simulate.failure_classes import Failures, Topology, read_failures
 from shardwise.tools.simulate.goodput import (
     FACTORS,
@@ -37,9 +36,6 @@ from shardwise.tools.simulate.slow_links import SlowLinks
 SEARCH_TRIALS = 5
 """Trials of each interval, where the best one is looked for."""
 
-WIDTH = 100
-"""Columns of the tables where there is no terminal."""
-
 
 def run(asked: Asked, out: Path, json_file: Path | None) -> int:
     """Simulate what is `asked`, and show it. Raises ConfigError for what cannot be."""
@@ -49,11 +45,11 @@ def run(asked: Asked, out: Path, json_file: Path | None) -> int:
     with _progress(asked, model) as tick:
         found, tried = _found(asked, model, tick)
         whole = None
-        if model.groups > 1:
+        if model.islands > 1:
             whole, _ = _found(asked, as_a_whole(asked, model), tick)
     report = Report(asked, cluster, failures, found, tried, whole)
-    if str(json_file) != "-":
-        show(report, Console(highlight=False, markup=False) if sys.stdout.isatty() else _plain())
+    if not is_stdout(json_file):
+        show(report, plain_console())
     write(report, out, json_file)
     return 0
 
@@ -77,12 +73,12 @@ def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
     topology = Topology(
         cluster.hosts, cluster.per_host, failures.hosts_per_rack, failures.racks_per_pod
     )
-    groups = cluster.hosts if asked.groups == "host" else int(asked.groups)
+    islands = cluster.hosts if asked.islands == "host" else int(asked.islands)
     rule = asked.rule
-    _refuse_ignored(asked, groups)
-    if groups > 1:
-        _check_groups(asked, cluster, groups)
-    links = _links(asked, groups)
+    _refuse_ignored(asked, islands)
+    if islands > 1:
+        _check_islands(asked, cluster, islands)
+    links = _links(asked, islands)
     model = RunModel(
         topology=topology,
         failures=failures.classes,
@@ -96,8 +92,8 @@ def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
         jitter=asked.jitter,
         spares=asked.spares,
         least=asked.least or 0,
-        groups=groups,
-        every=rule.every if groups > 1 else 1,
+        islands=islands,
+        every=rule.every if islands > 1 else 1,
         boundary=0.0 if links is None else links.boundary_seconds(rule, asked.step),
     )
     return replace(model, interval=_interval(asked, model))
@@ -108,13 +104,13 @@ def _interval(asked: Asked, model: RunModel) -> float:
     return in_rounds(min(asked.save_every or asked.days, asked.days), model)
 
 
-def _refuse_ignored(asked: Asked, groups: int) -> None:
-    """Raise ConfigError for an option of groups, or of the links between them, without those."""
+def _refuse_ignored(asked: Asked, islands: int) -> None:
+    """Raise ConfigError for an option of islands, or of the links between them, without those."""
     of_links = {"--parameters": asked.parameters, "--wire": asked.wire, "--late": asked.late}
-    of_groups = {"--equal-every": asked.equal_every, "--between": asked.between, **of_links}
-    if groups == 1 and (given := [name for name in of_groups if of_groups[name] is not None]):
+    of_islands = {"--equal-every": asked.equal_every, "--between": asked.between, **of_links}
+    if islands == 1 and (given := [name for name in of_islands if of_islands[name] is not None]):
         raise ConfigError(
-            f"{', '.join(given)} without {APART_FLAG} N: there is nothing to make equal."
+            f"{', '.join(given)} without --islands N: there is nothing to make equal."
         )
     if asked.between is None and (
         given := [name for name in of_links if of_links[name] is not None]
@@ -124,45 +120,45 @@ def _refuse_ignored(asked: Asked, groups: int) -> None:
         )
 
 
-def _check_groups(asked: Asked, cluster: Cluster, groups: int) -> None:
+def _check_islands(asked: Asked, cluster: Cluster, islands: int) -> None:
     """Raise ConfigError where the hosts, or the devices of the only one, cannot be so many
-    groups."""
+    islands."""
     several = cluster.hosts > 1
     count = cluster.hosts if several else cluster.per_host
-    if count % groups:
+    if count % islands:
         raise ConfigError(
-            f"{APART_FLAG} {groups}: {many(count, 'host' if several else 'device')} cannot be cut "
+            f"--islands {islands}: {many(count, 'host' if several else 'device')} cannot be cut "
             "into so many of equal size."
         )
     if asked.spares and not several:
         raise ConfigError(
-            f"--spares {asked.spares} with {APART_FLAG} {groups} on one host: another host takes "
-            "no group of it. Leave --spares out."
+            f"--spares {asked.spares} with --islands {islands} on one host: another host takes no "
+            "island of it. Leave --spares out."
         )
     if asked.least is not None:
         raise ConfigError(
-            f"--min-hosts {asked.least} with {APART_FLAG} {groups}: a group that lacks a host "
+            f"--min-hosts {asked.least} with --islands {islands}: an island that lacks a host "
             "stays away until it has one, and the others go on. Leave --min-hosts out."
         )
 
 
-def _links(asked: Asked, groups: int) -> SlowLinks | None:
-    """The links between groups; None where no time is counted for them. Raises ConfigError."""
+def _links(asked: Asked, islands: int) -> SlowLinks | None:
+    """The links between islands; None where no time is counted for them. Raises ConfigError."""
     if asked.between is None:
         return None
     if asked.parameters is None:
         raise ConfigError(
             f"--between {asked.between:g} needs --parameters P, such as 8e9: how much it carries."
         )
-    return SlowLinks(groups=groups, parameters=asked.parameters, megabits=asked.between)
+    return SlowLinks(islands=islands, parameters=asked.parameters, megabits=asked.between)
 
 
 def as_a_whole(asked: Asked, model: RunModel) -> RunModel:
-    """The same run without its groups: each failure stops all of it, and gradients cross the same
+    """The same run without its islands: each failure stops all of it, and gradients cross the same
     links at every step."""
-    links = _links(asked, model.groups)
+    links = _links(asked, model.islands)
     boundary = 0.0 if links is None else links.gradient_seconds
-    made = replace(model, groups=1, every=1, boundary=boundary)
+    made = replace(model, islands=1, every=1, boundary=boundary)
     return replace(made, interval=_interval(asked, made))
 
 
@@ -170,17 +166,12 @@ def as_a_whole(asked: Asked, model: RunModel) -> RunModel:
 def _progress(asked: Asked, model: RunModel) -> Iterator[Any]:
     """Show how many trials are made; yields what to call after each."""
     searched = len(FACTORS) * SEARCH_TRIALS if asked.save_every is None else 0
-    models = 1 + (model.groups > 1)
-    pilot = SEARCH_TRIALS if searched and model.groups > 1 else 0
+    models = 1 + (model.islands > 1)
+    pilot = SEARCH_TRIALS if searched and model.islands > 1 else 0
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("simulated runs", total=models * (searched + asked.trials) + pilot)
         yield lambda: bar.advance(task)
-
-
-def _plain() -> Console:
-    """A console for output that is not a terminal."""
-    return Console(width=WIDTH, highlight=False, markup=False)
 
 
 def show(report: Report, console: Console) -> None:
@@ -206,15 +197,10 @@ def show(report: Report, console: Console) -> None:
 
 def write(report: Report, out: Path, json_file: Path | None) -> None:
     """Write page and plot to `out`, and the JSON where it is asked for."""
-    text = json.dumps(as_json(report), indent=1)
-    if json_file is not None and str(json_file) == "-":
-        click.echo(text)
-    elif json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(text + "\n")
+    write_json(json.dumps(as_json(report), indent=1), json_file)
     from shardwise.tools.simulate import pictures  # half a second, which nobody waits for before
 
     out.mkdir(parents=True, exist_ok=True)
     page = pictures.draw(report, out)
-    if str(json_file) != "-":
+    if not is_stdout(json_file):
         click.echo(f"page and plot: {page}")

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
-from shardwise.tools.simulate.group_trial import GroupTrial
+from shardwise.tools.simulate.island_trial import IslandTrial
 from shardwise.tools.simulate.outcome import BINS, Outcome
 from shardwise.tools.simulate.run_model import CAUSES, RunModel, young
 from shardwise.tools.simulate.trial import Trial
@@ -86,18 +86,18 @@ def simulate(
 
 
 def run_trial(model: RunModel, seed: int) -> Outcome:
-    """One run of `model`, of groups or as a whole."""
-    if model.groups > 1 or model.boundary:
-        return GroupTrial(model, seed).run()
+    """One run of `model`, of islands or as a whole."""
+    if model.islands > 1 or model.boundary:
+        return IslandTrial(model, seed).run()
     return Trial(model, seed).run()
 
 
 def stops_per_second(
     model: RunModel, trials: int, seed: int, tick: Callable[[], None] = lambda: None
 ) -> float:
-    """How often a failure leaves nothing of the run going on: without groups each does, of groups
+    """How often a failure leaves nothing of the run going on: without islands each does, of islands
     it is counted in so many trials, in which intervals matter little."""
-    if model.groups == 1:
+    if model.islands == 1:
         return model.failure_rate
     pilot = replace(model, interval=in_rounds(model.work / BINS, model))
     return simulate(pilot, trials, seed, tick).stop_rate

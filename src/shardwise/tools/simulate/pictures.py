@@ -2,61 +2,73 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-from shardwise.messages.printable import as_utf8
-from shardwise.tools.report import plot_look
-from shardwise.tools.report.plot_look import FAINT, GREY, INK
+from shardwise.tools.report.look import (
+    BLUE,
+    BROWN,
+    CRIMSON,
+    GREEN,
+    GREY,
+    INDIGO,
+    INK,
+    OCHRE,
+    ORANGE,
+    PURPLE,
+    ROSE,
+    SLATE,
+    TEAL,
+    save_picture,
+)
+from shardwise.tools.report.page import write_page
 from shardwise.tools.simulate.failure_classes import DAY
 from shardwise.tools.simulate.outcome import USEFUL
 from shardwise.tools.simulate.report import Report, headline, sentences
 from shardwise.tools.simulate.run_model import CAUSES
 
-GOOD = "#2563a8"
 COLORS = {
-    "lost": "#d9622b",
-    "restart": "#b0892c",
-    "detection": "#c23b6b",
-    "waiting": "#8a4fb0",
-    "saves": "#2f8f5b",
-    "slowest": "#3a9aa8",
-    "slow": "#7a6a5c",
-    "fewer": "#8d99ae",
-    "boundaries": "#5b6abf",
-    "rejoining": "#c98fa8",
+    "lost": ORANGE,
+    "restart": OCHRE,
+    "detection": CRIMSON,
+    "waiting": PURPLE,
+    "saves": GREEN,
+    "slowest": TEAL,
+    "slow": BROWN,
+    "fewer": SLATE,
+    "boundaries": INDIGO,
+    "rejoining": ROSE,
 }
-VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint", GOOD: "good"} | {
-    color: cause for cause, color in COLORS.items()
-}
-"""Colors of the plots, and the names that they have in the style sheet of the page."""
-
-STYLE = plot_look.STYLE | plot_look.TITLES | {"font.size": 10, "svg.hashsalt": "simulate"}
 
 
 def draw(report: Report, folder: Path) -> Path:
     """Save simulate.png and simulate.html in `folder`; returns the path of the page."""
-    with plt.rc_context(STYLE):
-        figure, (over_time, second) = plt.subplots(
-            1, 2, figsize=(13, 4.4), layout="constrained", width_ratios=(2, 1)
-        )
+
+    def draw_both(figure: Any) -> None:
+        over_time, second = figure.subplots(1, 2, width_ratios=(2, 1))
         _over_time(over_time, report)
         (_intervals if report.tried else _causes)(second, report)
-        picture = io.StringIO()
-        figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
-        figure.suptitle(headline(report), fontsize=12, fontweight="bold")
-        figure.savefig(folder / "simulate.png", dpi=110)
-        plt.close(figure)
-    page = folder / "simulate.html"
-    page.write_bytes(as_utf8(_page(report, plot_look.themed(picture.getvalue(), VARIABLES))))
+
+    words, found, page = headline(report), report.found, folder / "simulate.html"
+    title = {"t": words, "fontsize": 12, "fontweight": "bold"}
+    picture = save_picture(folder / "simulate", (13, 4.4), draw_both, title=title)
+    write_page(
+        page,
+        "shardwise.tools.simulate",
+        headline=words,
+        sentences=sentences(report),
+        picture=picture,
+        lost=[(CAUSES[c], f"{found.lost[c]:.2%}") for c in CAUSES if found.lost[c]],
+        goodput=f"{found.goodput.mean:.2%}",
+        failed=[
+            (each.title, each.scope, f"{found.failures[each.name]:,.1f}")
+            for each in report.failures.classes
+        ],
+        title=report.failures.title,
+        sources=sorted({str(source) for source in report.failures.sources.values()}),
+    )
     return page
 
 
@@ -77,7 +89,7 @@ def _over_time(axes: Any, report: Report) -> None:
             width=width,
             bottom=base,
             align="edge",
-            color=GOOD if kind == USEFUL else COLORS[kind],
+            color=BLUE if kind == USEFUL else COLORS[kind],
             label="steps that count" if kind == USEFUL else CAUSES[kind],
         )
         base = [low + more for low, more in zip(base, share, strict=True)]
@@ -102,9 +114,9 @@ def _intervals(axes: Any, report: Report) -> None:
     minutes = [interval / 60 for interval, _ in report.tried]
     bands = [band for _, band in report.tried]
     axes.fill_between(
-        minutes, [b.low for b in bands], [b.high for b in bands], color=GOOD, alpha=0.2, linewidth=0
+        minutes, [b.low for b in bands], [b.high for b in bands], color=BLUE, alpha=0.2, linewidth=0
     )
-    axes.plot(minutes, [b.mean for b in bands], color=GOOD, marker="o")
+    axes.plot(minutes, [b.mean for b in bands], color=BLUE, marker="o")
     axes.axvline(report.model.interval / 60, color=GREY, linestyle=":")
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # all ten would lie on each other
@@ -133,22 +145,3 @@ def _causes(axes: Any, report: Report) -> None:
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-
-
-def _page(report: Report, picture: str) -> str:
-    """One file, which fetches nothing."""
-    found = report.found
-    return plot_look.render_page(
-        "shardwise.tools.simulate",
-        headline=headline(report),
-        sentences=sentences(report),
-        picture=picture,
-        lost=[(CAUSES[c], f"{found.lost[c]:.2%}") for c in CAUSES if found.lost[c]],
-        goodput=f"{found.goodput.mean:.2%}",
-        failed=[
-            (each.title, each.scope, f"{found.failures[each.name]:,.1f}")
-            for each in report.failures.classes
-        ],
-        title=report.failures.title,
-        sources=sorted({str(source) for source in report.failures.sources.values()}),
-    )

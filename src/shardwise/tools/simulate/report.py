@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.config.outer_optimizer import AveragingRule
+from shardwise.config.outer_optimizer import IslandRule
 from shardwise.messages.printable import in_short, many
 from shardwise.tools.plan.cluster import Cluster
 from shardwise.tools.simulate.failure_classes import DAY, HOUR, Failures
@@ -42,7 +42,7 @@ class Asked:
     trials: int
     seed: int
     hardware: tuple[str, ...] = ()
-    groups: int | str = 1
+    islands: int | str = 1
     equal_every: int | None = None
     wire: str | None = None
     late: int | None = None
@@ -51,10 +51,10 @@ class Asked:
     """Mbit/s of the link that joins each island to the others; None: no time is counted for it."""
 
     @property
-    def rule(self) -> AveragingRule:
+    def rule(self) -> IslandRule:
         """When islands are made equal, with the defaults of a run. Raises ConfigError."""
-        default = AveragingRule()
-        return AveragingRule(
+        default = IslandRule()
+        return IslandRule(
             every=self.equal_every or default.every,
             wire=self.wire or default.wire,
             late=self.late or default.late,
@@ -108,8 +108,11 @@ def sentences(report: Report) -> list[str]:
         low, high = report.dollars
         dollars = f"{in_short(round(low))} to {in_short(round(high))} dollars"
         lines.append(f"It costs {dollars}, spare hosts included.")
-    if assumed := _assumed(report.failures):
-        lines.append(f"Assumptions without a source: {assumed}.")
+    sources = report.failures.sources.items()
+    keys = Counter(key.split(".")[1] for key, source in sources if "assumption" in source.text)
+    if keys:
+        named = (f"{key} of {many(count, 'class', 'es')}" for key, count in keys.items())
+        lines.append(f"Assumptions without a source: {', '.join(named)}.")
     return lines
 
 
@@ -131,11 +134,11 @@ def _on_checkpoints(report: Report) -> Iterator[str]:
     """How often nothing of the run goes on, and how far apart checkpoints are."""
     found, model = report.found, report.model
     apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
-    rate = found.stop_rate if model.groups > 1 else model.failure_rate
+    rate = found.stop_rate if model.islands > 1 else model.failure_rate
     if rate:
         formulas = [each(rate, model.save) / model.pace for each in (young, daly)]
         yield (
-            f"{'All stops' if model.groups > 1 else 'A failure stops the run'} every "
+            f"{'All stops' if model.islands > 1 else 'A failure stops the run'} every "
             f"{_number(1 / rate / HOUR)} hours; {apart} (Young's formula says "
             f"{_number(formulas[0])} s, Daly's {_number(formulas[1])} s)."
         )
@@ -154,13 +157,15 @@ def _on_islands(report: Report) -> Iterator[str]:
     model, whole = report.model, report.whole
     if whole is None:
         return
+    count = model.topology.hosts * model.units_per_host // model.islands
+    island = many(count, "host" if model.units_per_host == 1 else "device")
     held = f", for which all stand still {model.boundary:.3g} s" if model.boundary else ""
     yield (
-        f"{model.groups} islands of {_island(model)} are made equal "
+        f"{model.islands} islands of {island} are made equal "
         f"every {model.every} steps{held}; a failure stops an island every "
         f"{_number(1 / model.failure_rate / HOUR)} hours."
         if model.failure_rate
-        else f"{model.groups} islands are made equal every {model.every} steps{held}."
+        else f"{model.islands} islands are made equal every {model.every} steps{held}."
     )
     gradients = ", gradients crossing the links at every step" if whole.model.boundary else ""
     yield (
@@ -172,20 +177,6 @@ def _on_islands(report: Report) -> Iterator[str]:
     for line in _given_up(whole):
         yield f"Without islands: {line}"
     yield NOT_YET
-
-
-def _island(model: RunModel) -> str:
-    """What an island is of, such as "2 hosts"."""
-    count = model.topology.hosts * model.units_per_host // model.groups
-    return many(count, "host" if model.units_per_host == 1 else "device")
-
-
-def _assumed(failures: Failures) -> str:
-    """The keys of the file whose source says that they are an assumption, and of how many
-    classes."""
-    sources = failures.sources.items()
-    keys = Counter(key.split(".")[1] for key, source in sources if "assumption" in source.text)
-    return ", ".join(f"{key} of {many(count, 'class', 'es')}" for key, count in keys.items())
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -205,8 +196,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "failures_by_class": found.failures,
         "seconds_between_failures": 1 / model.failure_rate if model.failure_rate else None,
         "seconds_between_stops": 1 / found.stop_rate if found.stop_rate else None,
-        "islands": model.groups,
-        "equal_every": model.every if model.groups > 1 else None,
+        "islands": model.islands,
+        "equal_every": model.every if model.islands > 1 else None,
         "boundary_seconds": model.boundary,
         "goodput_without_islands": None if report.whole is None else vars(report.whole.goodput),
         "unfinished_without_islands": None if report.whole is None else report.whole.unfinished,

@@ -14,12 +14,12 @@ CAUSES = {
     "slow": "devices that run slow for a while",
     "fewer": "fewer hosts than the run was made for",
     "saves": "saving",
-    "boundaries": "averaging parameters over the links between groups",
+    "boundaries": "making islands equal over the links between them",
     "lost": "work that was lost with what failed",
     "detection": "failures that nobody has noticed yet",
     "waiting": "waiting for hosts",
     "restart": "starting again",
-    "rejoining": "groups that wait for the next boundary",
+    "rejoining": "islands that wait for the next boundary",
 }
 """The causes of lost time, in words."""
 
@@ -34,9 +34,9 @@ class RunModel:
     start until the first step takes `restart`. `spares` hosts stand by. While there are at least
     `least` hosts the run goes on without the missing ones, at their share of the speed.
 
-    Several `groups`, of neighbouring hosts or of neighbouring devices of the only host, step apart:
+    Of several `islands`, groups of neighbouring hosts, or of neighbouring devices of the only host,
     all are made equal every `every` steps, for which they stand still for `boundary`; a failure
-    stops only the groups that it hits.
+    stops only the islands that it hits.
     """
 
     topology: Topology
@@ -51,19 +51,16 @@ class RunModel:
     jitter: float = 0.0
     spares: int = 0
     least: int = 0
-    groups: int = 1
+    islands: int = 1
     every: int = 1
     boundary: float = 0.0
 
     @property
     def failure_rate(self) -> float:
-        """Failures per second of all components that stop the run or a group of it, planned ones
+        """Failures per second of all components that stop the run or an island of it, planned ones
         left out."""
-        return sum(each.rate_over(self.topology) for each in self._stopping)
-
-    @property
-    def _stopping(self) -> list[FailureClass]:
-        return [each for each in self.failures if each.slowdown == 1 and not each.planned]
+        stopping = (each for each in self.failures if each.slowdown == 1 and not each.planned)
+        return sum(each.rate_over(self.topology) for each in stopping)
 
     @property
     def round(self) -> float:
@@ -77,8 +74,8 @@ class RunModel:
 
     @property
     def units_per_host(self) -> int:
-        """Of what groups are made: 1 where that is hosts, else the devices of one."""
-        return self.topology.devices_per_host if self.groups > self.topology.hosts else 1
+        """Of what islands are made: 1 where that is hosts, else the devices of one."""
+        return self.topology.devices_per_host if self.islands > self.topology.hosts else 1
 
     def units_at(self, scope: str, place: int) -> range:
         """The units that go when component `place` of `scope` does; of a job none."""
@@ -90,10 +87,10 @@ class RunModel:
     @property
     def slowest(self) -> float:
         """Seconds that a step takes by one that no device delays: each step waits for the slowest
-        device of its group, and each boundary for the slowest group."""
-        mean, deviation = largest_of(self.topology.devices // self.groups)
-        groups = largest_of(self.groups)[0] * deviation / math.sqrt(self.every)
-        return 1.0 + self.jitter * (mean + groups)
+        device of its island, and each boundary for the slowest island."""
+        mean, deviation = largest_of(self.topology.devices // self.islands)
+        islands = largest_of(self.islands)[0] * deviation / math.sqrt(self.every)
+        return 1.0 + self.jitter * (mean + islands)
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Says how long groups stand still at a boundary, for the bytes that their links carry then.
+"""Says how long islands stand still at a boundary, for the bytes that their links carry then.
 
-A group sends its difference to each of the others (all groups unpack the same bytes), and its
-link carries as much in the other direction meanwhile. Without groups, gradients cross the same
+An island sends its difference to each of the others (all islands unpack the same bytes), and its
+link carries as much in the other direction meanwhile. Without islands, gradients cross the same
 link at every step, as in an all-reduce in which each side sends every part twice.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.config.outer_optimizer import AveragingRule, packed_bytes
+from shardwise.config.outer_optimizer import IslandRule
 
 MEGABIT = 1e6 / 8
 """Bytes."""
@@ -20,18 +20,22 @@ GRADIENT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLinks:
-    """Links of `megabits` per second, one for each of `groups`, for `parameters` in all."""
+    """Links of `megabits` per second, one for each of `islands`, for `parameters` in all."""
 
-    groups: int
+    islands: int
     parameters: float
     megabits: float
 
-    def boundary_bytes(self, rule: AveragingRule) -> float:
-        """Bytes that the link of one group carries at a boundary, in each direction."""
-        # Masters, whose differences are sent, are fp32.
-        return (self.groups - 1) * packed_bytes(rule.wire, round(self.parameters), 4)
+    def boundary_bytes(self, rule: IslandRule) -> float:
+        """Bytes that the link of one island carries at a boundary, in each direction."""
+        import torch  # it takes seconds, and nobody waits for it who has no slow link
 
-    def boundary_seconds(self, rule: AveragingRule, step: float) -> float:
+        from shardwise.islands.wire import Wire
+
+        packed = Wire(rule.wire).nbytes(round(self.parameters), torch.float32)
+        return (self.islands - 1) * packed
+
+    def boundary_seconds(self, rule: IslandRule, step: float) -> float:
         """Seconds that the steps stand still for it, where a step takes `step`: what is sent beside
         steps (`late`) holds them up only by what these leave over."""
         seconds = self.boundary_bytes(rule) / (self.megabits * MEGABIT)
@@ -39,6 +43,6 @@ class SlowLinks:
 
     @property
     def gradient_seconds(self) -> float:
-        """Seconds of the gradients of one step without groups."""
-        sent = 2 * (self.groups - 1) / self.groups * GRADIENT * self.parameters
+        """Seconds of the gradients of one step without islands."""
+        sent = 2 * (self.islands - 1) / self.islands * GRADIENT * self.parameters
         return sent / (self.megabits * MEGABIT)

@@ -55,7 +55,8 @@ class Trial:
     def run(self) -> Outcome:
         """Run to the end, or to GIVES_UP times the work."""
         while not self._is_done and self._time.now < self._limit:
-            self._go_on(min(self._next_event(), self._limit))
+            ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
+            self._go_on(min(*ends, self._limit))
             if not self._is_done:
                 self._take_events()
         return self._time.closed(
@@ -73,17 +74,14 @@ class Trial:
     # -- work and saves -----------------------------------------------------------------------
 
     @property
-    def _pace(self) -> float:
-        """Wall seconds of a second of work."""
-        return self._slowest * self._slow_factor * self._model.topology.hosts / self._hosts
-
-    @property
     def _slow_factor(self) -> float:
         return max((factor for _, factor in self._slow), default=1.0)
 
     def _go_on(self, until: float) -> None:
         """Work and save until the second `until`, or the end of the work."""
-        model, pace = self._model, self._pace
+        model = self._model
+        hosts = model.topology.hosts / self._hosts
+        pace = self._slowest * self._slow_factor * hosts  # wall seconds of a second of work
         while self._time.now < until and not self._is_done:
             left = min(model.interval - self._since, model.work - self._work)
             if self._time.now + left * pace > until:
@@ -93,7 +91,12 @@ class Trial:
             self._spend_working(left)
             if not self._is_done:
                 self._repeat(until, pace)
-                self._save(until)
+                # What `until` cuts short is no checkpoint.
+                seconds = min(model.save, until - self._time.now)
+                self._time.spend({"saves": seconds})
+                if seconds >= model.save:
+                    self._written.append((self._time.now + model.background, self._work))
+                    self._since = 0.0
 
     def _spend_working(self, work: float, saves: float = 0.0) -> None:
         """Do `work` seconds of work, and `saves` seconds of saving among it."""
@@ -130,14 +133,6 @@ class Trial:
             ended = now - (back - 1) * cycle - model.interval * pace
             self._written.append((ended + model.background, work - back * model.interval))
 
-    def _save(self, until: float) -> None:
-        """Save; what `until` cuts short is no checkpoint."""
-        seconds = min(self._model.save, until - self._time.now)
-        self._time.spend({"saves": seconds})
-        if seconds >= self._model.save:
-            self._written.append((self._time.now + self._model.background, self._work))
-            self._since = 0.0
-
     # -- events -------------------------------------------------------------------------------
 
     def _draw_next(self) -> float:
@@ -149,10 +144,6 @@ class Trial:
         if not self._rate:
             return math.inf
         return self._time.now + float(self._random.exponential(1 / self._rate))
-
-    def _next_event(self) -> float:
-        ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
-        return min(ends)
 
     def _take_events(self) -> None:
         """Take what has come by now."""
@@ -232,7 +223,11 @@ class Trial:
         """Wait for enough hosts, and start; a failure in a start begins it anew."""
         while self._time.now < self._limit:
             self._take_returns()
-            self._wait_for_hosts()
+            # Until there are as many hosts as the run needs; what is idle does not fail.
+            while self._hosts < self._least and self._time.now < self._limit:
+                self._time.spend({"waiting": max(0.0, self._returns[0] - self._time.now)})
+                self._take_returns()
+                self._next = self._draw_next()
             starts = self._time.now + self._model.restart
             if self._next > starts:
                 self._time.spend({"restart": self._model.restart})
@@ -242,10 +237,3 @@ class Trial:
             failure = self._strike()
             if failure is not None and failure.slowdown == 1 and not failure.planned:
                 self._time.spend({"detection": min(failure.detect, self._model.detect)})
-
-    def _wait_for_hosts(self) -> None:
-        """Wait until there are as many hosts as the run needs; what is idle does not fail."""
-        while self._hosts < self._least and self._time.now < self._limit:
-            self._time.spend({"waiting": max(0.0, self._returns[0] - self._time.now)})
-            self._take_returns()
-            self._next = self._draw_next()

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from shardwise.errors import ConfigError
-from shardwise.messages.printable import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from shardwise.messages.printable import plain_console, printable
 
 SHOWN = 5
 """Steps that are shown one by one, where not all are asked for."""
-
-WIDTH = 100
-"""Columns of the tables where there is no terminal."""
 
 
 @click.command(short_help="Say where the time of a run's steps went.")
@@ -38,9 +30,7 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
     FILES are what `shardwise run --timeline FILE` wrote; those of other hosts, FILE with a host's
     name in it, are read too where they are beside it.
     """
-    from rich.console import Console
-
-    from shardwise.tools.timeline import reading, tables
+    from shardwise.timeline import reading, tables
     from shardwise.tools.timeline.slowest import counted
     from shardwise.tools.timeline.steps import steps_of
 
@@ -54,7 +44,7 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
     if as_json:
         click.echo(json.dumps(tables.as_json(steps, found), indent=1))
         return 0
-    console = Console(highlight=False, markup=False) if sys.stdout.isatty() else _plain()
+    console = plain_console()
     console.print(tables.per_rank(steps))
     console.print()
     all_steps = [step for own in found.values() for step in own]
@@ -69,10 +59,3 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
     for line in tables.words(steps):
         console.print(printable(line), soft_wrap=True)
     return 0
-
-
-def _plain() -> Console:
-    """A console for output that is not a terminal."""
-    from rich.console import Console
-
-    return Console(width=WIDTH, markup=False)

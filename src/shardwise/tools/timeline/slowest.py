@@ -67,23 +67,14 @@ def slowest(steps: Mapping[int, Sequence[StepTimes]]) -> Slowest | None:
     behind = busy[last] - median(busy[rank] for rank in others)
     if behind < NOTABLE * mean(step.seconds for step in steps[last]):
         return None
-    work = {rank: _work(steps[rank]) for rank in ranks}
+    work = {rank: means(steps[rank]) for rank in ranks}
+    for rank, own in work.items():  # without waiting
+        own[EXPOSED] -= mean(min(step.waited, step.exposed) for step in steps[rank])
     more = {kind: work[last][kind] - median(work[r][kind] for r in others) for kind in KINDS}
     kind = max(more, key=lambda kind: more[kind])
-    together = _by_step(steps)
+    # The steps that all ranks have, with each rank's times.
+    by_number = [{step.number: step for step in own} for own in steps.values() if own]
+    common = sorted(set.intersection(*map(set, by_number)))
+    together = [{own[number].rank: own[number] for own in by_number} for number in common]
     times = sum(max(own, key=lambda rank: own[rank].busy) == last for own in together)
     return Slowest(last, behind, kind, more[kind], times, len(together))
-
-
-def _work(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """Seconds per step by kind, without waiting."""
-    found = means(steps)
-    found[EXPOSED] -= mean(min(step.waited, step.exposed) for step in steps)
-    return found
-
-
-def _by_step(steps: Mapping[int, Sequence[StepTimes]]) -> list[dict[int, StepTimes]]:
-    """The steps that all ranks have, with each rank's times."""
-    by_number = [{step.number: step for step in own} for own in steps.values() if own]
-    common = set.intersection(*map(set, by_number))
-    return [{own[number].rank: own[number] for own in by_number} for number in sorted(common)]

@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import signal
 import time
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from shardwise.errors import LaunchError
 from shardwise.messages.printable import printable
+from shardwise.tools.report.output import check_can_draw, exit_on_sigterm, is_stdout
 from shardwise.tools.verify import page, runs, verdicts
 from shardwise.tools.verify.flow import Verification
 from shardwise.tools.verify.records import RecordedTraining
@@ -26,7 +23,6 @@ from shardwise.tools.verify.request import VerifyRequest
 from shardwise.tools.verify.runs import RECORDS, Run, RunFailed, WarmRanks
 from shardwise.tools.verify.verdicts import Result
 
-NEEDS = ("matplotlib", "jinja2")
 FAILED = 1
 LOGS = "verify-logs"
 """The folder, beside the report, of what each run printed."""
@@ -104,23 +100,17 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
 
     Raises LaunchError for what cannot be verified, and where something that is needed is missing.
     """
-    if missing := [name for name in NEEDS if find_spec(name) is None]:
-        raise LaunchError(
-            f"shardwise verify draws with {' and '.join(missing)}, which is not installed: "
-            "pip install 'shardwise[scale]'"
-        )
-    to_stdout = json_file is not None and str(json_file) == "-"
+    check_can_draw("shardwise verify")
+    to_stdout = is_stdout(json_file)
     if json_file is not None and not json_file.parent.is_dir():
         raise LaunchError(
             f"--json {json_file} cannot be written: there is no folder {json_file.parent}."
         )
     console = Console(highlight=False, markup=False, stderr=to_stdout)
-    before = signal.signal(signal.SIGTERM, _leave)
     results: list[Result] = []
     try:
-        folder = _log_folder(plan.out)
-        with WarmRanks(plan.script, plan.most) as warm, Shown() as shown:
-            verification = Verification(plan, Maker(folder, shown, warm))
+        with exit_on_sigterm(), WarmRanks(plan.script, plan.most) as warm, Shown() as shown:
+            verification = Verification(plan, Maker(_log_folder(plan.out), shown, warm))
             verification.check()
             for placement in plan.placements:
                 result = verification.judge(placement)
@@ -132,8 +122,6 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
     except RunFailed as error:
         _say_failed(error, console)
         return FAILED
-    finally:
-        signal.signal(signal.SIGTERM, before)
     report = Report(plan=plan, results=results)
     page.write(report, plan.out, json_file)
     console.print(f"all of it: {plan.out / 'verify.html'}, beside it PNG and JSON", soft_wrap=True)
@@ -165,8 +153,3 @@ def _say_failed(error: RunFailed, console: Console) -> None:
         style="red",
         soft_wrap=True,
     )
-
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """Asked to end: the run that is under way ends first."""
-    raise SystemExit(128 + number)

@@ -194,6 +194,9 @@ def _step(
         for name, value in numbers.items()
         if name in ours.numbers and (relative := _relative(value, ours.numbers[name], known=True))
     ]
+    # Only if both tell which samples they use.
+    known_samples = bool(theirs.samples and ours.samples)
+    one, two = (Counter(each.samples if known_samples else ()) for each in (theirs, ours))
     return StepDifference(
         engine=engine,
         number=ours.number,
@@ -204,7 +207,7 @@ def _step(
         rows=(theirs.fed.rows, ours.fed.rows),
         tensors=tensors,
         skipped=math.inf if known and theirs.skipped != ours.skipped else 0.0,
-        samples=samples,
+        samples=(tuple((one - two).elements()), tuple((two - one).elements())),
     )
 
 

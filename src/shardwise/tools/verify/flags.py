@@ -2,18 +2,15 @@
 
 import os
 import shlex
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import click
-
 from shardwise import config
-from shardwise.config import values
 from shardwise.errors import LaunchError
 from shardwise.launch import command_line, program, resources
-from shardwise.launch.flags import Command, Flag, Typed
+from shardwise.launch.flag_table import flags_of
+from shardwise.launch.flags import Command
 
 TOP = """\
 Whether it trains the same:   shardwise verify -n 4 --zero 3 train.py --epochs 3
@@ -34,63 +31,6 @@ LAUNCHER = {
 }
 """The launcher's flags that a placement may have, and how they are spelled."""
 
-STEPS = 20
-"""Steps that are compared, where the user does not say."""
-
-
-def own() -> Iterator[Flag]:
-    """How long, with what the runs are compared, and where the report goes."""
-    yield Flag(
-        ["--steps"],
-        group="verify",
-        shown="--steps S",
-        type=Typed(values.whole(1)),
-        default=STEPS,
-        help=f"steps that are compared (default {STEPS}); fewer where the script ends",
-    )
-    yield Flag(
-        ["--also"],
-        group="verify",
-        shown='--also "FLAGS"',
-        multiple=True,
-        help='a further placement, such as --also "-n 2 --tensor 2"',
-    )
-    yield Flag(
-        ["--against"],
-        group="verify",
-        shown='--against "PLAIN.py ARGS"',
-        help="the original script, without Shardwise, in place of -n 1 --zero 0",
-    )
-    yield Flag(
-        ["--causes/--no-causes"],
-        group="verify",
-        shown="--[no-]causes",
-        default=True,
-        help="try out why a placement differs (default on)",
-    )
-    yield Flag(
-        ["--accept"],
-        group="verify",
-        shown="--accept bits|rounding",
-        type=click.Choice(["bits", "rounding"]),
-        default="bits",
-        help="rounding: exit with 0 for what is equal within rounding too",
-    )
-    yield Flag(
-        ["--json", "json_file"],
-        group="verify",
-        shown="--json FILE",
-        type=Typed(values.file),
-        help="write all of it there too; - is the standard output",
-    )
-    yield Flag(
-        ["--out"],
-        group="verify",
-        shown="--out DIR",
-        type=Typed(values.folder),
-        help="for page, plot and logs (default runs/verify-SCRIPT)",
-    )
-
 
 def command() -> Command:
     """The command `verify`: the settings of `run`, but for those that it gives itself."""
@@ -101,7 +41,7 @@ def command() -> Command:
         top=TOP,
         callback=_verify,
         params=[
-            *own(),
+            *flags_of("verify"),
             command_line.help_all(),
             *command_line.flags_named(shared - own_settings),
         ],

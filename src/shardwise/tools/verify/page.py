@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
-from shardwise.messages.printable import as_utf8
-from shardwise.tools.report import plot_look
+from shardwise.tools.report.output import write_json
+from shardwise.tools.report.page import write_page
 from shardwise.tools.verify import verdicts
 from shardwise.tools.verify.report import Report, as_json, largest
 from shardwise.tools.verify.verdicts import TOLERANCE
 
 
 def write(report: Report, folder: Path, json_file: Path | None) -> None:
-    """verify.json, verify.png and verify.html in `folder`, and the JSON in `json_file` too."""
-    text = json.dumps(as_json(report), indent=2, allow_nan=False) + "\n"
-    (folder / "verify.json").write_text(text)
-    if json_file is not None and str(json_file) == "-":
-        sys.stdout.write(text)
-    elif json_file is not None:
-        json_file.write_text(text)
+    """Write verify.json, .png and .html to `folder`, and the JSON to `json_file` too."""
+    text = json.dumps(as_json(report), indent=2, allow_nan=False)
+    (folder / "verify.json").write_text(text + "\n")
+    write_json(text, json_file)
     from shardwise.tools.verify import plots  # half a second, which nobody waits for before
 
-    picture = plots.draw(report, folder)
-    (folder / "verify.html").write_bytes(as_utf8(_page(report, picture)))
-
-
-def _page(report: Report, picture: str) -> str:
-    """The page: one file, which fetches nothing. `picture` is the plots as SVG."""
-    return plot_look.render_page(
+    write_page(
+        folder / "verify.html",
         "shardwise.tools.verify",
         report=report,
         machine=report.machine(),
-        picture=picture,
+        picture=plots.draw(report, folder),
         tolerance=verdicts.figure(TOLERANCE),
         results=[
             {

@@ -3,42 +3,35 @@ tensors that differ most."""
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from shardwise.tools.report import plot_look
-from shardwise.tools.report.plot_look import FAINT, GREY, INK
+from shardwise.tools.report.look import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    GRID,
+    OCHRE,
+    RED,
+    SERIES,
+    TITLES,
+    save_picture,
+)
 from shardwise.tools.verify.comparing import growth
 from shardwise.tools.verify.report import Report, largest
 from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict, figure
 
-COLORS = ("#d9622b", "#2f8f5b", "#8a4fb0", "#b0892c", "#c23b6b", "#3a9aa8")
-REFERENCE = "#2563a8"
+COLORS = SERIES
 VERDICTS = {
-    TrainingVerdict.BITS: "#2f8f5b",
-    TrainingVerdict.ROUNDING: "#2f8f5b",
-    TrainingVerdict.UNPROVED: "#b0892c",
-    TrainingVerdict.DIFFERS: "#b3261e",
+    TrainingVerdict.BITS: GREEN,
+    TrainingVerdict.ROUNDING: GREEN,
+    TrainingVerdict.UNPROVED: OCHRE,
+    TrainingVerdict.DIFFERS: RED,
 }
-VARIABLES = {INK: "ink", GREY: "grey", FAINT: "faint", REFERENCE: "reference"} | {
-    color: f"line-{number}" for number, color in enumerate(COLORS)
-}
-"""Colors of the plots, and the names that they have in the style sheet of the page."""
-
-STYLE = (
-    plot_look.STYLE
-    | plot_look.GRID
-    | plot_look.TITLES
-    | {"font.size": 10, "axes.axisbelow": True, "svg.hashsalt": "verify"}
-)
+STYLE = GRID | TITLES | {"axes.axisbelow": True}
 LEAST = 1e-17
 """Where equal bits are drawn on a log scale."""
 TENSORS = 10
@@ -48,25 +41,21 @@ SMALL = {"color": GREY, "fontsize": 8.5, "ha": "center", "va": "bottom"}
 
 def draw(report: Report, folder: Path) -> str:
     """Save verify.png in `folder`, the verdict on top; returns the plots alone as SVG."""
-    with plt.rc_context(STYLE):
-        drawn, (losses, steps, tensors) = plt.subplots(
-            1, 3, figsize=(14, 4.8), layout="constrained", width_ratios=(1, 1, 1.1)
-        )
+
+    def draw_all(figure: Any) -> None:
+        losses, steps, tensors = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
         _losses(losses, report)
         _steps(steps, report)
         _tensors(tensors, report)
-        picture = io.StringIO()
-        drawn.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
-        worst = report.verdict
-        drawn.suptitle(
-            f"{_short(report.command, 80)}: {worst.words}",
-            color=VERDICTS[worst],
-            fontsize=13,
-            fontweight="bold",
-        )
-        drawn.savefig(folder / "verify.png", dpi=110)
-        plt.close(drawn)
-    return plot_look.themed(picture.getvalue(), VARIABLES)
+
+    worst = report.verdict
+    title = {
+        "t": f"{_short(report.command, 80)}: {worst.words}",
+        "color": VERDICTS[worst],
+        "fontsize": 13,
+        "fontweight": "bold",
+    }
+    return save_picture(folder / "verify", (14, 4.8), draw_all, style=STYLE, title=title)
 
 
 def _losses(axes: Any, report: Report) -> None:
@@ -76,7 +65,7 @@ def _losses(axes: Any, report: Report) -> None:
     axes.plot(
         range(len(reference)),
         reference,
-        color=REFERENCE,
+        color=BLUE,
         linewidth=5,
         alpha=0.35,
         label="reference",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
-from shardwise import __version__
+from shardwise.tools.report.output import finite, machine_facts
 from shardwise.tools.verify import verdicts
 from shardwise.tools.verify.comparing import Comparison, TensorDifference, growth
 from shardwise.tools.verify.request import VerifyRequest
@@ -59,12 +55,7 @@ class Report:
 
     def machine(self) -> dict[str, str]:
         """Where it was made."""
-        return {
-            "machine": platform.node(),
-            "versions": f"shardwise {__version__}, torch {version('torch')}, "
-            f"Python {platform.python_version()}",
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        }
+        return machine_facts()
 
 
 def largest(comparison: Comparison, count: int = SHOWN) -> list[tuple[int, TensorDifference]]:
@@ -100,26 +91,22 @@ def _result(result: Result) -> dict[str, Any]:
         "verdict": result.verdict.name.lower(),
         "words": verdicts.sentences(result),
         "steps": result.steps,
-        "largest_difference": _known(result.own.largest),
-        "largest_difference_fp64": None if result.wide is None else _known(result.wide.largest),
+        "largest_difference": finite(result.own.largest),
+        "largest_difference_fp64": None if result.wide is None else finite(result.wide.largest),
         "first_step": None if first is None else first.number - 1,
         "first_tensor": tensors[0].name if tensors else None,
         "tensors": [_tensor(each) for each in tensors],
         "smallest_placement": None if result.smallest is None else str(result.smallest),
         "causes": [{"name": each.name, "words": each.words} for each in causes],
-        "reference_losses": [_known(value) for value in result.losses[0]],
-        "losses": [_known(value) for value in result.losses[1]],
-        "difference_by_step": [_known(value) for _, value in growth(result.own)],
+        "reference_losses": [finite(value) for value in result.losses[0]],
+        "losses": [finite(value) for value in result.losses[1]],
+        "difference_by_step": [finite(value) for _, value in growth(result.own)],
         "difference_by_step_fp64": None
         if result.wide is None
-        else [_known(value) for _, value in growth(result.wide)],
+        else [finite(value) for _, value in growth(result.wide)],
     }
 
 
 def _tensor(found: TensorDifference) -> dict[str, Any]:
     plain = asdict(found) | {"strays": list(found.strays)}
-    return {k: _known(v) if isinstance(v, float) else v for k, v in plain.items()}
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return {k: finite(v) if isinstance(v, float) else v for k, v in plain.items()}

@@ -19,6 +19,7 @@ from shardwise.launch import allocations, program
 from shardwise.launch.orphan_reaper import LAST_WAIT, end_within
 from shardwise.launch.resources import usable_cores
 from shardwise.net.python_command import python_words
+from shardwise.tools.report.output import last_words
 from shardwise.tools.verify import rank_client, records
 from shardwise.tools.verify.placements import RunPlacement
 from shardwise.tools.verify.rank_client import SEATS, socket_path
@@ -81,12 +82,6 @@ class RunFailed(Exception):
         super().__init__(f"{name} ended with exit code {code}: {last_words(output)}")
         self.code = code
         self.output = output
-
-
-def last_words(output: str) -> str:
-    """The last line: the launcher shows the error that ended a run last."""
-    lines = [line.strip() for line in output.splitlines()]
-    return next((line for line in reversed(lines) if line), "it said nothing")
 
 
 def make(

@@ -1,16 +1,16 @@
-"""GroupTrial: one simulated run of groups, of which a failure stops only those that it hits.
+"""IslandTrial: one simulated run of islands, of which a failure stops only those that it hits.
 
-Groups that are there go in step: a round of steps, then a boundary at which all become equal, and
+Islands that are there go in step: a round of steps, then a boundary at which all become equal, and
 now and then a save. One that failed has lost what it did in that round; it starts again while the
 others go on, and comes back at a boundary, with what they have in common there:
 
-    group 0   steps │ boundary │ steps │ boundary │ steps │ boundary │ steps
-    group 1   steps │ boundary │ st†     detection, restart, rejoining │ steps
+    island 0   steps │ boundary │ steps │ boundary │ steps │ boundary │ steps
+    island 1   steps │ boundary │ st†     detection, restart, rejoining │ steps
 
 Before it takes part, those that are there save a checkpoint for it, for which all stand still.
 Others wait at a boundary for one that has failed until that is noticed. Where none is left, all go
-back to the newest checkpoint. Work counts when so many seconds of steps were made by all groups
-together as the run has for each: what an absent group does not do, the others do later.
+back to the newest checkpoint. Work counts when so many seconds of steps were made by all islands
+together as the run has for each: what an absent island does not do, the others do later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORK, BOUNDARY, SAVE = "work", "boundaries", "saves"
 
 @dataclass(eq=False)
 class _Absence:
-    """A group that is away: the cause that its time goes to, until when that lasts, and how many
+    """An island that is away: the cause that its time goes to, until when that lasts, and how many
     units (RunModel.units_per_host) it lacks. `awaited`: the others do not know yet, and wait for it
     at the boundary."""
 
@@ -41,7 +41,7 @@ class _Absence:
     awaited: bool = False
 
 
-class GroupTrial:
+class IslandTrial:
     """Simulates `model` with the random numbers of `seed`."""
 
     def __init__(self, model: RunModel, seed: int) -> None:
@@ -51,15 +51,15 @@ class GroupTrial:
         self._rate = sum(rates)
         self._sums = np.cumsum(rates)
         self._slowest = model.slowest
-        self._units = model.topology.hosts * model.units_per_host // model.groups
-        """Units of a group."""
+        self._units = model.topology.hosts * model.units_per_host // model.islands
+        """Units of an island."""
         self._stops = 0
         self._time = TimeSpent(model.work / BINS)
         self._away: dict[int, _Absence] = {}
         self._left: list[tuple[str, float]] = []
         """What is left of the round: parts, and seconds (of work as if no device were slow)."""
         self._round = 0.0
-        """Work of this round that each group in it has done."""
+        """Work of this round that each island in it has done."""
         self._saves_in = self._rounds_between_saves
         self._kept = 0.0
         self._written: list[tuple[float, float]] = []
@@ -86,7 +86,7 @@ class GroupTrial:
 
     @property
     def _work(self) -> float:
-        """Work that was done, in seconds of all groups."""
+        """Work that was done, in seconds of all islands."""
         return self._time.totals[USEFUL]
 
     @property
@@ -95,8 +95,8 @@ class GroupTrial:
 
     @property
     def _share(self) -> float:
-        """The fraction of the groups that is there."""
-        return 1 - len(self._away) / self._model.groups
+        """The fraction of the islands that is there."""
+        return 1 - len(self._away) / self._model.islands
 
     @property
     def _pace(self) -> float:
@@ -126,10 +126,10 @@ class GroupTrial:
             self._pass(until)
 
     def _begin_round(self) -> None:
-        """The groups that have waited for it come back, by a checkpoint of those that are there,
+        """The islands that have waited for it come back, by a checkpoint of those that are there,
         which is complete before they go on."""
         away = {n: each for n, each in self._away.items() if each.cause != "rejoining"}
-        admits = len(away) < len(self._away) < self._model.groups
+        admits = len(away) < len(self._away) < self._model.islands
         self._away, self._round = away, 0.0
         needed = (self._model.work - self._work) / self._share
         self._left = [(WORK, min(self._length, needed)), (BOUNDARY, self._model.boundary)]
@@ -191,8 +191,8 @@ class GroupTrial:
             self._written.append((self._time.now + self._model.background, self._work))
 
     def _spend(self, seconds: float, parts: dict[str, float]) -> None:
-        """Let `seconds` pass: `parts` of those groups that are there, and what others wait for."""
-        one = 1 / self._model.groups
+        """Let `seconds` pass: `parts` of those islands that are there, and what others wait for."""
+        one = 1 / self._model.islands
         spent = {kind: value * self._share for kind, value in parts.items()}
         for each in self._away.values():
             spent[each.cause] = spent.get(each.cause, 0.0) + seconds * one
@@ -226,7 +226,7 @@ class GroupTrial:
             self._strike()
 
     def _take_back_host(self) -> None:
-        """Give a host that is back to a group that lacks one, or let it stand by."""
+        """Give a host that is back to an island that lacks one, or let it stand by."""
         lacking = next((each for each in self._away.values() if each.missing), None)
         if lacking is None:
             self._free += 1
@@ -236,7 +236,7 @@ class GroupTrial:
             self._enter(lacking, "restart", self._model.restart)
 
     def _advance(self, each: _Absence) -> None:
-        """What kept a group away is over; the next thing begins."""
+        """What kept an island away is over; the next thing begins."""
         each.awaited = False
         if each.cause == "restart":
             self._enter(each, "rejoining", math.inf)
@@ -256,7 +256,7 @@ class GroupTrial:
         failure = self._model.failures[int(np.searchsorted(self._sums, drawn, side="right"))]
         self._next = self._draw_next()
         hit = self._hit(failure)
-        working = [group for group in hit if group not in self._away]
+        working = [island for island in hit if island not in self._away]
         if not working and (not hit or failure.planned or failure.slowdown > 1):
             return
         self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
@@ -270,53 +270,53 @@ class GroupTrial:
             self._fail(failure, hit, working)
 
     def _hit(self, failure: FailureClass) -> dict[int, int]:
-        """The groups that a failure hits, and how many units of each; those that wait for hosts
+        """The islands that a failure hits, and how many units of each; those that wait for hosts
         are idle, and what is idle does not fail."""
         topology = self._model.topology
         if failure.scope == "job":
-            gone = dict.fromkeys(range(self._model.groups), 0)
+            gone = dict.fromkeys(range(self._model.islands), 0)
         else:
             place = int(self._random.integers(topology.components(failure.scope)))
             gone = {}
             for unit in self._model.units_at(failure.scope, place):
-                group = unit // self._units
-                gone[group] = gone.get(group, 0) + 1
+                island = unit // self._units
+                gone[island] = gone.get(island, 0) + 1
         away = self._away
         return {n: c for n, c in gone.items() if n not in away or away[n].cause != "waiting"}
 
-    def _leave(self, groups: list[int]) -> None:
-        """Groups end as planned: what they have done is kept, by a save where none stays."""
-        if len(self._away) + len(groups) == self._model.groups:
+    def _leave(self, islands: list[int]) -> None:
+        """Islands end as planned: what they have done is kept, by a save where none stays."""
+        if len(self._away) + len(islands) == self._model.islands:
             self._spend(self._model.save, {SAVE: self._model.save})
             self._kept = self._work
             self._written.clear()
-        self._send_away(groups, "restart", self._model.restart)
+        self._send_away(islands, "restart", self._model.restart)
 
     def _fail(self, failure: FailureClass, hit: dict[int, int], working: list[int]) -> None:
-        """Groups that fail lose their part of the round, and all what no checkpoint has where none
+        """Islands that fail lose their part of the round, and all what no checkpoint has where none
         is left."""
         detect = min(failure.detect, self._model.detect)
-        self._time.lose(self._round * len(working) / self._model.groups)
+        self._time.lose(self._round * len(working) / self._model.islands)
         self._send_away(working, "detection", detect)
         back = self._time.now
         if failure.repair:  # all hosts of a rack come back together
             back += float(self._random.exponential(failure.repair))
-        for group in hit:
-            each = self._away[group]
+        for island in hit:
+            each = self._away[island]
             if each.cause in ("restart", "rejoining"):
                 self._enter(each, "detection", detect)
             if failure.repair:
-                self._take_away(each, hit[group], back)
+                self._take_away(each, hit[island], back)
         if working and not self._share:
             self._go_back()
 
-    def _send_away(self, groups: list[int], cause: str, seconds: float) -> None:
+    def _send_away(self, islands: list[int], cause: str, seconds: float) -> None:
         until = self._time.now + seconds
-        for group in groups:
-            self._away[group] = _Absence(cause, until, awaited=cause == "detection")
+        for island in islands:
+            self._away[island] = _Absence(cause, until, awaited=cause == "detection")
 
     def _go_back(self) -> None:
-        """All groups are away: what the newest complete checkpoint has is left."""
+        """All islands are away: what the newest complete checkpoint has is left."""
         self._stops += 1
         while self._written and self._written[0][0] <= self._time.now:
             self._kept = self._written.pop(0)[1]
@@ -327,7 +327,7 @@ class GroupTrial:
             each.awaited = False
 
     def _take_away(self, each: _Absence, units: int, back: float) -> None:
-        """Send units of a group to repair until `back`, and put spares in their place."""
+        """Send units of an island to repair until `back`, and put spares in their place."""
         gone = min(units, self._units - each.missing)
         spares = min(gone, self._free)
         self._free -= spares

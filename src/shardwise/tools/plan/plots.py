@@ -1,21 +1,106 @@
-"""Draws the time of a step by kind and rank, and the cost of placements against their days."""
+"""Draws a plan: memory over a step, time of a step by kind, cost against days."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.messages.printable import byte_unit, in_bytes
 from shardwise.tools.plan.choice import Estimate
 from shardwise.tools.plan.cost import Cost, frontier
-from shardwise.tools.plan.stages import KINDS
-from shardwise.tools.report.plot_look import FAINT, INK
+from shardwise.tools.plan.memory import KINDS as MEMORY_KINDS
+from shardwise.tools.plan.memory import MemoryPlan
+from shardwise.tools.plan.stages import KINDS as TIME_KINDS
+from shardwise.tools.report.look import (
+    AMBER,
+    APRICOT,
+    BLUE,
+    BROWN,
+    CRIMSON,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    MINT,
+    OCHRE,
+    ORANGE,
+    PURPLE,
+    SAND,
+    SLATE,
+    TEAL,
+)
 
-COLORS = (
-    "#2563a8", "#3a9aa8", "#7a6a5c", "#8a4fb0", "#d9622b", "#c23b6b",
-    "#b0892c", "#b8a999", "#2f8f5b", "#e0a458", "#8d99ae",
+MEMORY_COLORS = (
+    BLUE, TEAL, PURPLE, SLATE, SAND, MINT, GREEN, BROWN, APRICOT, ORANGE, AMBER, CRIMSON
 )  # fmt: skip
-"""A color for each kind, in the order of KINDS."""
+"""A color for each kind, in the order of MEMORY_KINDS."""
+
+COLUMNS = 500
+"""Places of a picture's width: of more operations, the one with the most bytes of each place."""
+
+
+@dataclass(frozen=True)
+class DrawnMemory:
+    """A placement as it is drawn: its flags, its memory, the bytes that a device has for it."""
+
+    label: str
+    memory: MemoryPlan
+    capacity: int
+
+
+def draw_memory(figure: Any, placements: Sequence[DrawnMemory]) -> None:
+    """A panel for each of `placements`, on an empty figure of matplotlib."""
+    axes = figure.subplots(len(placements), 1, squeeze=False)[:, 0]
+    unit = byte_unit(max(each.memory.peak for each in placements))
+    for axis, each in zip(axes, placements, strict=True):
+        _panel(axis, each, *unit)
+    axes[-1].set_xlabel("operations of a micro-batch: forward, then backward; the update last")
+    names: dict[str, Any] = {}
+    for axis in axes:
+        names |= {
+            label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
+    figure.legend(
+        names.values(), names, loc="outside lower center", ncols=6, frameon=False, fontsize=8.5
+    )
+
+
+def _panel(axis: Any, drawn: DrawnMemory, unit: str, size: float) -> None:
+    memory = drawn.memory
+    shown = most_of_each(memory.curve, COLUMNS)
+    kinds = [kind for kind in MEMORY_KINDS if memory.parts[kind].any()]
+    colors = [MEMORY_COLORS[MEMORY_KINDS.index(kind)] for kind in kinds]
+    stacked = [memory.parts[kind][shown] / size for kind in kinds]
+    axis.stackplot(shown, stacked, labels=kinds, colors=colors, linewidth=0)
+    axis.axvline(memory.backward, color=GREY, linestyle=":", linewidth=1)
+    top = max(memory.peak, int(memory.curve.max())) / size
+    if drawn.capacity / size < 4 * top:  # else it would press all else to the floor
+        axis.axhline(
+            drawn.capacity / size, color=INK, linestyle="--", linewidth=1, label="there is"
+        )
+    axis.set_title(f"{drawn.label}: {in_bytes(memory.peak)}")
+    axis.set_ylabel(f"{unit} per device")
+    axis.margins(x=0)
+
+
+def most_of_each(curve: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
+    """The indices of `curve` that are drawn: all, or of each of `columns` equal parts the one with
+    the largest value."""
+    if len(curve) <= columns:
+        return np.arange(len(curve))
+    edges = np.linspace(0, len(curve), columns + 1).astype(np.int64)
+    return np.array([first + int(curve[first:end].argmax()) for first, end in pairwise(edges)])
+
+
+TIME_COLORS = (
+    BLUE, TEAL, BROWN, PURPLE, ORANGE, CRIMSON, OCHRE, SAND, GREEN, AMBER, SLATE
+)  # fmt: skip
+"""A color for each kind, in the order of TIME_KINDS."""
 
 MOST_RANKS = 16
 """Stages of a pipeline that are drawn; of more, evenly spaced ones."""
@@ -41,7 +126,7 @@ def draw_times(figure: Any, placements: Sequence[TimedPlacement]) -> None:
     longest = max(each.estimate.seconds for _, _, each in bars)
     unit, scale = ("seconds", 1.0) if longest >= 0.1 else ("milliseconds", 1e3)
     left = [0.0] * len(bars)
-    for kind, color in zip(KINDS, COLORS, strict=True):
+    for kind, color in zip(TIME_KINDS, TIME_COLORS, strict=True):
         widths = [scale * parts.get(kind, 0.0) for _, parts, _ in bars]
         if any(widths):
             axis.barh(range(len(bars)), widths, left=left, color=color, label=kind, height=0.7)
@@ -95,7 +180,7 @@ def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
         across = [[scale * (days - cost.days_low)], [scale * (cost.days_high - days)]]
         place = scale * days, dollars
         axis.errorbar(*place, yerr=reach, xerr=across, color=FAINT, linewidth=0.8, zorder=1)
-        axis.plot(*place, "o", color=COLORS[0])
+        axis.plot(*place, "o", color=BLUE)
     best = frontier(points)
     for days, dollars, each in best:  # on the side where no other lies, and of those alone
         axis.annotate(
@@ -108,7 +193,7 @@ def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
             va="top",
         )
     line = [scale * days for days, *_ in best], [dollars for _, dollars, _ in best]
-    axis.plot(*line, color=COLORS[4])
+    axis.plot(*line, color=ORANGE)
     axis.set_xlabel(unit)
     axis.set_ylabel("dollars, between the cheapest and the dearest price")
     axis.set_xlim(left=0)
@@ -116,8 +201,8 @@ def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
 
 
 def kinds_of(placements: Sequence[TimedPlacement]) -> list[str]:
-    """The kinds of time that any of them has, in the order of KINDS."""
-    return [kind for kind in KINDS if any(kind in each.estimate.parts for each in placements)]
+    """The kinds of time that any of them has, in the order of TIME_KINDS."""
+    return [kind for kind in TIME_KINDS if any(kind in each.estimate.parts for each in placements)]
 
 
 def cells(placement: TimedPlacement, among: Sequence[TimedPlacement]) -> list[str]:

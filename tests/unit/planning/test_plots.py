@@ -2,14 +2,14 @@
 
 import pytest
 
-from shardwise.tools.plan import memory_plot, time_plots
+from shardwise.tools.plan import plots
 from shardwise.tools.plan.catalogue import read_catalogue
 from shardwise.tools.plan.choice import Estimate
 from shardwise.tools.plan.cluster import parse_cluster
 from shardwise.tools.plan.cost import cost_of
 from shardwise.tools.plan.memory import KINDS as MEMORY_KINDS
+from shardwise.tools.plan.plots import TimedPlacement
 from shardwise.tools.plan.stages import KINDS
-from shardwise.tools.plan.time_plots import TimedPlacement
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
@@ -22,8 +22,8 @@ def _placement(label: str, seconds: float, device: str = "8xH100") -> TimedPlace
 
 
 def test_each_kind_has_a_color() -> None:
-    assert len(KINDS) == len(time_plots.COLORS)
-    assert len(MEMORY_KINDS) == len(memory_plot.COLORS)
+    assert len(KINDS) == len(plots.TIME_COLORS)
+    assert len(MEMORY_KINDS) == len(plots.MEMORY_COLORS)
 
 
 def test_a_bar_for_each_stage_and_the_numbers_beside() -> None:
@@ -31,16 +31,16 @@ def test_a_bar_for_each_stage_and_the_numbers_beside() -> None:
 
     placements = [_placement("--zero 3", 2.0), _placement("--zero 2", 1.5)]
     figure = Figure()
-    time_plots.draw_times(figure, placements)
+    plots.draw_times(figure, placements)
     names = [each.get_text() for each in figure.axes[0].get_yticklabels()]
     assert names == [f"--zero {level}, stage {stage}" for level in (3, 2) for stage in (0, 1)]
-    assert time_plots.kinds_of(placements) == ["matrix products", "update"]
-    assert time_plots.cells(placements[0], placements) == ["2 ±20%", "1.5", "0.5"]
+    assert plots.kinds_of(placements) == ["matrix products", "update"]
+    assert plots.cells(placements[0], placements) == ["2 ±20%", "1.5", "0.5"]
 
 
 def test_without_prices_there_is_no_frontier() -> None:
-    assert time_plots.priced([_placement("--zero 0", 1.0, "TPU-v5e")]) == []
-    assert len(time_plots.priced([_placement("--zero 0", 1.0)])) == 1
+    assert plots.priced([_placement("--zero 0", 1.0, "TPU-v5e")]) == []
+    assert len(plots.priced([_placement("--zero 0", 1.0)])) == 1
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_axes_have_the_unit_of_what_is_drawn(seconds: float, time: str, cost: st
 
     placements = [_placement("--zero 0", seconds), _placement("--zero 3", 1.5 * seconds)]
     figures = Figure(), Figure()
-    time_plots.draw_times(figures[0], placements)
-    time_plots.draw_frontier(figures[1], time_plots.priced(placements))
+    plots.draw_times(figures[0], placements)
+    plots.draw_frontier(figures[1], plots.priced(placements))
     times, costs = (figure.axes[0] for figure in figures)
     assert (times.get_xlabel(), costs.get_xlabel()) == (time, cost)
     lengths = [bar.get_width() for bar in times.patches[:2]]
@@ -65,6 +65,6 @@ def test_of_many_operations_the_peak_is_drawn() -> None:
 
     curve = np.zeros(10_000, dtype=np.int64)
     curve[4321] = 7
-    shown = memory_plot.most_of_each(curve, 500)
+    shown = plots.most_of_each(curve, 500)
     assert len(shown) == 500
     assert 4321 in shown

@@ -1,0 +1,79 @@
+"""JSON files and facts about the machine, as reports have them."""
+
+from __future__ import annotations
+
+import math
+import platform
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+from shardwise.errors import LaunchError
+
+
+def is_stdout(file: Path | None) -> bool:
+    """Return whether `--json FILE` names the standard output."""
+    return str(file) == "-"
+
+
+def write_json(text: str, file: Path | None) -> None:
+    """Write `text` where `--json FILE` says, if it was given."""
+    if is_stdout(file):
+        click.echo(text)
+    elif file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+
+def check_can_draw(what: str) -> None:
+    """Raise LaunchError if what draws pages and pictures is not installed; `what` needs it."""
+    if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
+        raise LaunchError(
+            f"{what} draws with {' and '.join(missing)}, which is not installed: "
+            "pip install 'shardwise[scale]'"
+        )
+
+
+def machine_facts() -> dict[str, str]:
+    """Return what a report says of the machine, the versions and the date."""
+    from shardwise import __version__
+
+    return {
+        "machine": platform.node(),
+        "versions": f"shardwise {__version__}, torch {version('torch')}, "
+        f"Python {platform.python_version()}",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def finite(value: float) -> float | None:
+    """Return `value` for JSON, which has no infinity and no NaN: None for these."""
+    return value if math.isfinite(value) else None
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Context manager in which SIGTERM raises SystemExit, so that the present run ends first."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def last_words(output: str) -> str:
+    """Return the last line of a run's output: the launcher prints the error that ended it last."""
+    lines = [line.strip() for line in output.splitlines()]
+    return next((line for line in reversed(lines) if line), "it said nothing")

@@ -1,0 +1,30 @@
+"""Renders HTML pages that load nothing: each is one file."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from shardwise.messages.printable import as_utf8
+from shardwise.tools.report.look import DARK, variable
+
+
+def write_page(file: Path, package: str, **values: Any) -> None:
+    """Write the page that page.html.jinja of `package` makes of `values`; needs Jinja2."""
+    file.write_bytes(as_utf8(render_page(package, **values)))
+
+
+def render_page(package: str, **values: Any) -> str:
+    """Return that page. The template of `package` extends "base", the one of this package."""
+    from jinja2 import Environment, FunctionLoader
+
+    def load(name: str) -> str:
+        home = "shardwise.tools.report" if name == "base" else name
+        return resources.files(home).joinpath("page.html.jinja").read_text()
+
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(load)
+    )
+    colors = [(variable(color), color, dark) for color, dark in DARK.items()]
+    return environment.get_template(package).render(colors=colors, **values)
