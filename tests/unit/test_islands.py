@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardwise.config import Settings, check_contradictions
-from shardwise.config.outer_optimizer import AveragingRule, Outer, StalenessRule
+from shardwise.config.outer_optimizer import IslandRule, Outer, StalenessRule
 from shardwise.errors import ConfigError, ModelMismatch, UsageError
 from shardwise.islands.parameter_averaging import IslandReport, check_reports
 from shardwise.world.mesh import Mesh, mesh_of
@@ -41,7 +41,7 @@ def test_islands_that_cannot_be(size, tensor, islands, words):
         Mesh(size, tensor=tensor, islands=islands)
 
 
-def turns(rule: AveragingRule, buckets: int, steps: int) -> list[tuple[str, str]]:
+def turns(rule: IslandRule, buckets: int, steps: int) -> list[tuple[str, str]]:
     """By step, the buckets that are sent and those that are due."""
     return [
         (
@@ -53,14 +53,14 @@ def turns(rule: AveragingRule, buckets: int, steps: int) -> list[tuple[str, str]
 
 
 def test_all_at_once_where_nothing_is_late():
-    assert turns(AveragingRule(every=3), 2, 6) == [
+    assert turns(IslandRule(every=3), 2, 6) == [
         ("", ""), ("", ""), ("01", "01"), ("", ""), ("", ""), ("01", "01")
     ]  # fmt: skip
-    assert turns(AveragingRule(every=1), 2, 2) == [("01", "01")] * 2
+    assert turns(IslandRule(every=1), 2, 2) == [("01", "01")] * 2
 
 
 def test_buckets_take_turns_where_differences_travel():
-    rule = AveragingRule(every=4, late=2)
+    rule = IslandRule(every=4, late=2)
     assert turns(rule, 2, 8) == [
         ("", ""), ("1", ""), ("", ""), ("0", "1"), ("", ""), ("1", "0"), ("", ""), ("0", "1")
     ]  # fmt: skip
@@ -69,14 +69,14 @@ def test_buckets_take_turns_where_differences_travel():
 
 def test_a_stage_that_trains_nothing_follows_the_others():
     """It has no bucket, and sends its report with theirs."""
-    rule = AveragingRule(every=3, late=1)
+    rule = IslandRule(every=3, late=1)
     assert [step for step in range(1, 8) if rule.sends(step, 0, 0)] == [3, 6]
     assert [step for step in range(1, 8) if rule.is_due(step, 0, 0)] == [4, 7]
 
 
 def test_a_difference_must_be_there_before_the_next():
     with pytest.raises(ConfigError, match=r"--late 3 .*--late 2 or less, or --equal-every 4"):
-        AveragingRule(every=3, late=3)
+        IslandRule(every=3, late=3)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_outer_that_is_none(text):
 
 
 def test_words():
-    assert AveragingRule(every=50).in_words() == "parameters equal every 50 steps (mean)"
-    late = AveragingRule(every=30, outer=Outer(0.7, 0.9), wire="int8", late=5)
+    assert IslandRule(every=50).in_words() == "parameters equal every 50 steps (mean)"
+    late = IslandRule(every=30, outer=Outer(0.7, 0.9), wire="int8", late=5)
     assert late.in_words() == (
         "parameters equal every 30 steps (nesterov:0.7,0.9), sent as int8, used 5 steps after"
     )

@@ -91,7 +91,7 @@ class Outer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AveragingRule:
+class IslandRule:
     """How parameters are made equal: `every` so many steps, by `outer`; differences are sent as
     `wire`, one of FORMATS, and used `late` steps after. Raises ConfigError where that cannot be."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import values
-from shardwise.config.outer_optimizer import FORMATS, AveragingRule, Outer, StalenessRule
+from shardwise.config.outer_optimizer import FORMATS, IslandRule, Outer, StalenessRule
 from shardwise.errors import ConfigError
 from shardwise.layout.placement import DEVICE, Placement, Tier
 
@@ -329,10 +329,10 @@ class Settings:
         return self.islands != 1
 
     @property
-    def averaging_rule(self) -> AveragingRule:
+    def averaging_rule(self) -> IslandRule:
         """How islands average parameters. Raises ConfigError for numbers that do not fit."""
-        every = AveragingRule.every if self.equal_every is None else self.equal_every
-        return AveragingRule(every=every, outer=self.outer, wire=self.wire, late=self.late)
+        every = IslandRule.every if self.equal_every is None else self.equal_every
+        return IslandRule(every=every, outer=self.outer, wire=self.wire, late=self.late)
 
     @property
     def staleness_rule(self) -> StalenessRule | None:

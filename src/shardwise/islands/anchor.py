@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Collectives
-from shardwise.config.outer_optimizer import AveragingRule
+from shardwise.config.outer_optimizer import IslandRule
 from shardwise.errors import NonFiniteError
 from shardwise.islands.wire import Wire
 from shardwise.layout import fingerprints
@@ -55,7 +55,7 @@ class Anchor:
         self,
         parameters: Parameters,
         optimizer: OptimizerState,
-        rule: AveragingRule,
+        rule: IslandRule,
         factory: StorageFactory,
         group: Collectives,
         *,
