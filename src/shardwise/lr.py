@@ -57,8 +57,8 @@ class ScaledLR(LRScheduler):
 
     For scripts whose total batch grows with the number of workers: the optimizer's rate is the one
     for a single worker. Where the total batch stays, the rate stays too, and no scheduler is
-    needed. `workers` says how many times larger the batch is (default: `world.data_size`, those
-    of one group if groups of workers step apart);
+    needed. `workers` says how many times larger the batch is (default: `world.data_size`, those of
+    an island with `--islands`, which makes steps over its own rows);
     `scaling` is "linear", "sqrt" or "none". From base * 1 the rates go to base * factor over
     `warmup_epochs` (fractional ones too, 0 for none). It multiplies what it finds, so it goes
     together with other schedulers that do, such as MultiStepLR or CosineAnnealingLR, in the same

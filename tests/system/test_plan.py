@@ -80,7 +80,7 @@ def test_islands_are_refused_by_name():
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "does not know --islands 2. Plan one group" in done.stderr
+    assert "does not know --islands 2. Plan one island" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class TestTheLine:
 
     def test_islands_that_were_started_again_count(self) -> None:
         several = Restarts(2)
-        several.part_started()
+        several.island_started()
         assert (several.number, several.is_spent) == (2, False)
         assert "Starting again, 2 of 2" in several.after(failure(1))[1]
         assert several.is_spent

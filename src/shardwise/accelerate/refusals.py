@@ -10,7 +10,6 @@ from typing import Any
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs
 
-from shardwise.config import APART_FLAG
 from shardwise.errors import UsageError
 
 _PLUGINS = {
@@ -97,7 +96,7 @@ def refuse_local_steps(kind: type[Any]) -> None:
                 f"LocalSGD(local_sgd_steps={local_sgd_steps}): the workers of this Accelerator "
                 "step together, and each has a part of the model. Leave it out, or write "
                 "enabled=False. For steps that workers make apart, write the loop with sw.Engine "
-                f"and start it with {APART_FLAG} {accelerator.num_processes} --equal-every "
+                f"and start it with --islands {accelerator.num_processes} --equal-every "
                 f"{local_sgd_steps}."
             )
         stock(self, accelerator, model, local_sgd_steps, enabled)

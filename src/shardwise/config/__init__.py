@@ -13,9 +13,6 @@ keyword in the script.
 
 from shardwise.config.effect import OF_A_RUN, OF_AN_ENGINE, idle
 from shardwise.config.settings import (
-    APART,
-    APART_FLAG,
-    ELASTIC_FLAG,
     FIELDS,
     PRECISIONS,
     SCHEDULES,
@@ -44,9 +41,6 @@ from shardwise.config.sources import (
 )
 
 __all__ = [
-    "APART",
-    "APART_FLAG",
-    "ELASTIC_FLAG",
     "FIELDS",
     "FILE",
     "FLAG",

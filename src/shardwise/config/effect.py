@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from shardwise.config.settings import APART, APART_FLAG, FIELDS, NEED_APART, Settings, flag
+from shardwise.config.settings import FIELDS, Settings, flag
 from shardwise.config.sources import FLAG, OF_THE_ENGINE, SCRIPT, SettingsSource, as_given
 from shardwise.errors import ConfigError
 
@@ -36,25 +36,21 @@ def _is_sharded(settings: Settings) -> bool:
     return settings.placement.level > 0
 
 
-def _is_divided(settings: Settings) -> bool:
-    return settings.is_divided
+def _has_islands(settings: Settings) -> bool:
+    return settings.islands != 1
 
 
+_ISLANDS = ("without --islands N, the number of groups with steps of their own", "--islands N")
 _PIPELINE = ("without --pipeline P, the number of pipeline stages", "--pipeline P")
 _ALL = (
     Need("sequence_parallel", _is_split, ("tensor",), "without --tensor T", "--tensor T"),
     Need("schedule", _is_shared_out, ("pipeline",), *_PIPELINE),
     Need("stages", _is_shared_out, ("pipeline",), *_PIPELINE),
-    *(
-        Need(
-            name,
-            _is_divided,
-            (APART,),
-            f"without {APART_FLAG} N, the number of groups with steps of their own",
-            f"{APART_FLAG} N",
-        )
-        for name in NEED_APART
-    ),
+    Need("equal_every", _has_islands, ("islands",), *_ISLANDS),
+    Need("outer", _has_islands, ("islands",), *_ISLANDS),
+    Need("wire", _has_islands, ("islands",), *_ISLANDS),
+    Need("late", _has_islands, ("islands",), *_ISLANDS),
+    Need("behind", _has_islands, ("islands",), *_ISLANDS),
     Need(
         "shard_within",
         _is_sharded,

@@ -1,8 +1,8 @@
-"""The outer optimizer: how often groups that step apart average parameters, how, and how late.
+"""The outer optimizer of islands: how often parameters are made equal, by which update, how late.
 
-Each group makes its own updates, under any placement. Every H steps each sends the difference
-between its parameters and their last common value, the anchor, and all move the anchor by the mean
-of the differences:
+An island is a group of ranks that makes its own steps, in any row of the table. Every H steps each
+sends how far its parameters have come since they were last equal, and all move that last common
+value, the anchor, by the mean of what came:
 
     every 1, mean                parameter averaging, as local SGD (Stich, 2019)
     every H, Nesterov            DiLoCo (Douillard et al., 2023, arXiv:2311.08105)

@@ -149,7 +149,7 @@ class Settings:
     islands: int | str = _setting(
         "islands",
         "workers in N groups that step by themselves; host: one per host",
-        values.or_word(values.whole(1, values.MOST_RANKS), "host"),
+        values.islands,
         "host|N",
         default=1,
         rare=True,
@@ -324,11 +324,6 @@ class Settings:
         )
 
     @property
-    def is_divided(self) -> bool:
-        """Whether the workers form groups that step apart."""
-        return self.islands != 1
-
-    @property
     def averaging_rule(self) -> IslandRule:
         """How islands average parameters. Raises ConfigError for numbers that do not fit."""
         every = IslandRule.every if self.equal_every is None else self.equal_every
@@ -336,27 +331,16 @@ class Settings:
 
     @property
     def staleness_rule(self) -> StalenessRule | None:
-        """How islands sum gradients; None if they average parameters."""
+        """How islands make their gradients equal; None where they do not."""
         if self.behind is None:
             return None
         return StalenessRule(behind=self.behind, wire=self.wire)
 
     @property
     def equal_in_words(self) -> str:
-        """What islands make equal, and when."""
+        """What islands make equal when."""
         return (self.staleness_rule or self.averaging_rule).in_words()
 
-
-APART = "islands"
-"""The setting that divides the workers into groups that step apart."""
-
-APART_FLAG = "--islands"
-
-NEED_APART = ("equal_every", "outer", "wire", "late", "behind")
-"""Settings of such groups, which have no effect without them."""
-
-ELASTIC_FLAG = "--elastic-islands"
-"""The flag of the launcher that lets such a group end and come back."""
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import deepspeed, values
-from shardwise.config.settings import APART, ELASTIC_FLAG, FIELDS, Settings, flag
+from shardwise.config.settings import FIELDS, Settings, flag
 from shardwise.errors import ConfigError
 from shardwise.messages.other_libraries import hint as hint_at_other_library
 
@@ -61,7 +61,7 @@ FLAGS_ALONE = (
     *("--machinefile", "--port", "--interface", "--config", "--ssh", "--ssh-port", "--python"),
     *("--dry-run", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--node-rank", "--restarts"),
     *("--adopt", "--max-restarts", "--log-dir", "--show", "--host-timeout", "--grace"),
-    *("--deepspeed", ELASTIC_FLAG),
+    *("--deepspeed", "--elastic-islands"),
 )
 """The flags of the launcher, which are no settings: where ranks run, and what is shown of them."""
 
@@ -92,7 +92,7 @@ _ELSEWHERE = {
     "exact": "sw.init",
     "tensor": "sw.init",
     "pipeline": "sw.init",
-    APART: "sw.init",
+    "islands": "sw.init",
     "behind": "sw.init",
     "rendezvous": "sw.init",
     "timeline": "sw.init",

@@ -131,12 +131,15 @@ def one_of(*choices: str) -> Parse[str]:
     return parse
 
 
-def or_word(parse: Parse[T], word: str) -> Parse[T | str]:
-    """Return a parser that also takes `word`, and whose error names it."""
+def islands(text: str) -> int | str:
+    """How many islands: a number, or one per host."""
+    return text if text == "host" else _or_word(whole(1, MOST_RANKS), "host")(text)
 
-    def either(text: str) -> T | str:
-        if text == word:
-            return word
+
+def _or_word(parse: Parse[T], word: str) -> Parse[T]:
+    """The same, whose error also names the `word` that may stand in its place."""
+
+    def either(text: str) -> T:
         try:
             return parse(text)
         except ValueError as error:

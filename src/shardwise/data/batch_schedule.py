@@ -205,8 +205,8 @@ def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) 
 
 
 def _comparing(world: World) -> Collectives:
-    """Return the ranks that compare what they read: all, or this step group if groups come and go,
-    since one that is back begins an epoch in the midst of which the others are."""
+    """The ranks that compare what they read: all; those of this island where islands are elastic,
+    since one that is back begins an epoch of which the others are in the midst."""
     world.current_batch.check_even("world.gather")
     return world.step_group if world.collectives.comes_and_goes else world.collectives
 

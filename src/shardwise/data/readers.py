@@ -59,19 +59,14 @@ def part_order(given: LoaderArguments, world: World, at: Position) -> PartOrder 
     """Return the order of the stream's samples after `at`; None for a map-style dataset.
 
     An epoch keeps its order until its end, even if the number of ranks changes: in another order
-    the samples before `at` would be other ones. Raises DataError if groups that step apart would
-    make different numbers of steps.
+    the samples before `at` would be other ones. Raises DataError if islands would make different
+    numbers of steps.
     """
     if not given.stream:
         return None
     own = PartOrder()
-    if world.data.size < world.data_size:
-        if given.sharding == "dataset":
-            raise DataError(
-                f'sharding="dataset" with {world.groups_in_words()}, which make as many steps each '
-                "whatever is in a part of the stream, and know nothing of each other in between: "
-                'give sharding="slice".'
-            )
+    if world.island_count > 1:
+        _check_islands(given, world)
     elif _sharded_by_dataset(given):
         assert given.batch_size is not None
         own = PartOrder(parts=world.data_size, batch=given.batch_size)
@@ -94,6 +89,15 @@ def reader(given: LoaderArguments, world: World, found: PartOrder | None) -> Rea
     if found.parts and not found.joined:
         return PartReader(given, world, found)
     return SliceReader(given, world, found)
+
+
+def _check_islands(given: LoaderArguments, world: World) -> None:
+    if given.sharding == "dataset":
+        raise DataError(
+            f'sharding="dataset" with {world.island_count} islands, which make as many steps each '
+            "whatever is in a part of the stream, and know nothing of each other in between: give "
+            'sharding="slice".'
+        )
 
 
 class MapReader(Reader):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, optim
 
 from shardwise.comm import Collectives
-from shardwise.config import APART_FLAG
 from shardwise.engine import initial_values
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ModelMismatch
@@ -203,7 +202,7 @@ class OptionChecksum:
                         f"{name} is {here!r} on rank 0 and {there!r} on rank {rank}, so ranks "
                         "would train different models. Nothing was updated. Set it alike on all "
                         "ranks; give a scheduler what all know: engine.step().loss, or with "
-                        f"{APART_FLAG} the mean of sw.Metrics."
+                        f"--islands the mean of sw.Metrics."
                     )
         lengths = [len(named) for named in gathered]
         return ModelMismatch(f"Optimizers have different options on each rank: {lengths} of them.")

@@ -242,8 +242,8 @@ class Engine(HintsAtAttributes):
         """Inside the block the parameters of `module` (default: all) are whole, to read or write,
         and autograd is off, as under `torch.no_grad()`.
 
-        With `write=True` rank 0's values (if groups of ranks step apart, from the first step on
-        those of the first rank of each group) are everyone's on leaving, masters included; between
+        With `write=True` rank 0's values (of several islands that have made a step, those of the
+        first rank of each, on that island) are everyone's on leaving, masters included; between
         backward and step the gradients stay what they are (SAM). Collective: every rank enters and
         leaves. Replicated parameters can also be read at any time.
         """
@@ -273,10 +273,9 @@ class Engine(HintsAtAttributes):
 
     @contextmanager
     def anchor(self) -> Iterator[None]:
-        """Context manager: the parameters hold the anchor inside it, the last common weights of
-        groups that step apart, to evaluate them. `export`, `model_state_dict` and checkpoints use
-        the anchor anyway. Collective; it does nothing if all ranks step together. Raises UsageError
-        between backward and step."""
+        """Inside the block the parameters hold the anchor, what `--islands` last had in common, to
+        evaluate it. `export`, `model_state_dict` and checkpoints are of it anyway. Collective;
+        without islands it does nothing. Raises UsageError between backward and step."""
         with self._access.anchor():
             yield
 
@@ -397,10 +396,10 @@ class Engine(HintsAtAttributes):
             describe.show(describe.table_of(self._spec, self._states, name))
 
     def close(self) -> None:
-        """Give models and optimizers back as plain ones, optimizer state included. If groups of
-        ranks step apart, the weights are the last common ones. Weights that were cast to 16 bit
-        stay so, and what torch's optimizers keep for 16-bit weights is cast to those, as they have
-        it by themselves. The engine cannot be used afterwards. Collective.
+        """Give models and optimizers back as plain ones, optimizer state included; with `--islands`
+        the weights are what they last had in common. Weights that were cast to 16 bit stay so, and
+        what torch's optimizers keep for 16-bit weights is cast to those, as they have it by
+        themselves. The engine cannot be used afterwards. Collective.
         """
         self._randoms.stop_waiting()
         try:

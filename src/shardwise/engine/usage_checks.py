@@ -13,7 +13,6 @@ from weakref import WeakMethod
 from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.config import APART_FLAG
 from shardwise.errors import ModelError, UsageError
 from shardwise.layout.placement import Placement
 from shardwise.model.optimizer_access import StateOfEngine, own_methods
@@ -84,8 +83,9 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
 
 
 def _known(world: World) -> str:
-    """Return calls whose results all workers know; groups that step apart have losses apart."""
-    ours = "" if world.groups_apart > 1 else "engine.step().loss, "
+    """What all workers know: the loss of a step is its island's."""
+    apart = world.island_count > 1 and world.settings.behind is None
+    ours = "" if apart else "engine.step().loss, "
     return f"{ours}sw.Metrics, world.any(flag)"
 
 
@@ -222,8 +222,8 @@ def check_reachable(loss: Tensor, *, several: bool) -> None:
 
 _DISTRIBUTED = {
     "ZeroRedundancyOptimizer": "optim.{inner}(params), and --zero 1 shards its state",
-    "PostLocalSGDOptimizer": "optim.{inner}(params), and "
-    f"{APART_FLAG} N --equal-every H averages parameters every H steps",
+    "PostLocalSGDOptimizer": "optim.{inner}(params), and --islands N --equal-every H averages "
+    "parameters every H steps",
     "DistributedOptimizer": "optim.Adam(params), and --pipeline P puts layers on other hosts",
 }
 """By wrapper of torch.distributed that communicates by itself, what to write instead."""

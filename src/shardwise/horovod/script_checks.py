@@ -64,7 +64,7 @@ _ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
     "tensor",
     "pipeline",
     "exact",
-    config.APART,
+    "islands",
     "behind",
 }
 

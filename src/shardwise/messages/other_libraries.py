@@ -126,7 +126,7 @@ _TABLE: tuple[tuple[str, str], ...] = (
         " set_z3_leaf_modules stage3_max_live_parameters",
     ),
     (
-        'Write wire="int8" as docs/slow_links.md shows if links are slow.',
+        'Write wire="int8" with islands=N for links that are slow (docs/slow_links.md).',
         "register_comm_hook comm_hook powerSGD_hook LocalSGD PostLocalSGDOptimizer compression",
     ),
     (

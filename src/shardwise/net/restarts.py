@@ -37,27 +37,27 @@ class Ending:
 
 
 class Restarts:
-    """Counts what has failed; `allowed` is how often a run starts again, or a part of it.
+    """Counts what has failed; `allowed` is how often a run starts again, or an island of it.
     Pure."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
         self._failures: list[tuple[int, int]] = []
-        self._parts = 0
+        self._islands = 0
 
     @property
     def number(self) -> int:
         """The one that is next, counted from 1."""
-        return len(self._failures) + self._parts + 1
+        return len(self._failures) + self._islands + 1
 
     @property
     def is_spent(self) -> bool:
         """Whether nothing is started again any more."""
         return self.number > self.allowed
 
-    def part_started(self) -> None:
-        """Count a start of a part of the run alone, while the others went on."""
-        self._parts += 1
+    def island_started(self) -> None:
+        """An island was started again, while the others went on."""
+        self._islands += 1
 
     def after(self, failure: Failure) -> tuple[bool, str]:
         """Whether to start again, and what to say of it, a line or nothing."""

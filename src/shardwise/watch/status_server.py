@@ -115,7 +115,7 @@ class StatusServer:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that can be asked: all that take part in the run now."""
+        """The ranks that can be asked: all, but for those of other elastic islands."""
         return sorted(self._places) or range(self.size)
 
     # -- from the start to the end --------------------------------------------------------

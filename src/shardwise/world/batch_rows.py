@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from shardwise import config
 from shardwise.comm.base import Collectives
-from shardwise.config import APART_FLAG
 from shardwise.errors import DataError, UsageError
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.world.common_calls import SHARE, CommonCalls
@@ -182,8 +181,8 @@ class BatchRows(ABC):
         self._check_takes_rows("world.gather_rows")
         if self.data.size < self.data_size:
             raise UsageError(
-                f"world.gather_rows joins the rows of a batch, and with {APART_FLAG} no worker "
-                f"sees those of all {self.data_size}: leave {APART_FLAG} out for a loss over pairs "
+                f"world.gather_rows joins the rows of a batch, and with --islands no worker "
+                f"sees those of all {self.data_size}: leave --islands out for a loss over pairs "
                 "of rows."
             )
         self._check_draws_once("world.gather_rows")

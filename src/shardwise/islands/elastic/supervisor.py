@@ -264,7 +264,7 @@ class IslandSupervisor(Supervisor):
         """Start `island`. A start that fails counts as a failure of the island, and is repeated."""
         comes = True
         while comes:
-            self._restarts.part_started()
+            self._restarts.island_started()
             self._tries[island] += 1
             try:
                 self.islands[island] = self._start(island, True)

@@ -65,7 +65,7 @@ def _plan(
         name: command_line.as_text(value) for name, value in given.items() if value is not None
     }
     command_line.check_settings(settings)
-    _refuse_groups(settings.pop(APART, "1"))
+    _refuse_islands(settings.pop("islands", "1"))
     if calibrate:
         file = import_module("shardwise.tools.plan.plan_command").show_calibration()
         click.echo(f"measured: {file}; now: shardwise plan --on here train.py", err=True)
@@ -143,14 +143,14 @@ def _check_configuration(file: Path) -> None:
         )
 
 
-def _refuse_groups(count: str) -> None:
-    """Raise LaunchError if several groups that step apart are to be planned."""
-    if count == "1":
+def _refuse_islands(islands: str) -> None:
+    """Raise LaunchError where several islands are to be planned."""
+    if islands == "1":
         return
     raise LaunchError(
-        f"shardwise plan does not know {APART_FLAG} {count}. Plan one group, with --on its devices "
+        f"shardwise plan does not know --islands {islands}. Plan one island, with --on its devices "
         "and its part of the batch; each rank of it also keeps, in every row, its part of an "
         "anchor: of n data-parallel ranks 4 / n bytes for each parameter (8 / n with nesterov, "
         "4 / n more each with a lossy --wire and --late). "
-        f"What boundaries and failures take: shardwise simulate {APART_FLAG}."
+        "What boundaries and failures take: shardwise simulate --islands."
     )

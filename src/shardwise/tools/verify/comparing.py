@@ -184,10 +184,6 @@ def _step(
         _tensors(before, ours.tensors, known=known),
         key=lambda each: (_place(each.name, order), each.kind),
     )
-    samples: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
-    if theirs.samples and ours.samples:  # a script without sw.Loader does not say which it uses
-        one, two = Counter(theirs.samples), Counter(ours.samples)
-        samples = tuple((one - two).elements()), tuple((two - one).elements())
     numbers = {_renamed(name, renamed): value for name, value in theirs.numbers.items()}
     tensors += [
         TensorDifference("optimizer", name, relative, (), True, 0, value, ours.numbers[name])
