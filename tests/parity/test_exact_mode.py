@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.states.gradients.gradient_norm import GRAIN
 from shardwise.states.storage import storage
+from shardwise.states.storage.squared_sums import GRAIN
 from tests.disk import on_a_disk
 from tests.parity import exact_problems
 from tests.parity.pairwise import pairwise

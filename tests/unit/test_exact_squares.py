@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.states.gradients.gradient_norm import GRAIN, exact_row, exact_total
+from shardwise.states.storage.squared_sums import GRAIN, exact_row, exact_total
 from shardwise.states.storage.storage import MemoryStorage
 
 GRAINS = 40

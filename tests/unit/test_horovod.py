@@ -33,7 +33,7 @@ from shardwise.horovod.coordinator import (
 )
 from shardwise.horovod.execution import AgreedOperation, adasum_pair, execute, row_counts
 from shardwise.horovod.links import send_up_to
-from shardwise.horovod.operations import MARGIN, OperationHandle
+from shardwise.horovod.operation_handle import MARGIN, OperationHandle
 from shardwise.horovod.script_checks import ScriptComparison
 from shardwise.horovod.streams import StreamEvent
 from shardwise.net import authentication, rpc

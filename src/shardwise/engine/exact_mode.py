@@ -11,7 +11,7 @@ from shardwise.config import Settings, flag
 from shardwise.engine.step_statistics import Aggregation, Number
 from shardwise.errors import ConfigError, UsageError
 from shardwise.layout.sum_tree import MicroShards
-from shardwise.states.gradients import gradient_norm
+from shardwise.states.storage import squared_sums
 from shardwise.world.randomness import seed_from
 
 _WITHOUT = {
@@ -85,7 +85,7 @@ class ExactAggregation(Aggregation):
         return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)
 
     def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
-        return gradient_norm.exact_total(rows)
+        return squared_sums.exact_total(rows)
 
     def refuse_late(self, names: Sequence[str], group: Collectives) -> None:
         several = itertools.chain.from_iterable(group.gather_objects(list(names)))

@@ -37,7 +37,7 @@ from shardwise.horovod.coordinator import (
 )
 from shardwise.horovod.execution import AgreedOperation, execute, joined_zeros
 from shardwise.horovod.links import NegotiationMessage, send_up_to
-from shardwise.horovod.operations import OperationHandle
+from shardwise.horovod.operation_handle import OperationHandle
 from shardwise.horovod.script_checks import ScriptComparison, warn_stalled, write_warning
 from shardwise.horovod.streams import CommunicationStream, StreamEvent, enter
 from shardwise.net.rpc import Link

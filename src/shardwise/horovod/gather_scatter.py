@@ -14,8 +14,8 @@ from shardwise.errors import BadCall
 from shardwise.horovod.allreduce import allreduce_
 from shardwise.horovod.compression import Compression, Compressor, compressed
 from shardwise.horovod.context import current
+from shardwise.horovod.operation_handle import OperationHandle
 from shardwise.horovod.operations import (
-    OperationHandle,
     ReduceOp,
     as_group,
     check_dense,

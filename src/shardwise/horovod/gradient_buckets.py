@@ -20,7 +20,8 @@ from torch import Tensor
 from shardwise.errors import BadCall, HookOrder
 from shardwise.horovod.compression import Compression, Compressor
 from shardwise.horovod.context import current
-from shardwise.horovod.operations import OperationHandle, ReduceOp, submit, wait
+from shardwise.horovod.operation_handle import OperationHandle
+from shardwise.horovod.operations import ReduceOp, submit, wait
 from shardwise.horovod.process_sets import ProcessSet
 from shardwise.horovod.script_checks import Note
 from shardwise.horovod.sparse_allreduce import empty_sparse_gradient, sparse_allreduce_async

@@ -6,25 +6,20 @@ wait   ◀── the result, in the form of the input
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import BadCall, HorovodInternalError
+from shardwise.errors import BadCall
 from shardwise.horovod.context import current
-from shardwise.horovod.coordinator import JOIN, OperationRequest
-from shardwise.horovod.streams import StreamEvent, record_use
+from shardwise.horovod.coordinator import OperationRequest
+from shardwise.horovod.operation_handle import OperationHandle
 
 if TYPE_CHECKING:
     from shardwise.horovod.process_sets import ProcessSet
-
-MARGIN = 10.0
-"""Seconds after the time-out within which rank 0 must report it."""
 
 
 class ReduceOp(IntEnum):
@@ -36,80 +31,6 @@ class ReduceOp(IntEnum):
     Min = 3
     Max = 4
     Product = 5
-
-
-class OperationHandle:
-    """An operation in flight, for `poll` and `synchronize`.
-
-    `tensors` are its inputs; with `in_place` the results are written to them. `finish` turns the
-    results into what `synchronize` returns.
-    """
-
-    def __init__(
-        self,
-        request: OperationRequest,
-        tensors: Sequence[Tensor] = (),
-        *,
-        in_place: bool = False,
-        finish: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.request = request
-        self.tensors = tensors
-        self.in_place = in_place
-        self.ready = StreamEvent.record(tensors)
-        """Recorded when the inputs can be read."""
-        self._finish = finish
-        self._done = threading.Event()
-        self._finished: StreamEvent | None = None
-        self._result: Any = None
-        self._error: Callable[[], Exception] | None = None
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether rank 0 limits how long it waits. A join waits for as long as others have data."""
-        return self.request.kind != JOIN
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._done.is_set()
-
-    def succeed(self, result: Any, finished: StreamEvent) -> None:
-        """Set the result. No other rank reads the inputs or the result."""
-        self._result, self._finished, self.tensors = result, finished, ()
-        self._done.set()
-
-    def fail(self, text: str, kind: type[Exception] = HorovodInternalError) -> None:
-        """Set an error, which `wait` raises."""
-        self._error, self.tensors = partial(kind, text), ()
-        self._done.set()
-
-    def fail_in_child(self, text: str) -> None:
-        """Set an error in a forked child."""
-        # A thread of the parent may have held the lock of the event at the fork.
-        self._done = threading.Event()
-        self.fail(text)
-
-    def wait(self, timeout: float) -> Any:
-        """Wait for the result and return it. Raises HorovodInternalError if the operation fails or
-        rank 0 does not answer, BadCall if the request is invalid."""
-        # Rank 0 reports a time-out with the names of the missing ranks, so this wait is longer.
-        if not self._done.wait(timeout + MARGIN if self.is_bounded else None):
-            raise HorovodInternalError(
-                f"{self.request.kind} {self.request.name!r}: rank 0, which coordinates, has not "
-                f"answered for {timeout + MARGIN:g} s. Is it stopped, or cut off?"
-            )
-        if self._error is not None:
-            raise self._error()
-        if self._finished is not None:
-            # The caller's stream waits, not the host: the sum may still be running on the device.
-            self._finished.wait()
-            self._finished = None
-            if isinstance(self._result, list):  # of tensors
-                record_use(self._result)
-            if self._finish is not None:
-                self._result = self._finish(self._result)
-        return self._result
 
 
 def poll(handle: OperationHandle) -> bool:

@@ -9,7 +9,7 @@ from weakref import ref
 from shardwise.errors import BadCall
 from shardwise.horovod.context import Context, current, is_initialized
 from shardwise.horovod.coordinator import ADD_PROCESS_SET, REMOVE_PROCESS_SET, OperationRequest
-from shardwise.horovod.operations import OperationHandle
+from shardwise.horovod.operation_handle import OperationHandle
 
 
 class ProcessSet:

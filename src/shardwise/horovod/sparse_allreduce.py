@@ -17,7 +17,8 @@ from torch import Tensor, nn, optim
 from shardwise.errors import BadCall
 from shardwise.horovod.context import current
 from shardwise.horovod.execution import NARROW
-from shardwise.horovod.operations import OperationHandle, ReduceOp, submit, wait
+from shardwise.horovod.operation_handle import OperationHandle
+from shardwise.horovod.operations import ReduceOp, submit, wait
 from shardwise.horovod.process_sets import ProcessSet, global_process_set
 
 

@@ -8,5 +8,4 @@ store.py          the key-value store in rank 0; listeners.py: closes its socket
 network.py, hosts.py  interfaces and addresses; lists of hosts
 progress.py, error_file.py, restarts.py  what a rank tells its launcher, through private_files.py
 python_command.py the command line of a Python module
-island_place.py, island_membership.py, island_desk.py  where a rank's island is
 """

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, TensorDataset
 
 import shardwise as sw
-from shardwise.states.gradients.gradient_norm import GRAIN
 from shardwise.states.storage import storage
+from shardwise.states.storage.squared_sums import GRAIN
 from tests.disk import on_a_disk
 from tests.parity.random_programs import models as made_of
 from tests.parity.random_programs.models import Batch, explicit, items

@@ -4,9 +4,6 @@ many_hosts.py    the launcher's side of a whole run: all hosts ready, then all r
 agents.py        an agent on each host, all of them ready
 remote_host.py   the launcher's side of one host
 agent.py         the other side: the process that ssh starts on a host
-island_hosts.py  the launcher's side of a run whose islands end and come back by themselves
-remote_island.py  one such island, and a host of it
-remote_desk.py, agent_islands.py, transfers.py   what these islands exchange
 protocol.py      the messages between the two
 command.py       the ssh command, and what its failures mean
 heartbeat.py     tells the agents every second that the launcher is alive

@@ -21,12 +21,12 @@ from torch import Tensor
 from shardwise.comm import Handle
 from shardwise.layout.bucket_layout import Span
 from shardwise.layout.sum_tree import MicroShards
-from shardwise.states.gradients import gradient_norm
+from shardwise.states.storage import squared_sums
 from shardwise.states.storage.storage import Storage
 
 
 class SquareSum(Protocol):
-    """Computes the sum of squares of a span of a storage, such as `gradient_norm.square_span`."""
+    """Computes the sum of squares of a span of a storage, such as `squared_sums.square_span`."""
 
     def __call__(self, storage: Storage, own: Span, *, wide: bool = False) -> Tensor:
         """Sums of buckets and ranks add up; `wide` where squares of fp32 numbers overflow."""
@@ -45,14 +45,14 @@ class Summation:
     are added to those of other backwards."""
     fan_ins: Sequence[int] = ()
     """How the backwards' sums are joined then."""
-    square: SquareSum = gradient_norm.square_span
+    square: SquareSum = squared_sums.square_span
     grain: int = 1
     """That of the layout's buckets."""
 
 
 def in_tree(shards: MicroShards) -> Summation:
     """Return the summation whose bits are the same for every number of workers."""
-    return Summation(True, shards.fan_ins, gradient_norm.exact_row, gradient_norm.GRAIN)
+    return Summation(True, shards.fan_ins, squared_sums.exact_row, squared_sums.GRAIN)
 
 
 class GradientSum:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.comm import Handle
 from shardwise.layout.bucket_layout import Span
-from shardwise.states.gradients.gradient_norm import squared_sum
+from shardwise.states.storage.squared_sums import squared_sum
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.tiers.nvme import BufferLease, Store
 

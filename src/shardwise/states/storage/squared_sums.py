@@ -1,0 +1,155 @@
+"""Sums of squares of a state, in fp64 or exact, for the global gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.layout.bucket_layout import Span
+from shardwise.model.precision import NARROW
+
+CHUNK = 1 << 18
+"""Elements whose squares are added up in the tensor's own precision."""
+
+GRAIN = 64
+"""Elements that an exact sum adds as one. The CPU's widest vector loops take as many at a time (two
+registers of 64 bytes, of 16-bit numbers), so no element falls into the scalar rest of a loop, whose
+rounding differs."""
+
+EXACT_CHUNK = 1 << 17
+"""Elements that an exact sum reads at a time, while they are in the processor's cache."""
+
+_LOWEST = -1073
+"""The smallest exponent that frexp gives for an fp64 number."""
+
+_BINS = 1024 - _LOWEST + 1
+
+_DIGITS = 53
+"""Bits of an fp64 number's whole part; in two halves, so that sums of 2**26 of them stay below
+2**53 and travel as fp64."""
+
+_HALF = 27
+
+
+class Squared(Protocol):
+    """The part of a storage that sums of squares use."""
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The whole interval, if it is in memory all the time."""
+
+    @property
+    def copy_stream(self) -> object | None:
+        """Copies between the host and the accelerator that uses it, if they are apart."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of a span while it is in use."""
+
+    def read_spans(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the first element of each span and the span, readable until the next one."""
+
+
+def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
+    """Return the sum of squares of the elements `own` of `storage`, an fp64 scalar.
+
+    With `wide`, and where not all of it is in the device's memory, each square is fp64 too.
+    """
+    if storage.memory is not None and storage.copy_stream is None and not wide:
+        return squared_sum(storage.memory[own[0] : own[1]])
+    total = torch.zeros((), dtype=torch.float64)
+    for first, value in storage.read_spans():
+        low, high = max(first, own[0]), min(first + value.numel(), own[1])
+        if low < high:
+            part = value[low - first : high - first]
+            total += squared_sum(part.to(torch.promote_types(part.dtype, torch.float64))).cpu()
+    return total
+
+
+def squared_sum(values: Tensor) -> Tensor:
+    """Return the sum of squares of a flat tensor in fp64, added by chunks: short fp32 sums do not
+    drift.
+
+    On an accelerator it takes a few kernels, whatever the length, and no copy to the host.
+    """
+    values = as_real(values)
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float64, device=values.device)
+    if values.numel() <= CHUNK:
+        return torch.dot(values, values).double()
+    if values.device.type == "cpu":
+        chunks = torch.split(values, CHUNK)
+        return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).double().sum()
+    # One reduction over all chunks, since each launch of a kernel costs time.
+    whole = values.numel() // CHUNK * CHUNK
+    norms = torch.linalg.vector_norm(values[:whole].view(-1, CHUNK), dim=1)
+    rest = torch.linalg.vector_norm(values[whole:])
+    return torch.cat([norms, rest.view(1)]).double().square().sum()
+
+
+def as_real(values: Tensor) -> Tensor:
+    """Return `values` as real numbers of 32 bits or more."""
+    if values.is_complex():
+        values = torch.view_as_real(values).view(-1)
+    return values.float() if values.dtype in NARROW else values
+
+
+def exact_row(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
+    """Count the squares of the elements `own` of `storage` by exponent: int64, (2 x bins + 1,).
+
+    Rows of buckets and ranks add up; the last number counts grains that are not finite. With
+    `wide`, squares are fp64, for fp32 numbers whose squares overflow.
+
+        s = x * x    (64)  ─▶  s[:32] + s[32:]  ─▶  ...  ─▶  one number per grain
+
+    The bits depend on the elements alone, wherever buckets and intervals begin: no interval cuts a
+    grain, and each grain's number is a whole multiple of a power of two. Whole numbers are added
+    exactly in any order, so they are counted by exponent and rounded once, in `exact_total`.
+    """
+    # A storage on the host of an accelerator's rank is read on the host.
+    device = torch.device("cpu") if storage.copy_stream is not None else storage.device
+    row = torch.zeros(2 * _BINS + 1, dtype=torch.int64, device=device)
+    for first, value in storage.read_spans():
+        low, high = max(first, own[0]), min(first + value.numel(), own[1])
+        for chunk in torch.split(value[low - first : max(high - first, 0)], EXACT_CHUNK):
+            if chunk.numel():
+                _count(chunk, row, wide=wide)
+    return row
+
+
+def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
+    values = as_real(values).double() if wide else as_real(values)
+    squares = values.view(-1, GRAIN)
+    squares = squares * squares
+    while squares.shape[1] > 1:
+        half = squares.shape[1] // 2
+        squares = squares[:, :half] + squares[:, half:]
+    sums = squares.view(-1).double()
+    finite = torch.isfinite(sums)
+    row[-1] += (~finite).sum()
+    fraction, exponent = torch.frexp(torch.where(finite, sums, 0.0))
+    # The whole part of 53 bits in two halves, so that sums of 2**26 of them stay exact in fp64.
+    whole = (fraction * 2.0**_DIGITS).long()
+    bins = exponent.long() - _LOWEST
+    row[:_BINS].index_add_(0, bins, whole >> _HALF)
+    row[_BINS:-1].index_add_(0, bins, whole & ((1 << _HALF) - 1))
+
+
+def exact_total(rows: Sequence[Sequence[float]]) -> float:
+    """Return the sum of squares that the exact rows of all ranks add up to; NaN if any is not
+    finite."""
+    whole = 0
+    for row in rows:
+        if row[-1]:
+            return math.nan
+        for place, count in enumerate(row):
+            if count:
+                whole += int(count) << (place + _HALF if place < _BINS else place - _BINS)
+    try:
+        return whole / (1 << (_DIGITS - _LOWEST))
+    except OverflowError:
+        return math.inf
