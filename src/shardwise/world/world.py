@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import sys
@@ -161,17 +160,6 @@ class World(BatchRows, HintsAtAttributes):
     def groups_apart(self) -> int:
         """How many groups of ranks make updates of their own; 1 if all make the same."""
         return self.mesh.islands if self.settings.behind is None else 1
-
-    def groups_in_words(self) -> str:
-        """The number of groups of ranks that step apart, such as "2 islands"."""
-        return f"{self.mesh.islands} islands"
-
-    def share_in_words(self, batch_size: int) -> str:
-        """Return how much of a total batch a step has, for a line; "" if it has all."""
-        if (islands := self.groups_apart) == 1:
-            return ""
-        up_to = "up to " if batch_size % islands else ""
-        return f"; a step of an island has {up_to}{math.ceil(batch_size / islands)} of them"
 
     @property
     def island_rank(self) -> int:
