@@ -20,7 +20,7 @@ class Row(NamedTuple):
 
     shown: str
     help: str
-    type: click.ParamType | None
+    type: click.ParamType[Any] | None
     names: list[str]
     options: dict[str, Any]
 
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 def row(
     shown: str,
     help: str,
-    parse: values.Parse[Any] | click.ParamType | None = None,
+    parse: values.Parse[Any] | click.ParamType[Any] | None = None,
     *,
     names: str = "",
     **options: Any,

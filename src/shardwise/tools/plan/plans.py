@@ -237,9 +237,14 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
         else:
             replicated.append(states[name])
     found += sum(-(-nbytes // data) for nbytes in replicated)
-    if data > 1:
-        # A part is longer than an even one by at most an element of each bucket, which has one
-        # parameter or more: of the parameters, of their masters and of each moment.
-        kinds = 2 + max((len(group.moments) for group in record.groups), default=0)
-        found += LONGEST * kinds * len(record.parameters)
-    return found
+    return found + (rounding_bytes(record) if data > 1 else 0)
+
+
+def rounding_bytes(record: StepRecord) -> int:
+    """Return at most the bytes by which a part is longer than an even one.
+
+    That is an element of each bucket, which has one parameter or more: of the parameters, of their
+    masters and of each moment.
+    """
+    kinds = 2 + max((len(group.moments) for group in record.groups), default=0)
+    return LONGEST * kinds * len(record.parameters)

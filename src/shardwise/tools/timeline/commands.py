@@ -30,7 +30,7 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
     FILES are what `shardwise run --timeline FILE` wrote; those of other hosts, FILE with a host's
     name in it, are read too where they are beside it.
     """
-    from shardwise.timeline import reading, tables
+    from shardwise.tools.timeline import reading, tables
     from shardwise.tools.timeline.slowest import counted
     from shardwise.tools.timeline.steps import steps_of
 
