@@ -11,7 +11,7 @@ from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.engine_parts import note_spec, recorded
 from shardwise.tools.plan.layout import lay_out
 from shardwise.tools.plan.memory import Hardware, predict
-from shardwise.tools.plan.plans import _rounding, saved_bytes
+from shardwise.tools.plan.plans import rounding_bytes, saved_bytes
 from shardwise.tools.plan.record import StepRecord
 from shardwise.tools.plan.search import Line
 
@@ -104,7 +104,7 @@ def bound_and_copy(world, level, folder):
     row = Placement.zero(level)
     choice = Choice(row=row, data=world.size, micro_batch=1, bucket_mb=1e-4)
     memory = predict(record, choice, Hardware(apart=False, shares=True), rank=world.rank)
-    return saved_bytes(Line(choice, memory, None, 0), record), copied, _rounding(record)
+    return saved_bytes(Line(choice, memory, None, 0), record), copied, rounding_bytes(record)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])

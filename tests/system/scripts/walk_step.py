@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.system.walk_tracer import Walk
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
-from tests.system.walk_tracer import Walk
 
 LARGE = 1_000
 """Elements that a tensor has if it holds a state, and not the few numbers of an exchange."""

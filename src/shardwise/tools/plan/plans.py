@@ -237,13 +237,13 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
         else:
             replicated.append(states[name])
     found += sum(-(-nbytes // data) for nbytes in replicated)
-    return found + (_rounding(record) if data > 1 else 0)
+    return found + (rounding_bytes(record) if data > 1 else 0)
 
 
-def _rounding(record: StepRecord) -> int:
-    """Return the most bytes by which a part is longer than an even one.
+def rounding_bytes(record: StepRecord) -> int:
+    """Return at most the bytes by which a part is longer than an even one.
 
-    It is an element of each bucket, which has one parameter or more: of the parameters, of their
+    That is an element of each bucket, which has one parameter or more: of the parameters, of their
     masters and of each moment.
     """
     kinds = 2 + max((len(group.moments) for group in record.groups), default=0)
