@@ -51,7 +51,7 @@ def test_names_of_layers_are_whole_at_80_columns(capsys: pytest.CaptureFixture[s
         command.TimedLayer(f"{name}{n}", 1_234_567, 0.01, 0.02, 1e6, adds_parameters=True)
         for n in range(12)
     ]
-    request = command.PlanRequest(("train.py",), (), 2, 8, 3, "time")
+    request = command.PipelinePlanRequest(("train.py",), (), 2, 8, 3, "time")
     for table in command.tables(layers, request):
         Console(width=80).print(table)
     out = capsys.readouterr().out

@@ -35,7 +35,7 @@ from shardwise.tools.verify.comparing import compare
 from shardwise.tools.verify.flow import Verification
 from shardwise.tools.verify.placements import RunPlacement
 from shardwise.tools.verify.records import FeedRecord, RecordedTraining, Step, Whole
-from shardwise.tools.verify.report import Report
+from shardwise.tools.verify.report import VerifyReport
 from shardwise.tools.verify.request import VerifyRequest
 from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, command, large_imports
 from shardwise.tools.verify.verdicts import TrainingVerdict
@@ -599,7 +599,7 @@ def test_a_report_has_page_picture_and_json(tmp_path: Path, off: float) -> None:
 
     asked = plan(tmp_path)
     result = judged(tmp_path, make)
-    page.write(Report(plan=asked, results=[result]), tmp_path, tmp_path / "ci.json")
+    page.write(VerifyReport(plan=asked, results=[result]), tmp_path, tmp_path / "ci.json")
     told = json.loads((tmp_path / "ci.json").read_text())
     assert told == json.loads((tmp_path / "verify.json").read_text())
     assert told["exit_code"] == result.verdict.value

@@ -31,7 +31,7 @@ from torch import Tensor, nn, optim
 
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.json_values import NotPlain
-from shardwise.checkpoint.spec_view import Spec
+from shardwise.checkpoint.spec_view import SpecView
 from shardwise.checkpoint.tensor_names import listed
 from shardwise.checkpoint.tracking import trackable
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch, UsageError
@@ -185,7 +185,7 @@ def _check(value: Any) -> None:
 class _Encoder:
     """Encodes the attributes of `optimizer`, whose tensors get names that begin with `number`."""
 
-    def __init__(self, optimizer: optim.Optimizer, number: int, spec: Spec) -> None:
+    def __init__(self, optimizer: optim.Optimizer, number: int, spec: SpecView) -> None:
         self._optimizer = optimizer
         self._number = number
         self._names = {named.parameter: named.name for named in spec.located()}
@@ -352,7 +352,7 @@ class _Restorer:
     """
 
     def __init__(
-        self, optimizer: optim.Optimizer, spec: Spec, read: Callable[[str], Tensor]
+        self, optimizer: optim.Optimizer, spec: SpecView, read: Callable[[str], Tensor]
     ) -> None:
         self.lost: list[str] = []
         self._optimizer = optimizer
@@ -483,7 +483,7 @@ class OptimizerAttributes:
     torch's own optimizers are left out: their state is all in torch's places.
     """
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: SpecView) -> None:
         self._spec = spec
         self._initial = {
             optimizer: replace(_Encoder(optimizer, number, spec).encode(), tensors={})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
-from shardwise.checkpoint.engine_view import Engine
+from shardwise.checkpoint.engine_view import EngineView
 from shardwise.checkpoint.loader import CheckpointLoader
 from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.checkpoint.tracking import Tracking
@@ -38,7 +38,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        state: Engine,
+        state: EngineView,
         reseed: Callable[[], None],
         returns_of: Callable[[Checkpoints], Returns | None],
     ) -> None:

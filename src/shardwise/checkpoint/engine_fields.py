@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.engine_view import Engine
+from shardwise.checkpoint.engine_view import EngineView
 from shardwise.errors import BrokenCheckpoint
 from shardwise.world.randomness import GeneratorStates
 
@@ -24,7 +24,7 @@ class EngineField(ABC):
     name: str
 
     @abstractmethod
-    def value(self, engine: Engine) -> Any:
+    def value(self, engine: EngineView) -> Any:
         """Return the value to save, as JSON; None leaves the field out."""
 
     def parse(self, path: Path, saved: Any) -> Any:
@@ -37,17 +37,17 @@ class EngineField(ABC):
         return saved
 
     @abstractmethod
-    def restore(self, engine: Engine, parsed: Any) -> None:
+    def restore(self, engine: EngineView, parsed: Any) -> None:
         """Continue from a value."""
 
 
 class _Seed(EngineField):
     name = "seed"
 
-    def value(self, engine: Engine) -> int:
+    def value(self, engine: EngineView) -> int:
         return engine.world.seed
 
-    def restore(self, engine: Engine, parsed: int | None) -> None:
+    def restore(self, engine: EngineView, parsed: int | None) -> None:
         """Continue with the seed that was drawn, unless this run has chosen one."""
         chosen = engine.world.settings.seed
         if parsed is None:  # a save of DeepSpeed has none
@@ -67,11 +67,11 @@ class _Scaling(EngineField):
 
     name = "scaling"
 
-    def value(self, engine: Engine) -> dict[str, Any]:
+    def value(self, engine: EngineView) -> dict[str, Any]:
         wide = engine.objects.states.gradients.wide
         return engine.scale.state() | {"unit": engine.weighting.unit, "wide": wide}
 
-    def restore(self, engine: Engine, parsed: Mapping[str, Any]) -> None:
+    def restore(self, engine: EngineView, parsed: Mapping[str, Any]) -> None:
         engine.scale.restore(parsed)
         engine.weighting.unit = parsed["unit"]
         if parsed["wide"] and engine.spec.settings.reduce_dtype == "fp32":
@@ -83,7 +83,7 @@ class _Draws(EngineField):
 
     name = "draws"
 
-    def value(self, engine: Engine) -> dict[str, Any] | None:
+    def value(self, engine: EngineView) -> dict[str, Any] | None:
         return engine.world.draws.state()
 
     def parse(self, path: Path, saved: Any) -> GeneratorStates:
@@ -95,7 +95,7 @@ class _Draws(EngineField):
                 "another checkpoint."
             ) from error
 
-    def restore(self, engine: Engine, parsed: GeneratorStates) -> None:
+    def restore(self, engine: EngineView, parsed: GeneratorStates) -> None:
         engine.world.draws.restore(parsed)
 
 
@@ -103,7 +103,7 @@ SCALING = _Scaling()
 FIELDS: tuple[EngineField, ...] = (_Seed(), SCALING, _Draws())
 
 
-def values(engine: Engine) -> dict[str, Any]:
+def values(engine: EngineView) -> dict[str, Any]:
     """Return the fields of `engine` that are saved."""
     found = {each.name: each.value(engine) for each in FIELDS}
     return {name: value for name, value in found.items() if value is not None}
@@ -116,7 +116,7 @@ def parse(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def restore(engine: Engine, parsed: Mapping[str, Any]) -> None:
+def restore(engine: EngineView, parsed: Mapping[str, Any]) -> None:
     """Continue from `parsed` values; a field that the checkpoint lacks stays as it is."""
     for each in FIELDS:
         if each.name in parsed:

@@ -1,6 +1,6 @@
 """Declares what saving and loading use of an engine, which is a layer above this package.
 
-The engine passes itself in: EngineState in engine/ is an `Engine` here, UserObjects is `Objects`.
+The engine passes itself in: its EngineState is an `EngineView`, and its UserObjects `Objects`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from shardwise.checkpoint.attribute_values import OptimizerAttributes
 from shardwise.checkpoint.extra_sets import ExtraSets
-from shardwise.checkpoint.spec_view import Spec, States
+from shardwise.checkpoint.spec_view import SpecView, StatesView
 from shardwise.model.buffers import Buffers
 from shardwise.model.loss_scale import LossScale
 from shardwise.world.world import World
@@ -24,7 +24,7 @@ class Objects(Protocol):
     attributes: OptimizerAttributes
 
     @property
-    def states(self) -> States: ...
+    def states(self) -> StatesView: ...
 
     def check_passes(self) -> None:
         """Raise for an error in a forward that no step may follow."""
@@ -36,7 +36,7 @@ class Objects(Protocol):
         """Add averages of frozen parameters; return whether the states were laid out again."""
 
 
-class Weighting(Protocol):
+class WeightingView(Protocol):
     """How the weights of losses are scaled."""
 
     @property
@@ -45,7 +45,7 @@ class Weighting(Protocol):
     def unit(self, value: float | None) -> None: ...
 
 
-class Engine(Protocol):
+class EngineView(Protocol):
     """An engine and where its training is."""
 
     @property
@@ -55,13 +55,13 @@ class Engine(Protocol):
     @property
     def steps(self) -> int: ...
     @property
-    def spec(self) -> Spec: ...
+    def spec(self) -> SpecView: ...
     @property
     def objects(self) -> Objects: ...
     @property
     def scale(self) -> LossScale: ...
     @property
-    def weighting(self) -> Weighting: ...
+    def weighting(self) -> WeightingView: ...
 
     @property
     def extra_sets(self) -> ExtraSets: ...

@@ -15,7 +15,7 @@ from shardwise.checkpoint.attribute_values import OptimizerAttributes
 from shardwise.checkpoint.format import dtype_of
 from shardwise.checkpoint.optimizer_fields import OptimizerFields
 from shardwise.checkpoint.source import CheckpointSource
-from shardwise.checkpoint.spec_view import States
+from shardwise.checkpoint.spec_view import StatesView
 from shardwise.checkpoint.tensor_spans import (
     ATTRIBUTES,
     GROUP,
@@ -126,7 +126,10 @@ def _whole_state(source: CheckpointSource, numbers: OptimizerFields, name: str) 
 
 
 def _entries(
-    states: States, source: CheckpointSource, numbers: OptimizerFields, places: Mapping[str, int]
+    states: StatesView,
+    source: CheckpointSource,
+    numbers: OptimizerFields,
+    places: Mapping[str, int],
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Return the state by parameter, with a Blank of the dtype used here for each tensor."""
     entries: dict[nn.Parameter, dict[str, Any]] = {}

@@ -19,7 +19,7 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.agreement import agree, read_on_all
 from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, lacks_document
 from shardwise.checkpoint.deepspeed.folders import find as of_deepspeed
-from shardwise.checkpoint.engine_view import Engine
+from shardwise.checkpoint.engine_view import EngineView
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.checkpoint.tracking import Tracking
@@ -39,7 +39,7 @@ class _Parsed:
 class CheckpointLoader:
     """Loads checkpoints into an engine and the objects that are `tracked`."""
 
-    def __init__(self, state: Engine, tracked: Tracking) -> None:
+    def __init__(self, state: EngineView, tracked: Tracking) -> None:
         self._state = state
         self._world = state.world
         self._spec = state.spec

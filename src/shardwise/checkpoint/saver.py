@@ -33,7 +33,7 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.agreement import agree
 from shardwise.checkpoint.atomic_folders import Draft
 from shardwise.checkpoint.background import BackgroundSave, Copies, reserve
-from shardwise.checkpoint.engine_view import Engine
+from shardwise.checkpoint.engine_view import EngineView
 from shardwise.checkpoint.folder_lock import FolderClaim, take
 from shardwise.checkpoint.save_tensors import SavePlan, Sums
 from shardwise.checkpoint.tensors import EngineTensors
@@ -48,7 +48,7 @@ from shardwise.world.world import leave
 class CheckpointSaver:
     """Saves an engine: tensors, fields, and the objects that are `tracked`."""
 
-    def __init__(self, state: Engine, tracked: Tracking) -> None:
+    def __init__(self, state: EngineView, tracked: Tracking) -> None:
         self._state = state
         self._world = state.world
         self._spec = state.spec

@@ -25,7 +25,7 @@ from shardwise.states.parameters.parameters import Parameters
 # Properties, because an attribute of a protocol would have to be writable and of exactly that type.
 
 
-class Spec(Protocol):
+class SpecView(Protocol):
     """What an engine is made from."""
 
     @property
@@ -77,7 +77,7 @@ class Spec(Protocol):
         """Return whether this rank runs `module`."""
 
 
-class States(Protocol):
+class StatesView(Protocol):
     """The states of an engine, as they are laid out now."""
 
     @property

@@ -14,7 +14,7 @@ from shardwise.checkpoint import tensor_spans
 from shardwise.checkpoint.attribute_values import AttributeValues
 from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.checkpoint.format import TensorSpec, dtype_name
-from shardwise.checkpoint.spec_view import Spec, States
+from shardwise.checkpoint.spec_view import SpecView, StatesView
 from shardwise.checkpoint.tensor_spans import (
     GROUP,
     OUTER,
@@ -55,7 +55,7 @@ class Inventory:
         return {alias: first for first, several in self.names.items() for alias in several[1:]}
 
 
-def take(spec: Spec, states: States) -> Inventory:
+def take(spec: SpecView, states: StatesView) -> Inventory:
     """List the tensors that an engine has now."""
     parameters = states.parameters
     laid = {t.parameter: t for t in parameters.named}
@@ -88,7 +88,7 @@ def take(spec: Spec, states: States) -> Inventory:
     return Inventory(known, buffers, homes, whole, specs)
 
 
-def _tensors(spec: Spec) -> Iterator[tuple[str, Tensor, nn.Module]]:
+def _tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
     """Every name of every parameter and persistent buffer of the models, as in state_dict(), and
     the module that has it."""
     for model, prefix in zip(spec.models, spec.prefixes, strict=True):
@@ -136,7 +136,7 @@ def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> l
     return specs
 
 
-def average_specs(states: States) -> list[TensorSpec]:
+def average_specs(states: StatesView) -> list[TensorSpec]:
     """The moving averages, if there are any."""
     if states.averages is None:
         return []
@@ -207,7 +207,7 @@ class FrozenState:
             }
 
 
-def _idle(spec: Spec, states: States) -> Iterator[FrozenState]:
+def _idle(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
     """Yield the frozen parameters of the optimizers' groups, in their order."""
     trained = {named.parameter for named in states.parameters.named}
     names = {named.parameter: named.name for named in spec.located()}
@@ -238,8 +238,8 @@ class EngineTensors:
 
     def __init__(
         self,
-        spec: Spec,
-        states: States,
+        spec: SpecView,
+        states: StatesView,
         extra_sets: ExtraSets,
         attributes: Sequence[AttributeValues | None] = (),
     ) -> None:

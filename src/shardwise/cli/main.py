@@ -279,7 +279,9 @@ def _pipeline_plan(
         module=False,
     )
     command = import_module("shardwise.tools.pipeline_plan.command")
-    request = command.PlanRequest(words, tuple(passed), stages, micros or 4 * stages, steps, by)
+    request = command.PipelinePlanRequest(
+        words, tuple(passed), stages, micros or 4 * stages, steps, by
+    )
     return command.show_plan(request)  # type: ignore[no-any-return]
 
 

@@ -26,7 +26,7 @@ from shardwise.model import precision
 from shardwise.model.buffers import Buffers
 from shardwise.model.loss_scale import LossScale
 from shardwise.parallel.tensor.plan import TensorPlan
-from shardwise.states.step_hooks import Checkpoints, Returns
+from shardwise.states.step_hooks import HookedCheckpoints, Returns
 from shardwise.states.step_totals import StepTotals
 from shardwise.world.world import World
 
@@ -141,7 +141,7 @@ class EngineState:
         row = torch.tensor([squared], dtype=torch.float64, device=group.small_device)
         return float(group.read(group.gather_rows(row)).sum())
 
-    def returns_of(self, checkpoints: Checkpoints) -> Returns | None:
+    def returns_of(self, checkpoints: HookedCheckpoints) -> Returns | None:
         """Return what brings groups of ranks back by `checkpoints`, None if none can end alone."""
         hooks = self.spec.hooks
         return None if hooks is None else hooks.returns(self, checkpoints)

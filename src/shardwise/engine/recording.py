@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.spec_view import Spec
+from shardwise.checkpoint.spec_view import SpecView
 from shardwise.checkpoint.tensor_spans import ReportedState, TensorSpan, state_name
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.engine.engine_spec import EngineSpec
@@ -88,7 +88,7 @@ def _parts(tensors: EngineTensors, reported: ReportedState) -> Iterator[Part]:
     yield from tensors_beside(_named(spec), spec.stage_group.rank, spec.runs)
 
 
-def _named(spec: Spec) -> Named:
+def _named(spec: SpecView) -> Named:
     return list(zip(spec.prefixes, spec.models, strict=True))
 
 

@@ -29,7 +29,7 @@ from shardwise.states.gradients.gradients import Gradients
 from shardwise.states.optimizer.interval_gather import IntervalGather
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.step_hooks import Engine, Kept, StepHooks
+from shardwise.states.step_hooks import HookedEngine, Kept, StepHooks
 from shardwise.states.step_totals import StepStats, StepTotals
 from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
@@ -147,7 +147,7 @@ class BoundedStaleness(StepHooks):
 
     # -- around a step ----------------------------------------------------------------------
 
-    def after_exchange(self, engine: Engine, totals: StepTotals) -> StepTotals:
+    def after_exchange(self, engine: HookedEngine, totals: StepTotals) -> StepTotals:
         """Send the sums of this step, and replace them by those of `behind` steps before.
 
         Returns the totals of those; in the first steps of a run there are none, and the totals
@@ -182,7 +182,7 @@ class BoundedStaleness(StepHooks):
                     )
                 return self._use(engine, flight, totals)
 
-    def _send(self, engine: Engine, step: int, totals: StepTotals) -> None:
+    def _send(self, engine: HookedEngine, step: int, totals: StepTotals) -> None:
         finite = math.isfinite(totals.squared_norm)
         weights = 0.0
         if step % CHECK_EVERY == 1:  # reading all weights takes as long as an update
@@ -210,7 +210,7 @@ class BoundedStaleness(StepHooks):
         # that sums of different steps have one unit.
         self.sums.send(step, row, 1.0 / engine.weighting.divisor(1.0), counts=finite)
 
-    def _use(self, engine: Engine, flight: Flight, totals: StepTotals) -> StepTotals:
+    def _use(self, engine: HookedEngine, flight: Flight, totals: StepTotals) -> StepTotals:
         """Replace the gradients by the sums of `flight`; returns their totals."""
         sums, begun = self.sums, time.monotonic()
         reports, used = read_reports(sums.reported(flight), len(totals.used))
@@ -231,7 +231,7 @@ class BoundedStaleness(StepHooks):
         return replace(theirs, squared_norm=engine.squared_norm())
 
     def after_update(
-        self, engine: Engine, totals: StepTotals, stats: StepStats
+        self, engine: HookedEngine, totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
         # Not in `after_exchange`: until the update is made, a step may be abandoned and begun
         # again, and then needs the same sums.

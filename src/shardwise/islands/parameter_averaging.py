@@ -29,7 +29,7 @@ from shardwise.states.gradients.gradients import Gradients
 from shardwise.states.optimizer.interval_gather import IntervalGather
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.step_hooks import Checkpoints, Engine, Kept, StepHooks
+from shardwise.states.step_hooks import HookedCheckpoints, HookedEngine, Kept, StepHooks
 from shardwise.states.step_totals import StepStats, StepTotals
 from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
@@ -164,7 +164,7 @@ class ParameterAveraging(StepHooks):
 
     # -- around a step ----------------------------------------------------------------------
 
-    def before_step(self, engine: Engine) -> None:
+    def before_step(self, engine: HookedEngine) -> None:
         """At the first step, take the weights as the first anchor. Collective over all ranks then.
 
         Not at the start: user code may load or change weights until the first step.
@@ -191,7 +191,7 @@ class ParameterAveraging(StepHooks):
         self.exchange.begun = True
 
     def after_update(
-        self, engine: Engine, totals: StepTotals, stats: StepStats
+        self, engine: HookedEngine, totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
         """Average what is due. Between boundaries a request to end, or a save that failed, waits
         for the next report: all islands have to learn of it at the same step."""
@@ -218,7 +218,7 @@ class ParameterAveraging(StepHooks):
             loss = sum(r.loss * w for r, w in zip(reports, shares, strict=True)) / sum(shares)
         return totals, replace(stats, loss=loss, weight=weight)
 
-    def _average(self, engine: Engine, stats: StepStats) -> list[IslandReport] | None:
+    def _average(self, engine: HookedEngine, stats: StepStats) -> list[IslandReport] | None:
         """Send and move the buckets whose turn it is; returns the reports of all islands if those
         are due too."""
         rule, exchange, step = self._rule, self.exchange, engine.steps
@@ -249,7 +249,7 @@ class ParameterAveraging(StepHooks):
             exchange.exchange(sent, step)
         return reports
 
-    def returns(self, engine: Engine, checkpoints: Checkpoints) -> IslandReturns | None:
+    def returns(self, engine: HookedEngine, checkpoints: HookedCheckpoints) -> IslandReturns | None:
         run = self.world_group
         if not isinstance(run, ElasticRun):
             return None

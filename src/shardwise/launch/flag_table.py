@@ -15,7 +15,7 @@ from shardwise.config.outer_optimizer import FORMATS
 from shardwise.launch.flags import ADOPTED, Flag, Typed, adopted
 
 
-class Row(NamedTuple):
+class FlagRow(NamedTuple):
     """A flag: how the help shows it, its help, and what it takes (text if there is no type)."""
 
     shown: str
@@ -32,10 +32,10 @@ def row(
     *,
     names: str = "",
     **options: Any,
-) -> Row:
+) -> FlagRow:
     """Return a row. `names` are click's, if they are not the first word of `shown` alone."""
     takes = parse if parse is None or isinstance(parse, click.ParamType) else Typed(parse)
-    return Row(shown, help, takes, (names or shown.split()[0]).split(), options)
+    return FlagRow(shown, help, takes, (names or shown.split()[0]).split(), options)
 
 
 def flags_of(command: str) -> Iterator[Flag]:
@@ -421,7 +421,7 @@ SIMULATE = (
     ),
 )
 
-TABLE: dict[str, dict[str, tuple[Row, ...]]] = {
+TABLE: dict[str, dict[str, tuple[FlagRow, ...]]] = {
     "run": {"where": WHERE, "recover": RECOVER, "watch": WATCH},
     "doctor": {"where": DOCTOR},
     "plan": {"plan": PLAN},

@@ -27,7 +27,7 @@ Kept = Mapping[str, Mapping[nn.Parameter, Tensor]]
 """By key, whole tensors by parameter, to restore in a new layout."""
 
 
-class Weighting(Protocol):
+class HookedWeighting(Protocol):
     """How an engine weights gradients."""
 
     def divisor(self, denominator: float) -> float:
@@ -37,7 +37,7 @@ class Weighting(Protocol):
         """Take over the unit of the step of `totals`."""
 
 
-class Engine(Protocol):
+class HookedEngine(Protocol):
     """What hooks use of the engine that calls them."""
 
     @property
@@ -51,7 +51,7 @@ class Engine(Protocol):
     @property
     def scale(self) -> LossScale: ...
     @property
-    def weighting(self) -> Weighting: ...
+    def weighting(self) -> HookedWeighting: ...
 
     @property
     def replicas(self) -> int:
@@ -65,7 +65,7 @@ class Engine(Protocol):
         """Return the squared norm of the gradient sums as they are now. Collective."""
 
 
-class Checkpoints(Protocol):
+class HookedCheckpoints(Protocol):
     """What returns use of an engine's checkpoints."""
 
     def leave_folder(self) -> None:
@@ -166,10 +166,10 @@ class StepHooks:
 
     # -- around a step ----------------------------------------------------------------------
 
-    def before_step(self, engine: Engine) -> None:
+    def before_step(self, engine: HookedEngine) -> None:
         """Called before the first gradient of a step is reduced."""
 
-    def after_exchange(self, engine: Engine, totals: StepTotals) -> StepTotals:
+    def after_exchange(self, engine: HookedEngine, totals: StepTotals) -> StepTotals:
         """Called when the ranks of this group have agreed on the totals of their gradient sums.
 
         Returns the totals of the sums that the update uses.
@@ -177,13 +177,13 @@ class StepHooks:
         return totals
 
     def after_update(
-        self, engine: Engine, totals: StepTotals, stats: StepStats
+        self, engine: HookedEngine, totals: StepTotals, stats: StepStats
     ) -> tuple[StepTotals, StepStats]:
         """Called when the step is made; returns its totals and statistics with what is known of the
         other groups."""
         return totals, stats
 
-    def returns(self, engine: Engine, checkpoints: Checkpoints) -> Returns | None:
+    def returns(self, engine: HookedEngine, checkpoints: HookedCheckpoints) -> Returns | None:
         """Return what lets groups that have ended come back to an engine; None if none can."""
         return None
 

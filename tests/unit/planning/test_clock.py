@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.layout.placement import Placement, Tier
 from shardwise.parallel.pipeline import schedule as tables
-from shardwise.tools.plan.catalogue import GIB, Curve, Device, Link
+from shardwise.tools.plan.catalogue import GIB, Curve, Device, NetworkLink
 from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.clock import bytes_of, step_estimate
 from shardwise.tools.plan.cluster import Cluster
@@ -34,7 +34,7 @@ from shardwise.tools.plan.record import (
     UnitUse,
 )
 
-NEAR, FAR = Link("near", "near", 100e9, 0.0), Link("far", "far", 10e9, 0.0)
+NEAR, FAR = NetworkLink("near", "near", 100e9, 0.0), NetworkLink("far", "far", 10e9, 0.0)
 DEVICE = Device(
     name="Box",
     title="Box",
@@ -212,7 +212,7 @@ def test_rows_differ_in_what_they_wait_for() -> None:
     many, few = _seconds(2, 2, micros=4), _seconds(1, 2, micros=4)
     # what a micro-batch leaves to reduce goes on beside the next one's forward
     assert many["waits for gradients"] == pytest.approx(few["waits for gradients"])
-    slow = Cluster(1, 4, DEVICE, Link("slow", "slow", 10e9, 0.0), FAR)
+    slow = Cluster(1, 4, DEVICE, NetworkLink("slow", "slow", 10e9, 0.0), FAR)
     assert _seconds(2, 2, 4, cluster=slow)["waits for gradients"] > 3 * 5e-3
 
 

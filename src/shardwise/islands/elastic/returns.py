@@ -16,7 +16,7 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.islands.elastic.collectives import ElasticRun
-from shardwise.states.step_hooks import Checkpoints, Engine
+from shardwise.states.step_hooks import HookedCheckpoints, HookedEngine
 from shardwise.world.current_batch import Batch
 
 
@@ -29,8 +29,8 @@ class IslandReturns:
 
     def __init__(
         self,
-        engine: Engine,
-        checkpoints: Checkpoints,
+        engine: HookedEngine,
+        checkpoints: HookedCheckpoints,
         run: ElasticRun,
         every: int,
         forget_losses: Callable[[], None],

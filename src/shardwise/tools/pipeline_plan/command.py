@@ -41,7 +41,7 @@ class TimedLayer:
 
 
 @dataclass(frozen=True)
-class PlanRequest:
+class PipelinePlanRequest:
     """Arguments of the command: `words` are the script and its own, `flags` those of its run."""
 
     words: tuple[str, ...]
@@ -53,7 +53,7 @@ class PlanRequest:
     """"time" or "parameters"."""
 
 
-def show_plan(request: PlanRequest) -> int:
+def show_plan(request: PipelinePlanRequest) -> int:
     """Time the layers and show the stages; returns the exit code.
 
     Raises LaunchError for a script that failed or trains nothing, ModelError for more stages than
@@ -69,7 +69,7 @@ def show_plan(request: PlanRequest) -> int:
     return 0
 
 
-def _time_layers(request: PlanRequest) -> list[TimedLayer]:
+def _time_layers(request: PipelinePlanRequest) -> list[TimedLayer]:
     with tempfile.TemporaryDirectory(prefix="shardwise-pipeline-plan-") as folder:
         path, log = Path(folder) / "layers.json", Path(folder) / "log.txt"
         command = [
@@ -112,7 +112,7 @@ def _time_layers(request: PlanRequest) -> list[TimedLayer]:
 
 
 def assign_layers(
-    layers: Sequence[TimedLayer], request: PlanRequest, stages: int
+    layers: Sequence[TimedLayer], request: PipelinePlanRequest, stages: int
 ) -> list[Sequence[TimedLayer]]:
     """Divide layers into balanced stages. Raises ModelError for fewer layers than `stages`."""
     if len(layers) < stages:
@@ -126,7 +126,7 @@ def assign_layers(
     return [[layers[n] for n in each] for each in partition.ranges_of(starts, len(layers))]
 
 
-def tables(layers: Sequence[TimedLayer], request: PlanRequest) -> list[Table]:
+def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[Table]:
     """Tables of the stages, and of the idle time by schedule."""
     assigned = assign_layers(layers, request, request.pipeline)
     total = sum(each.time for each in layers)
@@ -168,7 +168,7 @@ def _layer_range(layers: Sequence[TimedLayer]) -> str:
 
 
 def idle_times(
-    layers: Sequence[TimedLayer], request: PlanRequest, name: str
+    layers: Sequence[TimedLayer], request: PipelinePlanRequest, name: str
 ) -> tuple[int, float, float] | None:
     """The number of stages, and the share of time that workers idle under schedule `name`: with the
     layers as they are, and with equal stages. None where the schedule is not possible."""
@@ -192,7 +192,7 @@ def idle_times(
     return stages, here, best
 
 
-def advice(layers: Sequence[TimedLayer], request: PlanRequest) -> list[str]:
+def advice(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[str]:
     """The layers of each stage, and the command line that trains with these stages.
 
     They are lines and no column of the table, which would break names on a narrow terminal.

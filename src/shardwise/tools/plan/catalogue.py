@@ -134,7 +134,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """A link: bytes/s in one direction, per device, as collectives get them ("bus bandwidth"), and
     the seconds that a message takes beside its bytes."""
 
@@ -150,7 +150,7 @@ class Catalogue:
     """Devices and links by name."""
 
     devices: Mapping[str, Device]
-    links: Mapping[str, Link]
+    links: Mapping[str, NetworkLink]
 
     def device(self, name: str) -> Device:
         """The device of a name or an alias, in any case. Raises ConfigError, with the nearest."""
@@ -165,7 +165,7 @@ class Catalogue:
             f"{', '.join(sorted(self.devices))}. Add yours in a file for --hardware."
         )
 
-    def link(self, name: str, device: str) -> Link:
+    def link(self, name: str, device: str) -> NetworkLink:
         """The link `name` of `device`. Raises ConfigError where no file has it."""
         if (found := self.links.get(name)) is None:
             raise ConfigError(
@@ -185,7 +185,7 @@ def read_catalogue(added: Iterable[Path | str] = (), *, user: bool = True) -> Ca
     """The catalogue of the package, then of the user's folder, then of `added` files and folders;
     what comes later replaces what has its name. Raises ConfigError of the first mistake."""
     devices: dict[str, Device] = {}
-    links: dict[str, Link] = {}
+    links: dict[str, NetworkLink] = {}
     files = [*sorted(OWN.glob("*.toml"))]
     files += sorted(user_folder().glob("*.toml")) if user else []
     for path in added:
@@ -273,7 +273,7 @@ class _Reading(SourcedFile):
         sources = {key: each for key, (_, each) in found.items()} | {"launch_us": source}
         return {key: curve for key, (curve, _) in found.items()}, launch * 1e-6, sources
 
-    def link(self, entry: Mapping[str, Any], name: str) -> Link:
+    def link(self, entry: Mapping[str, Any], name: str) -> NetworkLink:
         where = f"[link.{name}]"
         self.only(entry, ("title", *_LINK_SCALES), where)
         for key in _LINK_SCALES:
@@ -282,7 +282,9 @@ class _Reading(SourcedFile):
         found = {key: self.number(entry[key], f"{where} {key}") for key in _LINK_SCALES}
         bandwidth, latency = (found[key][0] * scale for key, scale in _LINK_SCALES.items())
         sources = {key: source for key, (_, source) in found.items()}
-        return Link(name, self.text(entry, "title", where, name), bandwidth, latency, sources)
+        return NetworkLink(
+            name, self.text(entry, "title", where, name), bandwidth, latency, sources
+        )
 
 
 def _positive(value: Any) -> bool:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
-from shardwise.tools.plan.catalogue import Catalogue, Device, Link
+from shardwise.tools.plan.catalogue import Catalogue, Device, NetworkLink
 
 HERE = "here"
 """The name of this machine in the catalogue, once `shardwise plan --calibrate` has measured it."""
@@ -19,8 +19,8 @@ class Cluster:
     hosts: int
     per_host: int
     device: Device
-    inside: Link
-    between: Link
+    inside: NetworkLink
+    between: NetworkLink
 
     @property
     def devices(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.tools.plan.catalogue import Link
+from shardwise.tools.plan.catalogue import NetworkLink
 from shardwise.tools.plan.cluster import Cluster
 
 
@@ -27,8 +27,8 @@ class Group:
 
     inside: int
     hosts: int
-    near: Link
-    far: Link
+    near: NetworkLink
+    far: NetworkLink
 
     @property
     def ranks(self) -> int:
@@ -64,18 +64,18 @@ def all_reduce_seconds(count: float, group: Group) -> float:
     return min(ring, near + 2 * _tree(count / group.inside, group.hosts, group.far))
 
 
-def send_seconds(count: float, link: Link) -> float:
+def send_seconds(count: float, link: NetworkLink) -> float:
     """Seconds to send `count` bytes to one other rank."""
     return link.latency + count / link.bandwidth if count else 0.0
 
 
-def _ring(count: float, ranks: int, link: Link) -> float:
+def _ring(count: float, ranks: int, link: NetworkLink) -> float:
     if ranks == 1:
         return 0.0
     return (ranks - 1) / ranks * count / link.bandwidth + (ranks - 1) * link.latency
 
 
-def _tree(count: float, ranks: int, link: Link) -> float:
+def _tree(count: float, ranks: int, link: NetworkLink) -> float:
     if ranks == 1:
         return 0.0
     return count / link.bandwidth + math.ceil(math.log2(ranks)) * link.latency

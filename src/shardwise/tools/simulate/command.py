@@ -29,7 +29,13 @@ from shardwise.tools.simulate.goodput import (
     in_rounds,
     simulate,
 )
-from shardwise.tools.simulate.report import Asked, Report, as_json, headline, sentences
+from shardwise.tools.simulate.report import (
+    SimulationReport,
+    SimulationRequest,
+    as_json,
+    headline,
+    sentences,
+)
 from shardwise.tools.simulate.run_model import CAUSES, RunModel
 from shardwise.tools.simulate.slow_links import SlowLinks
 
@@ -37,7 +43,7 @@ SEARCH_TRIALS = 5
 """Trials of each interval, where the best one is looked for."""
 
 
-def run(asked: Asked, out: Path, json_file: Path | None) -> int:
+def run(asked: SimulationRequest, out: Path, json_file: Path | None) -> int:
     """Simulate what is `asked`, and show it. Raises ConfigError for what cannot be."""
     cluster = parse_cluster(asked.cluster, read_catalogue(asked.hardware))
     failures = read_failures(asked.failures)
@@ -47,7 +53,7 @@ def run(asked: Asked, out: Path, json_file: Path | None) -> int:
         whole = None
         if model.islands > 1:
             whole, _ = _found(asked, as_a_whole(asked, model), tick)
-    report = Report(asked, cluster, failures, found, tried, whole)
+    report = SimulationReport(asked, cluster, failures, found, tried, whole)
     if not is_stdout(json_file):
         show(report, plain_console())
     write(report, out, json_file)
@@ -55,7 +61,7 @@ def run(asked: Asked, out: Path, json_file: Path | None) -> int:
 
 
 def _found(
-    asked: Asked, model: RunModel, tick: Callable[[], None]
+    asked: SimulationRequest, model: RunModel, tick: Callable[[], None]
 ) -> tuple[Goodput, list[tuple[float, Band]]]:
     """What the trials of `model` find, and the intervals that were tried, where the best one is
     `asked` for."""
@@ -66,7 +72,7 @@ def _found(
     return simulate(model, asked.trials, asked.seed, tick), tried
 
 
-def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
+def model_of(asked: SimulationRequest, cluster: Cluster, failures: Failures) -> RunModel:
     """The run that is `asked` for. Raises ConfigError for more hosts than there are."""
     if asked.least is not None and asked.least > cluster.hosts:
         raise ConfigError(f"--min-hosts {asked.least}: the run has {cluster.hosts} hosts only.")
@@ -99,12 +105,12 @@ def model_of(asked: Asked, cluster: Cluster, failures: Failures) -> RunModel:
     return replace(model, interval=_interval(asked, model))
 
 
-def _interval(asked: Asked, model: RunModel) -> float:
+def _interval(asked: SimulationRequest, model: RunModel) -> float:
     """The interval that is `asked` for in whole rounds, seconds of work; all of it for the best."""
     return in_rounds(min(asked.save_every or asked.days, asked.days), model)
 
 
-def _refuse_ignored(asked: Asked, islands: int) -> None:
+def _refuse_ignored(asked: SimulationRequest, islands: int) -> None:
     """Raise ConfigError for an option of islands, or of the links between them, without those."""
     of_links = {"--parameters": asked.parameters, "--wire": asked.wire, "--late": asked.late}
     of_islands = {"--equal-every": asked.equal_every, "--between": asked.between, **of_links}
@@ -120,7 +126,7 @@ def _refuse_ignored(asked: Asked, islands: int) -> None:
         )
 
 
-def _check_islands(asked: Asked, cluster: Cluster, islands: int) -> None:
+def _check_islands(asked: SimulationRequest, cluster: Cluster, islands: int) -> None:
     """Raise ConfigError where the hosts, or the devices of the only one, cannot be so many
     islands."""
     several = cluster.hosts > 1
@@ -142,7 +148,7 @@ def _check_islands(asked: Asked, cluster: Cluster, islands: int) -> None:
         )
 
 
-def _links(asked: Asked, islands: int) -> SlowLinks | None:
+def _links(asked: SimulationRequest, islands: int) -> SlowLinks | None:
     """The links between islands; None where no time is counted for them. Raises ConfigError."""
     if asked.between is None:
         return None
@@ -153,7 +159,7 @@ def _links(asked: Asked, islands: int) -> SlowLinks | None:
     return SlowLinks(islands=islands, parameters=asked.parameters, megabits=asked.between)
 
 
-def as_a_whole(asked: Asked, model: RunModel) -> RunModel:
+def as_a_whole(asked: SimulationRequest, model: RunModel) -> RunModel:
     """The same run without its islands: each failure stops all of it, and gradients cross the same
     links at every step."""
     links = _links(asked, model.islands)
@@ -163,7 +169,7 @@ def as_a_whole(asked: Asked, model: RunModel) -> RunModel:
 
 
 @contextmanager
-def _progress(asked: Asked, model: RunModel) -> Iterator[Any]:
+def _progress(asked: SimulationRequest, model: RunModel) -> Iterator[Any]:
     """Show how many trials are made; yields what to call after each."""
     searched = len(FACTORS) * SEARCH_TRIALS if asked.save_every is None else 0
     models = 1 + (model.islands > 1)
@@ -174,7 +180,7 @@ def _progress(asked: Asked, model: RunModel) -> Iterator[Any]:
         yield lambda: bar.advance(task)
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: SimulationReport, console: Console) -> None:
     """Print the finding, where the time went, and what failed."""
     console.print(headline(report), soft_wrap=True)
     lost = Table("where the time goes", "share")
@@ -195,7 +201,7 @@ def show(report: Report, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-def write(report: Report, out: Path, json_file: Path | None) -> None:
+def write(report: SimulationReport, out: Path, json_file: Path | None) -> None:
     """Write page and plot to `out`, and the JSON where it is asked for."""
     write_json(json.dumps(as_json(report), indent=1), json_file)
     from shardwise.tools.simulate import pictures  # half a second, which nobody waits for before

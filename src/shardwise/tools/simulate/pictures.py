@@ -26,7 +26,7 @@ from shardwise.tools.report.look import (
 from shardwise.tools.report.page import write_page
 from shardwise.tools.simulate.failure_classes import DAY
 from shardwise.tools.simulate.outcome import USEFUL
-from shardwise.tools.simulate.report import Report, headline, sentences
+from shardwise.tools.simulate.report import SimulationReport, headline, sentences
 from shardwise.tools.simulate.run_model import CAUSES
 
 COLORS = {
@@ -43,7 +43,7 @@ COLORS = {
 }
 
 
-def draw(report: Report, folder: Path) -> Path:
+def draw(report: SimulationReport, folder: Path) -> Path:
     """Save simulate.png and simulate.html in `folder`; returns the path of the page."""
 
     def draw_both(figure: Any) -> None:
@@ -72,7 +72,7 @@ def draw(report: Report, folder: Path) -> Path:
     return page
 
 
-def _over_time(axes: Any, report: Report) -> None:
+def _over_time(axes: Any, report: SimulationReport) -> None:
     """The median run, by parts of its time: what it spent them on, with its failures above."""
     shown = report.found.shown
     kinds = [USEFUL, *(cause for cause in COLORS if shown.lost[cause] > 0)]
@@ -109,7 +109,7 @@ def _over_time(axes: Any, report: Report) -> None:
     )
 
 
-def _intervals(axes: Any, report: Report) -> None:
+def _intervals(axes: Any, report: SimulationReport) -> None:
     """Goodput by the interval between checkpoints."""
     minutes = [interval / 60 for interval, _ in report.tried]
     bands = [band for _, band in report.tried]
@@ -127,7 +127,7 @@ def _intervals(axes: Any, report: Report) -> None:
     axes.set_title("goodput by interval")
 
 
-def _causes(axes: Any, report: Report) -> None:
+def _causes(axes: Any, report: SimulationReport) -> None:
     """The share of each cause over all runs."""
     causes = [cause for cause in COLORS if report.found.lost[cause] > 0][::-1]
     axes.set_title("lost, over all runs")

@@ -24,7 +24,7 @@ NOT_YET = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SimulationRequest:
     """What the command line asks for; durations in seconds, `save_every` None for the best."""
 
     cluster: str
@@ -62,11 +62,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """What was simulated, and what came of it. `tried` are intervals in seconds and their goodput,
     where the best one was looked for."""
 
-    asked: Asked
+    asked: SimulationRequest
     cluster: Cluster
     failures: Failures
     found: Goodput
@@ -90,7 +90,7 @@ class Report:
         return None if low is None or high is None else (low * hours, high * hours)
 
 
-def headline(report: Report) -> str:
+def headline(report: SimulationReport) -> str:
     """The finding in one sentence."""
     found, asked = report.found, report.asked
     return (
@@ -101,7 +101,7 @@ def headline(report: Report) -> str:
     )
 
 
-def sentences(report: Report) -> list[str]:
+def sentences(report: SimulationReport) -> list[str]:
     """What else there is to say, most important first."""
     lines = [*_given_up(report.found), *_on_islands(report), *_on_checkpoints(report)]
     if report.dollars is not None:
@@ -130,7 +130,7 @@ def _given_up(found: Goodput) -> Iterator[str]:
         )
 
 
-def _on_checkpoints(report: Report) -> Iterator[str]:
+def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
     """How often nothing of the run goes on, and how far apart checkpoints are."""
     found, model = report.found, report.model
     apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
@@ -146,7 +146,7 @@ def _on_checkpoints(report: Report) -> Iterator[str]:
         yield f"In none of the {len(found.outcomes)} runs all islands were away at once; {apart}."
 
 
-def _on_islands(report: Report) -> Iterator[str]:
+def _on_islands(report: SimulationReport) -> Iterator[str]:
     """What several islands make of it, and what the run would be without them.
 
     In `shardwise run` islands come and go with `--elastic-islands`, which takes no `--late`: else
@@ -179,7 +179,7 @@ def _on_islands(report: Report) -> Iterator[str]:
     yield NOT_YET
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: SimulationReport) -> dict[str, Any]:
     """Everything, for programs; seconds, and fractions of the wall time."""
     found, model = report.found, report.model
     return {

@@ -18,7 +18,7 @@ from shardwise.tools.report.output import check_can_draw, exit_on_sigterm, is_st
 from shardwise.tools.verify import page, runs, verdicts
 from shardwise.tools.verify.flow import Verification
 from shardwise.tools.verify.records import RecordedTraining
-from shardwise.tools.verify.report import STYLES, Report
+from shardwise.tools.verify.report import STYLES, VerifyReport
 from shardwise.tools.verify.request import VerifyRequest
 from shardwise.tools.verify.runs import RECORDS, Run, RunFailed, WarmRanks
 from shardwise.tools.verify.verdicts import Result
@@ -122,7 +122,7 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
     except RunFailed as error:
         _say_failed(error, console)
         return FAILED
-    report = Report(plan=plan, results=results)
+    report = VerifyReport(plan=plan, results=results)
     page.write(report, plan.out, json_file)
     console.print(f"all of it: {plan.out / 'verify.html'}, beside it PNG and JSON", soft_wrap=True)
     return report.exit_code

@@ -8,11 +8,11 @@ from pathlib import Path
 from shardwise.tools.report.output import write_json
 from shardwise.tools.report.page import write_page
 from shardwise.tools.verify import verdicts
-from shardwise.tools.verify.report import Report, as_json, largest
+from shardwise.tools.verify.report import VerifyReport, as_json, largest
 from shardwise.tools.verify.verdicts import TOLERANCE
 
 
-def write(report: Report, folder: Path, json_file: Path | None) -> None:
+def write(report: VerifyReport, folder: Path, json_file: Path | None) -> None:
     """Write verify.json, .png and .html to `folder`, and the JSON to `json_file` too."""
     text = json.dumps(as_json(report), indent=2, allow_nan=False)
     (folder / "verify.json").write_text(text + "\n")

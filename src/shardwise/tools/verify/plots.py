@@ -21,7 +21,7 @@ from shardwise.tools.report.look import (
     save_picture,
 )
 from shardwise.tools.verify.comparing import growth
-from shardwise.tools.verify.report import Report, largest
+from shardwise.tools.verify.report import VerifyReport, largest
 from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict, figure
 
 COLORS = SERIES
@@ -39,7 +39,7 @@ ASKED = f"asked in fp64: {figure(TOLERANCE)}"
 SMALL = {"color": GREY, "fontsize": 8.5, "ha": "center", "va": "bottom"}
 
 
-def draw(report: Report, folder: Path) -> str:
+def draw(report: VerifyReport, folder: Path) -> str:
     """Save verify.png in `folder`, the verdict on top; returns the plots alone as SVG."""
 
     def draw_all(figure: Any) -> None:
@@ -58,7 +58,7 @@ def draw(report: Report, folder: Path) -> str:
     return save_picture(folder / "verify", (14, 4.8), draw_all, style=STYLE, title=title)
 
 
-def _losses(axes: Any, report: Report) -> None:
+def _losses(axes: Any, report: VerifyReport) -> None:
     """The reference wide and pale, the placements thin upon it."""
     axes.set_title("loss")
     reference = max((result.losses[0] for result in report.results), key=len)
@@ -84,7 +84,7 @@ def _losses(axes: Any, report: Report) -> None:
     _legend_below(axes)
 
 
-def _steps(axes: Any, report: Report) -> None:
+def _steps(axes: Any, report: VerifyReport) -> None:
     """As the runs are, and in fp64 where these were made."""
     axes.set_title("largest relative difference")
     axes.set_yscale("log")
@@ -112,7 +112,7 @@ def _steps(axes: Any, report: Report) -> None:
     _legend_below(axes)
 
 
-def _tensors(axes: Any, report: Report) -> None:
+def _tensors(axes: Any, report: VerifyReport) -> None:
     """Of the placement with the worst verdict."""
     result = max(report.results, key=lambda each: each.verdict.value)
     found = largest(result.judged, TENSORS)[::-1]

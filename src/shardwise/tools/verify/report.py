@@ -23,7 +23,7 @@ SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class VerifyReport:
     """All results of a plan."""
 
     plan: VerifyRequest
@@ -68,7 +68,7 @@ def largest(comparison: Comparison, count: int = SHOWN) -> list[tuple[int, Tenso
     return sorted(found.values(), key=lambda pair: -pair[1].relative)[:count]
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: VerifyReport) -> dict[str, Any]:
     """Everything, for programs; what is not known, or is no finite number, is null."""
     return {
         "command": report.command,
