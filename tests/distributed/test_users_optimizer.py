@@ -154,6 +154,42 @@ def test_copies_of_a_sharded_optimizer_count_in_attributes_once_a_step(group, si
     group(size)(losses_case, "attributes", {"zero": zero})
 
 
+class Mixed(nn.Module):
+    """Has parameters of three dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow = nn.Linear(6, 6)
+        self.wide = nn.Linear(6, 6).double()
+        self.turn = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+
+    def forward(self, x):
+        turned = torch.view_as_real(self.narrow(x.float()) * self.turn)
+        return self.wide(turned.sum(-1).double())
+
+
+def dtypes_case(world):
+    torch.manual_seed(0)
+    x, model = torch.randn(8, 6), Mixed()
+    alone = copy.deepcopy(model)
+    engine = sw.Engine(model, WarmUp(model.parameters(), lr=0.05), zero=0)
+    optimizer, mine = WarmUp(alone.parameters(), lr=0.05), world.share(x)
+    for _ in range(STEPS):
+        engine.backward(model(mine).square().mean())
+        engine.step()
+        optimizer.zero_grad()
+        alone(x).square().mean().backward()
+        optimizer.step()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    engine.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_users_optimizer_updates_parameters_of_several_dtypes(group, size):
+    group(size)(dtypes_case)
+
+
 def refused_case(world, name):
     x, model, optimizer = made(MAKE[name])
     with pytest.raises(ModelError) as error:

@@ -202,7 +202,7 @@ class OptionChecksum:
                         f"{name} is {here!r} on rank 0 and {there!r} on rank {rank}, so ranks "
                         "would train different models. Nothing was updated. Set it alike on all "
                         "ranks; give a scheduler what all know: engine.step().loss, or with "
-                        f"--islands the mean of sw.Metrics."
+                        "--islands the mean of sw.Metrics."
                     )
         lengths = [len(named) for named in gathered]
         return ModelMismatch(f"Optimizers have different options on each rank: {lengths} of them.")

@@ -181,7 +181,7 @@ class BatchRows(ABC):
         self._check_takes_rows("world.gather_rows")
         if self.data.size < self.data_size:
             raise UsageError(
-                f"world.gather_rows joins the rows of a batch, and with --islands no worker "
+                "world.gather_rows joins the rows of a batch, and with --islands no worker "
                 f"sees those of all {self.data_size}: leave --islands out for a loss over pairs "
                 "of rows."
             )

@@ -3,10 +3,11 @@
     begin ─▶ FILLING     mark_ready for each gradient, then collect
                │
                ├─ launch ─▶ LAUNCHED ─ settle ─▶ SUMMED ─ consume ─▶ CONSUMED
-               │                                    └─ begin ─▶ FILLING (the next micro-batch)
                └─ launch ─▶ HELD (the backward does not reduce)
-                              ├─ begin ─▶ FILLING
                               └─ launch_held ─▶ LAUNCHED
+
+`begin` of the next micro-batch leads from any of these to FILLING, also while the collective of the
+one before is in flight. `launch_late` starts a second collective: SUMMED ─▶ LAUNCHED.
 
 A bucket collects gradients in a flat buffer. Replicated gradients have a buffer for good (`kept`):
 micro-batches add up in it. Sharded gradients, and all gradients in the exact mode, borrow a buffer
@@ -420,9 +421,9 @@ class GradientBucket:
 
     def settle(self, launch: Launch) -> None:
         """Wait for the sum of `launch`, and add it to this step's."""
+        self._in_flight -= 1  # first: it counts launches in the queue, also if the wait raises
         # On an accelerator this makes the stream wait, not the host.
         launch.handle.wait()
-        self._in_flight -= 1
         readers = [launch.handle]
         if launch.in_place:
             self._total.count_part()
@@ -479,7 +480,10 @@ class GradientBucket:
 
     def abandon(self) -> None:
         """Forget the gradients of a failed backward; a buffer in flight stays with the queue."""
-        if self._buffer is not None and self._buffer is not self._kept:
+        # Once launched, the buffer is the queue's, also if the launch has raised afterwards: given
+        # back twice, two buckets would collect into it.
+        filling = self.state is BucketState.FILLING
+        if filling and self._buffer is not None and self._buffer is not self._kept:
             self._queue.give_back(self._buffer, ())
         self._close()
 

@@ -122,6 +122,7 @@ class ReductionQueue:
         # First in, first out: others read the last returned buffer for longest.
         buffer = spare.popleft()
         buffer.reusable()
+        buffer.readers = ()  # or the handles would keep the collective's memory alive
         return buffer
 
     def give_back(self, buffer: Buffer, readers: Sequence[Handle]) -> None:

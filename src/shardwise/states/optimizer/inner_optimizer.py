@@ -134,8 +134,11 @@ class InnerOptimizer:
 
     def _offer(self, part: UpdatePart, used: Sequence[bool], factor: float) -> None:
         """Set the gradient of each segment that had one on its tensor."""
-        master = self.intervals[0].master
-        grad = part.gradient.to(master.device, master.dtype)
+        if not part.segments:
+            return
+        # Of this part's interval: a call may update intervals of several dtypes.
+        tensor = part.segments[0].tensor
+        grad = part.gradient.to(tensor.device, tensor.dtype)
         if not self._divides and factor != 1.0:
             grad = grad.mul_(factor)
         for segment in part.segments:
