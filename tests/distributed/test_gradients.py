@@ -212,3 +212,34 @@ def empty_case(world, row):
 @pytest.mark.parametrize("row", [0, 1, 3])
 def test_a_bucket_without_elements(group, row, transport):
     group(2, transport=transport)(empty_case, row)
+
+
+def interrupted_case(world):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=2, bucket_mb=1e-4)
+    x = torch.randn(8, 16)
+    engine.backward(model(x).square().mean())
+    engine.step()
+    queue = engine._states.gradients.queue
+    push = queue.push
+
+    def interrupted(launch):
+        push(launch)
+        queue.push = push
+        raise KeyboardInterrupt
+
+    queue.push = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(model(x).square().mean())
+    engine.zero_grad()
+    buffers = [buffer for spare in queue._spare.values() for buffer in spare]
+    assert buffers
+    assert len({id(buffer) for buffer in buffers}) == len(buffers)
+    engine.backward(model(x).square().mean())
+    engine.step()
+    engine.close()
+
+
+def test_a_launch_that_is_interrupted_gives_its_buffer_back_once(group):
+    group(2)(interrupted_case)
