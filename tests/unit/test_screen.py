@@ -138,3 +138,43 @@ def test_after_ctrl_c_only_its_own_traceback_is_forgotten(
     hush = InterruptFilter()
     assert b"".join(map(hush.feed, pieces)) == now
     assert hush.close() == later
+
+
+class Terminal:
+    """Draws what is written to it, as far as bars move the cursor."""
+
+    def __init__(self) -> None:
+        self.rows, self.row = [""], 0
+
+    def write(self, data: bytes) -> None:
+        for piece in screen._PIECES.split(data):
+            text = piece.decode()
+            if text == "\n":
+                self.row += 1
+                self.rows += [""] * (self.row == len(self.rows))
+            elif up := screen._UP.fullmatch(piece):
+                self.row = max(0, self.row - int(up[1] or 1))
+            elif text.endswith("B") and text.startswith("\x1b["):
+                self.row = min(len(self.rows) - 1, self.row + int(text[2:-1]))
+            elif text.startswith("\x1b["):
+                self.rows[self.row] = "" if text[-1] in "JK" else self.rows[self.row]
+                if text[-1] == "J":
+                    del self.rows[self.row + 1 :]
+            elif text and text != "\r":
+                self.rows[self.row] = text
+
+
+NESTED = [b"\router 0%", b"\n\rinner 0%\x1b[A", b"\router 50%", b"\n\rinner 50%\x1b[A"]
+SEVERAL = [b"one 0%\ntwo 0%", b"\r\x1b[2K\x1b[1A\x1b[2Kone 50%\ntwo 50%"] * 2
+
+
+@pytest.mark.parametrize("bars", [NESTED, SEVERAL], ids=["nested", "several"])
+def test_lines_of_other_ranks_stay_beside_bars_of_several_rows(bars: list[bytes]) -> None:
+    terminal, live = Terminal(), LiveRow(b"[0] ")
+    for number, piece in enumerate(bars):
+        terminal.write(live.feed(piece))
+        for letter in "ab":
+            terminal.write(live.clear() + f"[1] {letter}{number}".encode() + b"\n" + live.redraw())
+    shown = [row for row in terminal.rows if row.startswith("[1] ")]
+    assert shown == [f"[1] {letter}{number}" for number in range(len(bars)) for letter in "ab"]
+    assert any(row.endswith("50%") for row in terminal.rows)

@@ -211,7 +211,9 @@ def documents(
         for placed in (placed for file in files for placed in file.tensors.values()):
             name = placed.spec.name
             crc = joined(parts.get((kind, name), ()), placed.spec.nbytes)
-            assert crc is not None, f"{name} was not written whole: {sorted(parts[kind, name])}"
+            assert crc is not None, (
+                f"{name} was not written whole: {sorted(parts.get((kind, name), ()))}"
+            )
             checksums[kind][name] = f"{crc:08x}"
     small = dict(more)
     for kind, files in made.sets.items():

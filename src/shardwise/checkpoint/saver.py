@@ -103,7 +103,9 @@ class CheckpointSaver:
         scaling = engine_fields.SCALING.value(state)
         made = save_tensors.plan(tensors, state.extra_sets, scaling, split)
         # Only rank 0 writes these: what users track may be large, and one copy is saved.
-        fields, more, failure = self._fields(tensors, made) if group.rank == 0 else ({}, {}, None)
+        is_first = group.rank == 0
+        # Any rank may have a value that cannot be saved: islands have optimizers of their own.
+        fields, more, failure = self._fields(tensors, made) if is_first else ({}, {}, made.failure)
         # Before the draft: a value that cannot be saved must leave no trace on the disk.
         agree(group, failure)
         draft = Draft(folder, state.steps, made.nbytes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -81,14 +81,22 @@ def allreduce_async(
 
 
 def _with_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
-    """Let help() show the arguments of `shown` for a function that passes them on."""
+    """Give a function that passes its arguments on those of `shown`, also for help()."""
 
     def decorate(function: F) -> F:
         shared = inspect.signature(shown).parameters.values()
         parameters = [each for each in shared if each.kind is not each.VAR_KEYWORD]
-        own: Any = function
-        own.__signature__ = inspect.signature(function).replace(parameters=parameters)
-        return function
+        signature = inspect.signature(function).replace(parameters=parameters)
+
+        @wraps(function)
+        def checked(*given: Any, **named: Any) -> Any:
+            # Raises TypeError before the operation is counted: ranks name operations by the count.
+            signature.bind(*given, **named)
+            return function(*given, **named)
+
+        own: Any = checked
+        own.__signature__ = signature
+        return own  # type: ignore[no-any-return]
 
     return decorate
 

@@ -101,7 +101,7 @@ def _described(request: OperationRequest) -> tuple[str, ...]:
     tensors = []
     for shape, dtype in zip(request.shapes, request.dtypes, strict=True):
         sizes = list(map(str, shape))
-        if kind in UNEVEN_ROWS:
+        if kind in UNEVEN_ROWS and sizes:
             sizes[:1] = ["*"]
         tensors.append(f"{dtype} of shape ({', '.join(sizes)})")
     before, after = request.scale

@@ -116,7 +116,7 @@ def _sizes(tensor: Tensor, splits: Splits, process_set: ProcessSet) -> tuple[int
         if rows % size:
             raise BadCall(f"alltoall of {rows} rows over {size} ranks, unevenly: give splits.")
         return (rows // size,) * size
-    given = splits.tolist() if isinstance(splits, Tensor) else list(splits)
+    given = splits.tolist() if isinstance(splits, Tensor) else [int(each) for each in splits]
     if len(given) != size or sum(given) != rows or min(given) < 0:
         raise BadCall(
             f"alltoall with splits {given} of {rows} rows over {size} ranks: give one number for "

@@ -106,8 +106,6 @@ class BoundedStaleness(StepHooks):
         factory: StorageFactory,
         kept: Kept | None,
     ) -> None:
-        self.parameters = parameters
-        self._optimizer = optimizer
         self.sums = DelayedSums(
             parameters,
             gradients,
@@ -120,6 +118,9 @@ class BoundedStaleness(StepHooks):
             len(SumsReport._fields) + len(pack([False] * len(parameters.named))),
             scattered=self.scattered,
         )
+        # Only now, since sums may not fit into memory: then the layout before stays whole.
+        self.parameters = parameters
+        self._optimizer = optimizer
 
     def take_apart(self, parameters: Parameters, gathering: IntervalGather) -> Kept | None:
         # Sums in transit have the old layout, so nobody uses them.

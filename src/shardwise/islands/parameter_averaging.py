@@ -88,7 +88,6 @@ class ParameterAveraging(StepHooks):
         factory: StorageFactory,
         kept: Kept | None,
     ) -> None:
-        self.parameters = parameters
         anchor = Anchor(
             parameters,
             optimizer,
@@ -98,6 +97,8 @@ class ParameterAveraging(StepHooks):
             scattered=self.scattered,
             start=kept,
         )
+        # Only now, since an anchor may not fit into memory: then the layout before stays whole.
+        self.parameters = parameters
         self.exchange = DifferenceExchange(anchor, self.peers, begun=kept is not None)
         weights = {} if kept is None else kept[WEIGHT]
         for index, bucket in enumerate(parameters.buckets):

@@ -73,6 +73,7 @@ _ESCAPES = re.compile(
     rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-Z\\^-~]"  # titles and the like
     rb"|[\x00-\x08\x0b-\x1f\x7f]"
 )
+_UP = re.compile(rb"\x1b\[(\d*)[AF]")
 _PIECES = re.compile(rb"(\r|\n|\x1b\[[0-?]*[ -/]*[@-~])")
 
 CLEAR, SHOW_CURSOR, HIDE_CURSOR = b"\r\x1b[0m\x1b[J", b"\x1b[?25h", b"\x1b[?25l"
@@ -82,7 +83,7 @@ class LiveRow:
     """Passes the bytes of a terminal through, with a prefix at the start of each row.
 
     It remembers the last row, which is enough for a progress bar: `clear` and `redraw` make room
-    for lines from elsewhere above it.
+    for lines from elsewhere above it. Bars of several rows start again below such lines.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -90,6 +91,10 @@ class LiveRow:
         self._row = b""
         self._at_start = True
         self._hides_cursor = False
+        self._up = 0
+        """Rows that the cursor is above the last one."""
+        self._keeps_below = False
+        """Whether the rows above hold lines from elsewhere, which moves up would overwrite."""
 
     def feed(self, data: bytes) -> bytes:
         """Return the bytes to write to the real terminal for `data`."""
@@ -98,13 +103,18 @@ class LiveRow:
             if piece in (b"\r", b"\n"):
                 self._at_start = True
                 self._row = self._row if piece == b"\r" else b""
+                self._up = max(0, self._up - (piece == b"\n"))
+            elif (up := _UP.fullmatch(piece)) is not None:
+                if self._keeps_below:
+                    continue
+                self._up += int(up[1] or 1)
             elif piece in (SHOW_CURSOR, HIDE_CURSOR):
                 self._hides_cursor = piece == HIDE_CURSOR
             elif self._at_start and piece.startswith(b"\x1b[") and not piece.endswith(b"m"):
                 # Sequences that erase the row go before the prefix, and colours after it.
                 self._row = b"" if piece.endswith((b"J", b"K")) else self._row
             elif self._at_start:
-                self._at_start = False
+                self._at_start = self._keeps_below = False
                 piece = self._row = self._prefix + piece
             else:
                 self._row = (self._row + piece)[:LONGEST_LINE]
@@ -112,8 +122,13 @@ class LiveRow:
         return shown
 
     def clear(self) -> bytes:
-        """Return what erases the last row."""
-        return CLEAR if self._row else b""
+        """Return what erases the last row, or leaves rows that the cursor has moved up from."""
+        self._keeps_below = True
+        if not self._up:
+            return CLEAR if self._row else b""
+        below = b"\x1b[%dB\r\n" % self._up
+        self._row, self._up, self._at_start = b"", 0, True
+        return below
 
     def redraw(self) -> bytes:
         """Return what draws the last row again, with the cursor where it was."""

@@ -331,7 +331,8 @@ def _go(terms: _Terms) -> Rendezvous:
             known = "" if terms.is_open else (terms.given or file.secret)
             # A rank 0 that was given its port has a listening socket before it runs: the kernel
             # accepts, and the proof takes as long as rank 0 takes to start.
-            patience = terms.left if terms.path is None else min(REACH, terms.left)
+            # Else REACH seconds to connect, and as many for the proof.
+            patience = terms.left if terms.path is None else min(2 * REACH, terms.left)
             place, role = (name, file.port), role_of(file.port)
             try:
                 connection = rpc.connect(

@@ -25,6 +25,7 @@ import json
 import os
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
@@ -66,8 +67,9 @@ class Connection:
     def __init__(self, peer: socket.socket, seals: Seals) -> None:
         self.socket = peer
         self.seals = seals
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _opened.add(peer)
+        with suppress(OSError):  # the peer has left, which the first read or write will find
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def __enter__(self) -> Connection:
         return self
@@ -119,7 +121,9 @@ def decode(data: bytes) -> Any:
     return json.loads(data, object_hook=_restore_bytes)
 
 
-def _replace_bytes(value: bytes) -> dict[str, str]:
+def _replace_bytes(value: object) -> dict[str, str]:
+    if not isinstance(value, bytes):
+        raise TypeError(f"{type(value).__name__} cannot be sent as JSON")
     return {"bytes": value.decode("latin-1")}
 
 
@@ -363,7 +367,7 @@ class Server:
     """Accepts connections at `listener`, which it owns, and calls `handle` with each.
 
     Each connection has a thread of its own, or with `one_by_one` all of them share one thread. A
-    handler that raises OSError or ValueError, such as Forged, ends its connection alone.
+    handler that raises OSError, or an error of a malformed message, ends its connection alone.
     """
 
     def __init__(
@@ -410,7 +414,9 @@ class Server:
                         self._handlers[connection] = self._start(self._serve, connection)
 
     def _serve(self, connection: Connection) -> None:
-        with connection, suppress(OSError, ValueError):
+        # A message of another form than expected must not end the thread that accepts others.
+        malformed = ValueError, KeyError, TypeError, struct.error
+        with connection, suppress(OSError, *malformed):
             self._handle(connection)
         with self._lock:
             self._handlers.pop(connection, None)
