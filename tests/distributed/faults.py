@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 VICTIM, FAULTY_STEP, STEPS = 1, 3, 6
@@ -116,7 +117,7 @@ class _Fault:
         elif self._case.phase == "backward":
             model[2].register_forward_hook(self._in_backward)
         elif self._case.phase == "step":
-            self._in_update(engine._states.optimizer)
+            self._in_update(engine._states.optimizer.inners)
         elif self._case.phase == "anywhere":
             moment = random.Random(self._case.seed).random() * SECONDS_OF_SOME_STEPS
             threading.Timer(moment, self.strike).start()
@@ -124,19 +125,20 @@ class _Fault:
     def _in_backward(self, module: Any, given: Any, made: Any) -> None:
         made.register_hook(self.when_due)
 
-    def _in_update(self, optimizer: Any) -> None:
+    def _in_update(self, inners: Any) -> None:
         """Some buckets are updated and on their way, others are not; all are updated in one call
         where none is gathered then."""
-        update, calls = optimizer.step, Counter[int]()
+        calls = Counter[int]()
         last = 2 if self._case.zero in (1, 2) else 1
 
-        def broken(*args: Any) -> Any:
+        def broken(update: Any, *args: Any) -> Any:
             calls[self.step] += 1
             if calls[self.step] == last:
                 self.when_due()
             return update(*args)
 
-        optimizer.step = broken
+        for inner in inners:
+            inner.step = partial(broken, inner.step)
 
 
 # -- in the process that forks them ---------------------------------------------------------------

@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 from shardwise.config import Settings
 from shardwise.errors import ConfigError, DataError, UsageError
-from shardwise.world import initialize
 from shardwise.world.common_random_stream import CommonRandomStream
+from shardwise.world.mesh import mesh_of
 from tests.distributed.group import RankFailed
 
 SIZES = (1, 2, 3)
@@ -286,4 +286,4 @@ def test_generators_may_stay_the_scripts_own(group):
 
 def test_the_workers_of_a_split_model_draw_from_seeds_of_the_step():
     with pytest.raises(ConfigError, match="--no-reseed and --pipeline 2 cannot be had together"):
-        initialize._mesh(Settings(reseed=False, pipeline=2), 2, 1)
+        mesh_of(Settings(reseed=False, pipeline=2), 2, 1)

@@ -62,7 +62,7 @@ def both(world):
         ]
         for thread in threads:
             thread.start()
-        exchanges(runs[0], world.device, 0, found[0])
+        exchange(runs[0], world.device, 0, found[0])
         threads[1].join()
         over.set()
         threads[0].join()

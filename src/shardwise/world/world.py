@@ -307,7 +307,7 @@ class World(BatchRows, HintsAtAttributes):
         """Say once that sums by hand count stand-ins, where the script itself makes one after this
         rank was given a stand-in, and has not looked at `rows`."""
         caller = sys._getframe(2)
-        ours = caller.f_globals.get("__name__", "").startswith(f"{__package__}.")
+        ours = caller.f_globals.get("__name__", "").startswith("shardwise.")
         if ours or self.current_batch.stand_in is None or self._told_stand_in:
             return
         self._told_stand_in = True

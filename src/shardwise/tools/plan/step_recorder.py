@@ -40,7 +40,7 @@ _LIBRARIES = tuple(
     for each in (
         *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
         str(Path(str(torch.__file__)).parent.parent),
-        str(Path(__file__).parent.parent),
+        str(Path(__file__).parents[2]),
     )
 )
 
