@@ -29,6 +29,8 @@ def command() -> Command:
 
 
 def _simulate(json_file: Path | None, out: str, hardware: tuple[str, ...], **given: Any) -> int:
-    asked = import_module("shardwise.tools.simulate.report").Asked(hardware=hardware, **given)
+    asked = import_module("shardwise.tools.simulate.report").SimulationRequest(
+        hardware=hardware, **given
+    )
     made = import_module("shardwise.tools.simulate.command")
     return made.run(asked, Path(out), json_file)  # type: ignore[no-any-return]
