@@ -14,7 +14,7 @@ class Ranks:
 
     def __init__(self, *told):
         self.calls = CommonCalls()
-        self.island_count = 1
+        self.groups_apart = 1
         self.step_group = SimpleNamespace(gather_plain=lambda mine: list(told))
         self.said = []
         self.say_once = self.said.append

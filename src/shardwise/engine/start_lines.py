@@ -287,7 +287,7 @@ def _batch_line(world: World, *, averaged: bool) -> str:
         line += f" of each {streams[-1].name}; those before one engine.step() add up"
     if plan.steps_per_epoch is not None:
         line += f", {plan.steps_per_epoch:,} steps per epoch"
-    if (islands := world.island_count) > 1 and world.settings.behind is None:
+    if (islands := world.groups_apart) > 1:
         up_to = "up to " if plan.batch_size % islands else ""
         line += f"; a step of an island has {up_to}{math.ceil(plan.batch_size / islands)} of them"
     return line

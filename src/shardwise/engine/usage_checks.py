@@ -84,8 +84,7 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
 
 def _known(world: World) -> str:
     """What all workers know: the loss of a step is its island's."""
-    apart = world.island_count > 1 and world.settings.behind is None
-    ours = "" if apart else "engine.step().loss, "
+    ours = "" if world.groups_apart > 1 else "engine.step().loss, "
     return f"{ours}sw.Metrics, world.any(flag)"
 
 
