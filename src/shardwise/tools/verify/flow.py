@@ -1,4 +1,12 @@
-"""A verification: which runs are made, one after the other, and what follows from them."""
+"""Decides which runs a verification makes, and what follows from them.
+
+reference, placement as the script is    same bits, or 1e-8 apart: done
+the same two in fp64                     within 1e-8: equal within rounding
+the same two with values                 names the first elements that differ
+the reference again                      differs: the script is not repeatable
+smaller placements                       the smallest that still differs
+that one without each suspect            names the cause
+"""
 
 from __future__ import annotations
 
@@ -19,19 +27,19 @@ from shardwise.tools.verify.verdicts import TOLERANCE, Result, TrainingVerdict
 
 WIDE = "fp64"
 VALUES = 8
-"""Of how many tensors the values are recorded where not all are."""
+"""For how many tensors the values are recorded if not for all."""
 LOSSES = (
-    "Losses are not compared: what backward is called on in the original is not the one mean that "
-    "engine.step() returns (several losses, a sum, a penalty that is added elsewhere)."
+    "Losses are not compared: the original calls backward on something other than the one mean "
+    "that engine.step() returns (several losses, a sum, or a penalty that is added elsewhere)."
 )
 
 Make = Callable[[Run, str], RecordedTraining]
-"""Makes a run that is called so in words. Raises RunFailed."""
+"""Makes a run, described by a few words. Raises RunFailed."""
 
 
 @dataclass
 class Verification:
-    """The runs of a plan, made by `make`; those that are needed twice are made once."""
+    """The runs of a plan, made by `make`. A run that is needed twice is made once."""
 
     plan: VerifyRequest
     make: Make
@@ -41,22 +49,22 @@ class Verification:
         self._why = ""
 
     def check(self) -> RecordedTraining:
-        """Make the reference, and look whether there is anything to compare.
+        """Make the reference and check that there is something to compare.
 
-        Raises LaunchError for a script that trains without an engine.
+        Raises LaunchError if the script trains without an engine.
         """
         reference = self._reference()
         if self.plan.against is None:
             _check_driver(reference, self.plan.script.words[0])
         elif not reference.steps:
             raise LaunchError(
-                f"{self.plan.against.words[0]} made no step of an optimizer of torch's, so there "
-                "is nothing to compare with."
+                f"{self.plan.against.words[0]} made no step with a torch optimizer, so there is "
+                "nothing to compare with."
             )
         return reference
 
     def judge(self, placement: RunPlacement) -> Result:
-        """What one placement trains, beside the reference."""
+        """Compare the training under `placement` with the reference."""
         reference = self._reference()
         own = self._run(placement, str(placement))
         _check_driver(own, self.plan.script.words[0])
@@ -67,13 +75,13 @@ class Verification:
             return result
         if result.own.within(TOLERANCE):
             return replace(result, verdict=TrainingVerdict.ROUNDING)
-        # In fp64 rounding is 1e-16, so whatever still differs is not rounding.
+        # In fp64 rounding is about 1e-16, so a difference above the tolerance has another cause.
         try:
             wide_reference = self._reference(wide=True)
             wide = self._run(_wide(placement), f"{placement} in fp64")
         except RunFailed as error:
-            # Without fp64 nothing is proved, but losses and norms may be as near as rounding
-            # leaves them.
+            # Without fp64 nothing is proved. Losses and norms within 1e-3 look like rounding;
+            # anything larger is a difference.
             steps = result.own.steps
             figures = (max(each.loss, each.grad_norm, each.weight, each.skipped) for each in steps)
             is_near = result.own.same_counts and max(figures, default=0.0) <= 1e-3
@@ -89,7 +97,8 @@ class Verification:
         return self._explained(result, wide_reference, wide) if self.plan.causes else result
 
     def _only_losses(self, compared: Comparison) -> bool:
-        """Whether all but the loss agrees with an original, of which only hooks know it."""
+        """Return whether everything except the loss agrees with an original script."""
+        # Hooks on the original see what backward is called on, not the loss that the user means.
         if self.plan.against is None or compared.within(TOLERANCE):
             return False
         return compared.without_losses.within(TOLERANCE)
@@ -112,8 +121,8 @@ class Verification:
 
     def _with_values(self, result: Result) -> Result:
         """Return `result` with the values of the first tensors that differ."""
-        # Runs of large models record fingerprints only. So make both again, up to that step, and
-        # record the values of the tensors that matter.
+        # Runs of large models record only fingerprints, which cannot name an element. So make both
+        # runs again up to that step, and record the values of the tensors that differ.
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
         names = [] if first is None else [t.name for t in first.beyond(TOLERANCE) if not t.exact]
@@ -143,18 +152,19 @@ class Verification:
     def _explained(
         self, result: Result, reference: RecordedTraining, wide: RecordedTraining
     ) -> Result:
-        """The same with the smallest placement that differs, and why."""
+        """Return `result` with the smallest placement that still differs, and the cause."""
         if (found := self._unrepeatable(reference)) is not None:
             return replace(result, found=found)
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
+        # One step more than the first that differs: a state may differ one step before the loss.
         steps = min(max(first.number if first is not None else 1, 1) + 1, self.plan.steps)
         trainings = {str(result.placement): wide}
 
         def differs(placement: RunPlacement) -> bool:
             try:
                 made = self._run(_wide(placement), f"smaller: {placement}", steps=steps)
-            except RunFailed:  # it may not even run smaller, which proves nothing
+            except RunFailed:  # a smaller placement may not run at all, which proves nothing
                 return False
             trainings[str(placement)] = made
             return not compare(reference, made, steps=steps).within(TOLERANCE)
@@ -164,22 +174,24 @@ class Verification:
         return replace(result, smallest=smallest, found=found)
 
     def _unrepeatable(self, reference: RecordedTraining) -> FoundCauses | None:
-        """Why a second run of the reference differs from the first; None where it does not."""
+        """Return why two runs of the reference differ, or None if they agree."""
 
         def same(
             words: str, before: RecordedTraining | None, **more: Any
         ) -> tuple[bool, RecordedTraining]:
+            # The other warm process has another hash seed, so an order of a set shows.
             seat = int(before is not None)
             made = self._run(self._alone(), words, against=True, seat=seat, **more)
             return before is not None and compare(before, made).within(TOLERANCE), made
 
-        # First of all: if two equal runs differ, every difference between placements is noise.
+        # Before anything else: if two equal runs differ, a difference between placements is noise.
         if same("the reference again", reference)[0]:
             return None
         for suspect, words, more in (
             (causes.UNSEEDED, "with --seed 0", {"settings": {"seed": "0"}}),
             (causes.SETS, "with PYTHONHASHSEED=0", {"environ": {"PYTHONHASHSEED": "0"}}),
         ):
+            # The original of --against may have no sw.init to take a seed.
             if suspect is causes.UNSEEDED and self.plan.against is not None:
                 continue
             _, one = same(f"the reference {words}", None, **more)
@@ -194,7 +206,7 @@ class Verification:
         other: RecordedTraining,
         steps: int,
     ) -> FoundCauses:
-        """What takes the difference away, tried on the smallest placement that has it."""
+        """Find the suspects without which the difference disappears, on the smallest placement."""
         compared = compare(reference, other, steps=steps)
         size = smallest.size or self.plan.most
         tried = suspects.worth_a_trial(reference, other, compared, TOLERANCE, size)
@@ -218,10 +230,11 @@ class Verification:
             except RunFailed:
                 return False
             seen = compare(base, made, steps=steps)
-            if self.plan.against is not None:  # hooks know too little of its losses
+            if self.plan.against is not None:  # hooks know too little about the original's losses
                 seen = seen.without_losses
             return seen.trains_alike(TOLERANCE)
 
+        # Only the weight differs: each worker trained on the whole batch.
         if compared.trains_alike(TOLERANCE) and compared.same_counts:
             return FoundCauses([causes.UNSHARED])
         hint = clue(compared, other, against=self.plan.against is not None)
@@ -277,22 +290,22 @@ class Verification:
 
 
 def _wide(placement: RunPlacement) -> RunPlacement:
-    """The same in fp64, without what is of 16 bits alone."""
+    """Return the placement in fp64, without settings that only 16-bit training has."""
     return placement.without("reduce_dtype").having(precision=WIDE)
 
 
 def _check_driver(training: RecordedTraining, script: str) -> None:
-    """Raise LaunchError for a script that nothing of ours trains."""
+    """Raise LaunchError if neither an engine nor `shardwise.horovod` trains the script."""
     if training.driver in ("", "plain"):
         raise LaunchError(
-            f"{script} makes no sw.Engine and trains with no shardwise.horovod optimizer, so no "
-            f"placement changes anything about it. --adopt {'|'.join(ADOPTED)} runs a script of "
-            "that library's as it is; else docs/from_ddp.md has the lines to write. To compare "
-            f"a ported script with this one: shardwise verify --against {script} PORTED.py"
+            f"{script} makes no sw.Engine and no shardwise.horovod optimizer, so no placement has "
+            f"an effect on it. --adopt {'|'.join(ADOPTED)} runs a script of that library "
+            "unchanged; for other scripts docs/from_ddp.md has the lines to write. To compare a "
+            f"ported script with this one: shardwise verify --against {script} PORTED.py"
         )
     if not training.steps:
         raise LaunchError(
-            f"{script} made no step, so there is nothing to compare: does it call engine.step()?"
+            f"{script} made no step, so there is nothing to compare. Does it call engine.step()?"
         )
 
 
@@ -303,35 +316,38 @@ _FIX_ORDER = (
 
 
 def clue(compared: Comparison, other: RecordedTraining, *, against: bool) -> str:
-    """What to look at where no trial has taken the difference away; `against` an original, whose
-    order of the data nobody but the user can fix."""
+    """Return what to look at if no trial has removed the difference.
+
+    `against` says that the reference is an original script. Then only the user can make both
+    scripts read the data in the same order.
+    """
     first = compared.first(TOLERANCE)
     if first is None:
         return ""
     if not first.fed:
         return (
-            f"The models are fed other numbers in step {max(first.number - 1, 0)} "
+            f"The models are fed different numbers in step {max(first.number - 1, 0)} "
             f"({first.rows[1]} rows, and {first.rows[0]} in the reference): "
-            + (_FIX_ORDER if against else "look at where the batches come from.")
+            + (_FIX_ORDER if against else "look at how the script makes its batches.")
         )
     if apart := suspects.astray(other):
         names = ", ".join(name for _, name in apart[: suspects.MANY])
-        return f"Workers have other values of {names}: look at what forward writes there."
+        return f"Workers have different values of {names}: look at how forward changes them."
     if told := other.facts.get("losses"):
         return (
-            f"weight={suspects.lines(other.facts, 'weight')} does not fit what the graphs of the "
-            f"losses show: {told[0]}. Give the number of items that each loss is a mean over."
+            f"weight={suspects.lines(other.facts, 'weight')} does not match the graphs of the "
+            f"losses: {told[0]}. Give the number of items that each loss is a mean over."
         )
     if summed := suspects.lines(other.facts, "reduction sum"):
         return (
-            'The models are fed the same, and the losses that reduction="sum" adds up differ in '
-            f"their sum{summed}. Each has to be a sum over items, divided by the same number on "
+            'The models are fed the same, but the losses that reduction="sum" adds up differ in '
+            f"their sum{summed}. Each must be a sum over items, divided by the same number on "
             "all workers: loss.sum() / world.sum(n), not loss.mean() * n."
         )
     if first.number and first.loss > TOLERANCE:
         return (
-            "The models are fed the same and the loss differs: look at the forward and the loss "
-            "for what depends on how the batch is cut (pairs of samples, a compiled loss that is "
-            "no mean over rows: weight=)."
+            "The models are fed the same and the loss differs: look in the forward and the loss "
+            "for code that depends on how the batch is split (pairs of samples, or a compiled loss "
+            "that is no mean over rows and needs weight=)."
         )
-    return "The losses agree and the update differs: look at what happens to the gradients."
+    return "The losses agree and the updates differ: look at the code that changes gradients."

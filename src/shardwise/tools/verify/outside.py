@@ -1,5 +1,7 @@
-"""Records a training that no engine makes, by hooks on torch's optimizers: the original script of
-`--against`, and those that train with `shardwise.horovod`."""
+"""Records a training without an engine, by hooks on torch's optimizers.
+
+These are the original script of `--against`, and scripts that train with `shardwise.horovod`.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,11 @@ from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 
 class Recorder:
-    """Records into `folder` as rank `rank`, where the script trains without an engine; alone
-    (`plain`) it ends the run after `stop_after` steps of the first optimizer."""
+    """Records into `folder` as rank `rank` if the script trains without an engine.
+
+    With `plain` (no launcher), it also ends the run after `stop_after` steps of the first optimizer
+    that steps.
+    """
 
     def __init__(
         self,
@@ -46,7 +51,7 @@ class Recorder:
         self._loss, self._norm = 0.0, math.nan
         self._backwards, self._is_inside = 0, False
         self._first: float | None = None
-        """The loss of the first backward inside of a step with a closure."""
+        """The loss of the first backward inside a step with a closure."""
         self._follow_losses()
         self._follow_optimizers()
         register_optimizer_step_pre_hook(self._before_step)
@@ -57,7 +62,7 @@ class Recorder:
         return self._plain or "shardwise.horovod" in sys.modules
 
     def leave(self) -> None:
-        """The script has ended: write what was noted about it."""
+        """Write what was noted about the script, at its end."""
         driver = "plain" if self._plain else "horovod"
         known = {"driver": driver if self._optimizers else ""}
         if self._facts.engines:
@@ -67,14 +72,16 @@ class Recorder:
         (folder / "facts.json").write_text(json.dumps({**self._facts.plain(), **known}))
 
     def _follow_losses(self) -> None:
-        """Add up what backward is called on, and take note of norms that are clipped by."""
+        """Sum the losses that backward is called on, and keep the norm that clipping returns."""
         backward: Any = torch.autograd.backward  # Tensor.backward calls it too
         clip = nn.utils.clip_grad_norm_
 
         @wraps(backward)
         def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._is_inside:  # called again for itself, as a mode of torch functions does
+            if self._is_inside:  # a torch function mode calls it again from inside
                 return backward(tensors, *args, **kwargs)
+            # Several backward calls before one step are micro-batches: their losses add up, as
+            # their gradients do.
             self._backwards += 1
             for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
                 if self._is_on and loss.numel() == 1:
@@ -90,7 +97,7 @@ class Recorder:
 
         @wraps(forget)
         def cleared(optimizer: optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            self._loss = 0.0  # what backward had brought is not stepped on
+            self._loss = 0.0  # the script drops these gradients without a step
             return forget(optimizer, *args, **kwargs)
 
         @wraps(clip)
@@ -105,7 +112,7 @@ class Recorder:
         nn.utils.clip_grad.clip_grad_norm_ = clipped
 
     def _follow_optimizers(self) -> None:
-        """Know every optimizer as it is made."""
+        """Track every optimizer from its construction."""
         plain: Callable[..., None] = optim.Optimizer.__init__
 
         @wraps(plain)
@@ -119,7 +126,7 @@ class Recorder:
     def _meet(self, optimizer: optim.Optimizer) -> None:
         followed = _Followed(optimizer)
         if not followed.models:
-            return  # one of a library's own, over what no module has
+            return  # made by a library, over parameters that belong to no module
         self._optimizers.append(followed)
         if self._preset is not None and self._preset.cast is not None:
             models = [model for _, model in followed.models]
@@ -138,7 +145,7 @@ class Recorder:
     def _before_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = self._found(optimizer) if not self._facts.engines else None
         if found is None or not (self._backwards or _has_closure(args, kwargs)):
-            return  # hvd.broadcast_optimizer_state makes a step that trains nothing
+            return  # hvd.broadcast_optimizer_state calls step without any gradients
         number, followed = found
         followed.stepping = True
         if not followed.steps:
@@ -146,7 +153,7 @@ class Recorder:
         followed.norm = self._norm if self._norm == self._norm else _norm(optimizer)
         self._norm, self._first = math.nan, None
         if _has_closure(args, kwargs):
-            followed.norm = math.nan  # its gradients are those of a step before
+            followed.norm = math.nan  # the closure has not run yet: these gradients are old
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         found = self._found(optimizer) if not self._facts.engines else None
@@ -170,13 +177,13 @@ class Recorder:
             self._log = TensorLog(self._folder, self._rank)
         with torch.no_grad():
             parts = list(followed.parts(self._rank))
-            if not followed.steps:  # a forward has run by now, and buffers are not as they were
+            if not followed.steps:  # a forward has already run, and may have changed the buffers
                 parts = [part for part in parts if part.kind in ("model", "optimizer")]
             self._log.write(number, followed.steps, figures | followed.figures(), parts)
 
 
 class _Followed:
-    """An optimizer, and the models that have what it trains."""
+    """An optimizer, and the models that hold its parameters."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -196,18 +203,19 @@ class _Followed:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def is_of(self, optimizer: optim.Optimizer) -> bool:
-        """Whether `optimizer` is this one, or a Horovod one around it."""
+        """Return whether `optimizer` is this one, or a Horovod optimizer that wraps it."""
+        # Horovod's wrapper is another object that shares the list of parameter groups.
         mine = self._optimizer
         return optimizer is mine or optimizer.param_groups is mine.param_groups
 
     def follow(self) -> None:
-        """Note from now on what the models are fed."""
+        """Start to note what the models are fed."""
         self.inputs = ForwardInputs(self.models, lambda: None)
 
     def figures(self) -> dict[str, Any]:
-        """What a step's file has beside tensors."""
+        """Return what the file of a step holds in addition to tensors."""
         assert self.inputs is not None
-        # What is fed belongs to the step that it leads to, not to the state before the first.
+        # Inputs belong to the step that follows them, not to the state before the first step.
         fed, samples = self.inputs.taken() if self.steps else (FeedTotals(), [])
         shapes = [(self.names[p], tuple(p.shape)) for p in self._parameters if p in self.names]
         return {
@@ -225,7 +233,7 @@ class _Followed:
         }
 
     def parts(self, rank: int) -> Iterator[Part]:
-        """Parameters, optimizer state and buffers, whole on this rank."""
+        """Yield parameters, optimizer state and buffers. Each rank has all of them whole."""
         for parameter, name in self.names.items():
             yield Part("model", name, parameter, copy=rank)
             for key, value in self._state(parameter):
@@ -239,7 +247,9 @@ class _Followed:
 
 
 def _named_models(trained: list[Tensor]) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that have `trained`, in the order of it, named as an engine does."""
+    """Yield the outermost modules that hold `trained`, with the names that an engine gives them."""
+    # Optimizers do not know their models, so search all live modules. Their order is that of the
+    # parameters in the optimizer, as sw.Engine([model, ...], optimizer) would have it.
     wanted = {id(parameter): place for place, parameter in enumerate(trained)}
     modules = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
@@ -256,12 +266,12 @@ def _named_models(trained: list[Tensor]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _without_wrapper(name: str) -> str:
-    """The name without what DistributedDataParallel puts before it."""
+    """Return the name without the prefix of DistributedDataParallel."""
     return name.removeprefix("module.") if name != "module" else ""
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether a step was given one; of what a hook is given the optimizer may be the first."""
+    """Return whether a step has a closure. The hook's `args` may start with the optimizer."""
     given = [*(each for each in args if not isinstance(each, optim.Optimizer)), *kwargs.values()]
     return any(callable(each) for each in given)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a run recorded (tensor_log.py), put together into whole tensors."""
+"""Reads the records that ranks wrote (tensor_log.py), and assembles whole tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from shardwise.world.tensor_log import read_fingerprint
 
 T = TypeVar("T")
 Key = tuple[str, str]
-"""Kind and name of a tensor."""
+"""The kind and name of a tensor."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor as all ranks together have it: `copies` by number, `values` flat where they were
-    recorded, `ranks` by copy those that have it."""
+    """A tensor assembled from all ranks.
+
+    `copies` maps the number of a copy to its fingerprint, `ranks` to the ranks that hold it.
+    `values` are the flat values of the first copy, shape (numel,), if they were recorded.
+    """
 
     copies: Mapping[int, Fingerprint]
     values: Tensor | None
@@ -33,12 +36,12 @@ class Whole:
 
     @property
     def print(self) -> Fingerprint:
-        """Of the first copy."""
+        """The fingerprint of the first copy."""
         return self.copies[min(self.copies)]
 
     @property
     def strays(self) -> list[int]:
-        """The ranks whose copy is not that of the first."""
+        """The ranks whose copy differs from the first one."""
         return [
             rank
             for copy, found in self.copies.items()
@@ -49,7 +52,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class FeedRecord:
-    """What all models were fed in a step: see tensor_log.FeedTotals."""
+    """Sums over everything the models were fed in a step (see `tensor_log.FeedTotals`)."""
 
     elements: int
     hashes: int
@@ -59,7 +62,7 @@ class FeedRecord:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one engine; `number` is 0 for what was there before the first."""
+    """A step of one engine. Number 0 is the state before the first step."""
 
     number: int
     loss: float
@@ -71,13 +74,16 @@ class Step:
     numbers: Mapping[str, float]
     tensors: Mapping[Key, Whole]
     skipped: bool = False
-    """Whether nothing was updated, where an engine says so."""
+    """Whether the engine skipped the update; False if nothing reports it."""
 
 
 @dataclass(frozen=True)
 class RecordedTraining:
-    """A run: its steps by engine, the modules in the order of their first forward, and what its
-    ranks noted (`driver`: engine, horovod or plain; `facts` of rank 0)."""
+    """The record of a run, by engine.
+
+    `order` lists modules in the order of their first forward, `parameters` the names and shapes by
+    parameter group, and `facts` the notes of the ranks about the script.
+    """
 
     engines: Mapping[int, list[Step]]
     order: Mapping[int, list[str]] = field(default_factory=dict)
@@ -86,23 +92,23 @@ class RecordedTraining:
 
     @property
     def driver(self) -> str:
-        """What trained: engine, horovod, plain, or "" where nothing did."""
+        """What trained: "engine", "horovod", "plain", or "" if nothing did."""
         return str(self.facts.get("driver", ""))
 
     @property
     def steps(self) -> int:
-        """How many the first engine made."""
+        """The number of steps of the first engine."""
         return len(self.engines[min(self.engines)]) - 1 if self.engines else 0
 
 
 def steps_made(folder: Path) -> int:
-    """How many steps rank 0 has recorded by now."""
+    """Return how many steps rank 0 has recorded so far."""
     found = list((folder / "rank-0").glob("engine-0-step-*.pt"))
     return max(len(found) - 1, 0)
 
 
 def read(folder: Path) -> RecordedTraining:
-    """Everything that was recorded in `folder`."""
+    """Read everything that was recorded in `folder`."""
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
     files: dict[tuple[int, int], list[tuple[int, Path]]] = defaultdict(list)
     for number, rank in enumerate(ranks):
@@ -115,24 +121,24 @@ def read(folder: Path) -> RecordedTraining:
     ended: set[int] = set()
     for (engine, step), several in sorted(files.items()):
         if len(several) < len(ranks):
-            ended.add(engine)  # the run ended between the ranks' writes
+            ended.add(engine)  # the run ended after some ranks wrote this step, before others did
         if engine in ended:
             continue
         rows = [(rank, torch.load(path, weights_only=True)) for rank, path in several]
         engines[engine].append(_step(step, rows))
         order[engine] = rows[0][1]["order"] or order.get(engine, [])
         parameters[engine] = rows[0][1]["parameters"]
-    # An original may have made optimizers that never step: those that do are counted.
+    # Number engines by those that made a step: a script may make optimizers that never step.
     return RecordedTraining(_dense(engines), _dense(order), _dense(parameters), _facts(ranks))
 
 
 def _dense(found: Mapping[int, T]) -> dict[int, T]:
-    """The same, numbered from 0."""
+    """Return `found` with its keys replaced by 0, 1, 2, ... in order."""
     return {number: found[engine] for number, engine in enumerate(sorted(found))}
 
 
 def _facts(ranks: list[Path]) -> dict[str, Any]:
-    """What the ranks noted, lists put together."""
+    """Return the notes of all ranks. Lists are merged; other values are taken from rank 0."""
     found: dict[str, Any] = {}
     for rank in ranks:
         for path in sorted(rank.glob("*.json")):
@@ -152,8 +158,8 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
         numbers |= row["numbers"]
         samples += row["samples"]
     fed = [row["fed"] for _, row in rows]
-    # The loss of an engine is the same on all ranks. That of a Horovod script is each rank's own:
-    # their mean is what the script trains on.
+    # The loss of an engine is the same on all ranks. In a Horovod script each rank has its own, and
+    # the script trains on their mean.
     losses = [row.get("loss", math.nan) for _, row in rows]
     return Step(
         number=number,
@@ -183,6 +189,8 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, Whole]:
     ranks: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, row in rows:
         for tensor in row["tensors"]:
+            # One record per shard. A fingerprint is a sum over elements, so the shards of a copy
+            # add up to the fingerprint of the whole tensor.
             key, copy = (tensor["kind"], tensor["name"]), tensor["copy"]
             found = read_fingerprint(tensor)
             before = prints[key].get(copy)
@@ -196,7 +204,7 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, Whole]:
 
 
 def _assembled(parts: list[tuple[int, Tensor]], known: Fingerprint) -> Tensor | None:
-    """Return the values of a tensor, flat; None if some were not recorded."""
+    """Return the values of a tensor, shape (numel,), or None if some were not recorded."""
     if sum(values.numel() for _, values in parts) != known.numel:
         return None
     ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]

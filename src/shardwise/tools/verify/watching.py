@@ -1,6 +1,6 @@
-"""Notes what a script does that may make its result depend on the placement, with its lines.
+"""Notes which lines of a script may make its result depend on the placement.
 
-What is noted names no cause: it says which causes are worth a trial (suspects.py).
+The notes name no cause. They decide which causes are worth a trial (suspects.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shardwise.engine import usage_checks
 from shardwise.world.world import World
 
 OURS = tuple(f"{Path(str(each.__file__)).parent}{os.sep}" for each in (shardwise, torch))
-"""Where code lies that is not the user's."""
+"""Folders whose code is not the user's."""
 _LIBRARY = ("runpy", "contextlib", "functools")
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
-"""Libraries such as Accelerate, which ask for ranks, draw and drop on behalf of a script."""
+"""Matches the folder of installed libraries, such as Accelerate, that act for a script."""
 USERS: set[str] = set()
-"""Installed packages that are the user's own: what was started by -m."""
+"""Installed packages that count as the user's code: the one started with -m."""
 
 RANKS = ("rank", "local_rank", "data_rank", "is_main")
 SIZES = ("size", "local_size", "data_size")
@@ -39,7 +39,7 @@ DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "
 
 
 class Facts:
-    """By name the lines of the script at which it did something, or words about the model."""
+    """Lines of the script, or words about the model, by what they are evidence for."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, None]] = defaultdict(dict)
@@ -47,34 +47,34 @@ class Facts:
         self.models: list[nn.Module] = []
 
     def note(self, name: str, word: str | None) -> None:
-        """Note a word once."""
+        """Add a word under `name`. A word is kept once; None is ignored."""
         if word is not None:
             self._found[name].setdefault(word)
 
     def plain(self) -> dict[str, list[str]]:
-        """All of it, for a file."""
+        """Return all notes as plain lists, for JSON."""
         return {name: list(words) for name, words in self._found.items()}
 
 
 def caller(depth: int) -> str | None:
-    """FILE:LINE of the code that called, `depth` frames up; None where that is not the user's."""
+    """Return FILE:LINE of the caller `depth` frames up, or None if that is not user code."""
     frame: FrameType | None = sys._getframe(depth + 1)
     return _line(frame) if frame is not None and _is_users(frame) else None
 
 
 def is_called_by_torch(depth: int) -> bool:
-    """Whether the code that called, `depth` frames up, is torch's or this library's."""
+    """Return whether the caller `depth` frames up is code of torch or of this library."""
     return sys._getframe(depth + 1).f_code.co_filename.startswith(OURS)
 
 
 def module_of(depth: int) -> str:
-    """The name of the module that the code is of that called, `depth` frames up."""
+    """Return the name of the module of the caller `depth` frames up."""
     return str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
 
 
 def user_line() -> str | None:
-    """FILE:LINE of the innermost code of the user's that is under way."""
-    # Innermost, and not the direct caller: a library may be between (a Trainer, a wrapper).
+    """Return FILE:LINE of the innermost frame of user code."""
+    # Innermost rather than the direct caller: a library (a Trainer) may be in between.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
         frame = frame.f_back
@@ -84,6 +84,7 @@ def user_line() -> str | None:
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     if path.startswith(("<", *OURS)):
+        # "<string>", "<frozen ...>": generated code has no line that the user could change.
         return False
     installed = _INSTALLED.search(path)
     if installed is not None and path[installed.end() :].split(os.sep)[0] not in USERS:
@@ -96,13 +97,15 @@ def _line(frame: FrameType) -> str:
 
 
 class Noticed:
-    """An attribute of World whose reads by user code are noted, and answered with `pretended` where
-    that is given; the library itself always reads the true value."""
+    """Replaces an attribute of World, and notes where user code reads it.
+
+    User code reads `pretended` if that is set. The library always reads the true value.
+    """
 
     def __init__(self, name: str, facts: Facts, plain: Any = None) -> None:
         self._name = name
         self._facts = facts
-        self._plain = plain  # the property that it was
+        self._plain = plain  # the property that it replaces, or None for a plain attribute
         self.pretended: Any = None
 
     def __get__(self, world: World | None, kind: Any = None) -> Any:
@@ -110,6 +113,7 @@ class Noticed:
             return self
         line = caller(1)
         if line is not None:
+            # is_main counts as a question for the rank.
             self._facts.note("rank" if self._name in RANKS else "size", line)
             if self.pretended is not None:
                 return self.pretended
@@ -122,7 +126,7 @@ class Noticed:
 
 
 def watch(facts: Facts) -> None:
-    """Note from now on, for the time of this process."""
+    """Start to note what the script does, for the life of this process."""
     for name in (*RANKS, *SIZES):
         setattr(World, name, Noticed(name, facts, vars(World).get(name)))
     for name, room in (("get_rank", "rank"), ("get_world_size", "size")):
@@ -141,14 +145,14 @@ def watch(facts: Facts) -> None:
 
 
 def watch_horovod(facts: Facts) -> None:
-    """The same for a script of Horovod's."""
+    """Start to note what a Horovod script does."""
     horovod = import_module("shardwise.horovod")
     for name, room in HOROVOD.items():
         _noted(horovod, name, facts, room)
 
 
 def _noted(owner: Any, name: str, facts: Facts, room: str) -> None:
-    """Note each call by user code of a function."""
+    """Note each call of `owner.name` by user code."""
     plain = getattr(owner, name)
 
     @wraps(plain)
@@ -164,6 +168,7 @@ def _noted_dropout(name: str, facts: Facts) -> None:
 
     @wraps(plain)
     def noting(*args: Any, **kwargs: Any) -> Any:
+        # Positions and defaults of torch.nn.functional.dropout(input, p=0.5, training=True).
         chance = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         training = kwargs.get("training", args[2] if len(args) > 2 else True)
         if training and (chance or name == "rrelu"):
@@ -178,6 +183,7 @@ def _noted_attention(facts: Facts) -> None:
 
     @wraps(plain)
     def noting(*args: Any, **kwargs: Any) -> Any:
+        # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p).
         if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0):
             facts.note("dropout", user_line())
         return plain(*args, **kwargs)
@@ -186,7 +192,7 @@ def _noted_attention(facts: Facts) -> None:
 
 
 def _note_weights(facts: Facts) -> None:
-    """Note where losses are given a weight or a reduction, and weights that contradict graphs."""
+    """Note `weight=` and `reduction=` of losses, and weights that contradict the graphs."""
     engine: Any = shardwise.Engine
     for name in ("backward", "forward_backward"):
         setattr(engine, name, _noting_weight(getattr(engine, name), facts))
@@ -214,7 +220,7 @@ def _noting_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any
 
 
 def _follow_engines(facts: Facts) -> None:
-    """Know every engine as it is made, and what is in its models."""
+    """Note every engine when it is made, and the layers in its models."""
     engine: Any = shardwise.Engine
     plain: Callable[..., None] = engine.__init__
 
