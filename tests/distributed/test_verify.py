@@ -14,7 +14,7 @@ TWO = RunPlacement(size=2, settings={"zero": "2"})
 
 MISTAKES = {
     "sampler": ("sampler", "DistributedSampler at sampler.py:"),
-    "own_batch": ("draws", "a batch, or a part of it, that each worker draws itself"),
+    "own_batch": ("draws", "a batch, or a part of it, is drawn by each worker separately"),
     "split": ("split", "random_split at split.py:"),
     "divided": ("loss", "divided by 2 (the number of workers)"),
     "batch_norm": ("batch_norm", "--sync-batch-norm"),
@@ -22,7 +22,7 @@ MISTAKES = {
     "nondeterministic": ("nondeterministic", "two runs of the reference itself differ"),
     "weight": (
         "weight",
-        "weight= at weight.py:15 is not what this loss is a mean over (worker",
+        "weight= at weight.py:15 is not the number of items that this loss is a mean over (worker",
     ),
     "reduction": ("reduction", 'reduction="ddp" at reduction.py:15 averages the losses of the'),
     "scaled_rate": ("lr", "0.02, 2 times the reference's 0.01"),

@@ -1,6 +1,6 @@
 """Ranks that `shardwise verify` forks from warm processes behave as ranks that are started anew.
 
-Each test runs a script twice at most: as `python script.py`, and as a forked rank.
+Each test runs a script twice at max_size: as `python script.py`, and as a forked rank.
 """
 
 import signal
@@ -30,20 +30,20 @@ class Ranks:
         self._warm, self.folder = warm, folder
         self.launcher = Launcher(folder)
 
-    def start(self, text: str, seat: int = 0) -> "subprocess.Popen[str]":
+    def start(self, text: str, server: int = 0) -> "subprocess.Popen[str]":
         """Start a script as a rank."""
         (self.folder / "script.py").write_text(text)
-        return self.started(self.words(seat))
+        return self.started(self.words(server))
 
-    def words(self, seat: int = 0) -> list[str]:
+    def words(self, server: int = 0) -> list[str]:
         """The words that start it as a rank."""
         script = ScriptCommand(words=("script.py", "its", "arguments"))
-        run = Run(script=script, placement=None, steps=1, seat=seat)
+        run = Run(script=script, placement=None, steps=1, server=server)
         return command(run, self.folder, self._warm)
 
-    def run(self, text: str, seat: int = 0) -> "subprocess.CompletedProcess[str]":
+    def run(self, text: str, server: int = 0) -> "subprocess.CompletedProcess[str]":
         """Run a script as a rank to its end."""
-        return _ended(self.start(text, seat))
+        return _ended(self.start(text, server))
 
     def plain(self, text: str) -> "subprocess.CompletedProcess[str]":
         """Run the same as a plain script."""
@@ -91,7 +91,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmRanks]:
     folder = tmp_path_factory.mktemp("warm")
     (folder / "datasets.py").write_text("")
     (folder / "first.py").write_text(IMPORTS)
-    with WarmRanks(ScriptCommand(words=(str(folder / "first.py"),)), most=2) as found:
+    with WarmRanks(ScriptCommand(words=(str(folder / "first.py"),)), max_size=2) as found:
         yield found
 
 
@@ -133,7 +133,7 @@ print(matplotlib.get_backend())
 """
     # Such a script is started from processes that have imported torch alone.
     (ranks.folder / "script.py").write_text(text)
-    with WarmRanks(ScriptCommand(words=(str(ranks.folder / "script.py"),)), most=2) as own:
+    with WarmRanks(ScriptCommand(words=(str(ranks.folder / "script.py"),)), max_size=2) as own:
         found = Ranks(own, ranks.folder).run(text)
     assert (found.returncode, found.stdout, found.stderr) == (0, "svg\n", "")
 
@@ -154,11 +154,11 @@ def test_seeded_it_draws_as_a_plain_start_does(ranks: Ranks) -> None:
 
 
 def test_unseeded_each_rank_draws_for_itself(ranks: Ranks) -> None:
-    found = [ranks.run(UNSEEDED, seat).stdout.split() for seat in (0, 0, 1)]
+    found = [ranks.run(UNSEEDED, server).stdout.split() for server in (0, 0, 1)]
     drawn, hashes = zip(*((each[:4], each[4]) for each in found), strict=True)
     for numbers in zip(*drawn, strict=True):
         assert len(set(numbers)) == 3, found
-    assert hashes[0] == hashes[1] != hashes[2]  # of a process, which is another one in each seat
+    assert hashes[0] == hashes[1] != hashes[2]  # of a process, which is another one in each server
 
 
 LOADS = """

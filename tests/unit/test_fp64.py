@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.model.precision import PRESETS, ForwardPrecision, cast_models, is_cast, widen_states
-from shardwise.tools.verify.script import Promoting
+from shardwise.tools.verify.script import PromoteToFp64
 
 
 class Casts(nn.Module):
@@ -71,7 +71,7 @@ def test_integers_stay_what_they_are() -> None:
 
 def test_a_script_that_would_leave_fp64_stays_in_it() -> None:
     wide, narrow = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, 2)
-    with Promoting():
+    with PromoteToFp64():
         assert wide.float() is wide
         assert wide.to(torch.float32).dtype == torch.float64
         assert wide.to("cpu", dtype=torch.bfloat16).dtype == torch.float64

@@ -34,7 +34,7 @@ from shardwise.tools.verify.command import LOGS, _log_folder
 from shardwise.tools.verify.comparing import compare
 from shardwise.tools.verify.flow import Verification
 from shardwise.tools.verify.placements import RunPlacement
-from shardwise.tools.verify.records import FeedRecord, RecordedTraining, Step, Whole
+from shardwise.tools.verify.records import FeedRecord, RecordedTraining, Step, WholeTensor
 from shardwise.tools.verify.report import VerifyReport
 from shardwise.tools.verify.request import VerifyRequest
 from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, command, large_imports
@@ -43,10 +43,10 @@ from shardwise.world import tensor_log
 from shardwise.world.tensor_log import Part, TensorLog
 
 
-def whole(values: Tensor, *others: Tensor) -> Whole:
+def whole(values: Tensor, *others: Tensor) -> WholeTensor:
     """A tensor of which rank 0 has `values`, and each further rank one of `others`."""
     copies = {n: fingerprints.of(each) for n, each in enumerate((values, *others))}
-    return Whole(copies, values.flatten(), {n: [n] for n in copies})
+    return WholeTensor(copies, values.flatten(), {n: [n] for n in copies})
 
 
 def training(
@@ -157,7 +157,7 @@ class TestComparing:
         assert first is not None
         (tensor,) = first.tensors
         assert (tensor.name, tensor.missing, tensor.relative) == ("0.x", True, math.inf)
-        assert "which only one of the two has" in verdicts.what(first, 1e-8)
+        assert "which only one of the two runs has" in verdicts.describe_step(first, 1e-8)
         assert compare(training(driver="plain"), one).same_bits
 
     def test_a_figure_that_is_nan_on_one_side_is_a_difference(self) -> None:
@@ -182,7 +182,7 @@ class TestComparing:
         first = compare(one, training()).first(1e-8)
         assert first is not None
         assert first.number == 2
-        assert "One of the two skipped this step" in verdicts.what(first, 1e-8)
+        assert "One of the two skipped this step" in verdicts.describe_step(first, 1e-8)
 
     def test_other_numbers_of_steps_are_a_difference(self) -> None:
         found = compare(training(), training(steps=3))
@@ -222,7 +222,7 @@ class TestRecords:
         assert found.facts["rank"] == ["a.py:0", "a.py:1"]
         (step,) = found.engines[0]
         weight, buffer = step.tensors["model", "w"], step.tensors["buffer", "b"]
-        assert weight.print.same_bits(fingerprints.of(values))
+        assert weight.fingerprint.same_bits(fingerprints.of(values))
         assert weight.values is not None
         assert torch.equal(weight.values, values)
         assert not weight.strays
@@ -313,7 +313,7 @@ class TestPlacements:
     def test_the_smallest_that_differs(
         self, differs: Callable[[RunPlacement], bool], smallest: str
     ) -> None:
-        found = placements.smallest(BIG, differs)
+        found = placements.find_smallest(BIG, differs)
         assert differs(found)
         words = str(found)
         kept = {word for word in smallest.split() if word.startswith("--")}
@@ -327,7 +327,7 @@ class TestPlacements:
             tried.append(placement)
             return False
 
-        assert placements.smallest(BIG, differs) == BIG
+        assert placements.find_smallest(BIG, differs) == BIG
         assert all(each.is_legal for each in tried)
         assert len({str(each) for each in tried}) == len(tried)
 
@@ -348,7 +348,7 @@ class TestCauses:
         assert names(found.causes) == {"a", "c"}
 
     def test_the_number_of_workers_belongs_to_the_mistake_that_another_cause_names(self) -> None:
-        size = Suspect(name="size", words="Size.", beside="Beside it, at a.py:3.")
+        size = Suspect(name="size", words="Size.", joint_words="Beside it, at a.py:3.")
         found = causes.find([self.A, size], lambda tried: len(tried) == 2, "")
         (one,) = found.causes
         assert (one.name, one.words) == ("a", "a Beside it, at a.py:3.")
@@ -369,7 +369,7 @@ class TestCauses:
             one.engines[0][number + 1] = replace(step, lr=(0.9**number,))
         for number, rate in enumerate(rates):
             two.engines[0][number + 1] = replace(two.engines[0][number + 1], lr=(rate,))
-        (found,) = learning_rates.suspects(one, two, 2)
+        (found,) = learning_rates.suspect_rates(one, two, 2)
         assert said in found.words
 
     def test_of_several_explanations_the_particular_one(self) -> None:
@@ -396,7 +396,7 @@ class TestCauses:
         one, two = training(), training(0.1, fed=8, bridge=[library])
         apart = compare(one, two)
         grown = [replace(step, rows=(4, 8)) for step in apart.steps]
-        growing, *_ = suspects.worth_a_trial(one, two, replace(apart, steps=grown), 1e-8, 2)
+        growing, *_ = suspects.list_suspects(one, two, replace(apart, steps=grown), 1e-8, 2)
         assert growing.alter == {"batches": 2}
         assert (
             "trains on 8 rows, and on 4 in the reference). With batches of 1/2 of the rows the"
@@ -408,16 +408,19 @@ class TestCauses:
         told = "worker 0: a mean over 6 items (mean), weighed by 4"
         one, two = training(), training(0.1, weight=["a.py:3"], losses=[told])
         compared = compare(one, two)
-        (suspect,) = suspects.worth_a_trial(one, two, compared, 1e-8, 2)
+        (suspect,) = suspects.list_suspects(one, two, compared, 1e-8, 2)
         assert suspect.alter == {"weight": True}
-        assert f"weight= at a.py:3 is not what this loss is a mean over ({told})" in suspect.words
+        assert (
+            f"weight= at a.py:3 is not the number of items that this loss is a mean over ({told})"
+            in suspect.words
+        )
         assert told in flow.clue(compared, two, against=False)
 
     @pytest.mark.parametrize("library", ADOPTED)
     def test_losses_that_a_library_averages(self, library: str) -> None:
         one = training()
         two = training(0.1, bridge=[library], **{"reduction ddp by a library": ["a.py:3"]})
-        (suspect,) = suspects.worth_a_trial(one, two, compare(one, two), 1e-8, 2)
+        (suspect,) = suspects.list_suspects(one, two, compare(one, two), 1e-8, 2)
         assert suspect.words.startswith(f"{library} averages the losses of the workers")
         assert ("exact_mean=True" in suspect.words) == (library != "deepspeed")
 
@@ -425,14 +428,14 @@ class TestCauses:
         one, two = training(), training()
         halved = [replace(s, loss=s.loss / 2) for s in two.engines[0]]
         two = replace(two, engines={0: halved})
-        (suspect,) = suspects.worth_a_trial(one, two, compare(one, two), 1e-8, 2)
+        (suspect,) = suspects.list_suspects(one, two, compare(one, two), 1e-8, 2)
         assert suspect.alter == {"loss": pytest.approx(2.0)}
         assert "divided by 2 (the number of workers)" in suspect.words
 
     def test_a_rate_that_is_another(self) -> None:
         one, two = training(), training(0.1)
         two = replace(two, engines={0: [replace(s, lr=(0.2,)) for s in two.engines[0]]})
-        (suspect,) = suspects.worth_a_trial(one, two, compare(one, two), 1e-8, 2)
+        (suspect,) = suspects.list_suspects(one, two, compare(one, two), 1e-8, 2)
         assert suspect.alter == {"lr": {"0": [[0.1]] * 4}}
         assert "2 times" in suspect.words
 
@@ -442,7 +445,7 @@ def names(several: Any) -> set[str]:
 
 
 def suspected(one: RecordedTraining, two: RecordedTraining, comparison: Any) -> list[str]:
-    return [each.name for each in suspects.worth_a_trial(one, two, comparison, 1e-8, 2)]
+    return [each.name for each in suspects.list_suspects(one, two, comparison, 1e-8, 2)]
 
 
 def plan(tmp_path: Path, **more: Any) -> VerifyRequest:
@@ -687,9 +690,14 @@ def test_samples_that_only_one_of_the_two_trains_on_are_said() -> None:
     first = compare(one, two).first(1e-8)
     assert first is not None
     assert first.samples == (tuple(range(2, 12)), (0, 12))
-    assert "not on 2, 3, 4, 5, 6, 7 and 4 more, but also on 0, 12." in verdicts.what(first, 1e-8)
-    assert verdicts.samples((), (3,)) == "It trains on other samples of the dataset: also on 3."
-    assert "samples" not in verdicts.what(replace(first, samples=((), ())), 1e-8)
+    assert "not on 2, 3, 4, 5, 6, 7 and 4 more, but also on 0, 12." in verdicts.describe_step(
+        first, 1e-8
+    )
+    assert (
+        verdicts.describe_samples((), (3,))
+        == "It trains on different samples of the dataset: also on 3."
+    )
+    assert "samples" not in verdicts.describe_step(replace(first, samples=((), ())), 1e-8)
 
 
 @pytest.mark.parametrize(
@@ -702,7 +710,7 @@ def test_a_rate_that_is_another_one_says_whether_the_batch_is(rows: int, said: s
         run.engines[0][1:] = [
             replace(s, lr=(rate,), fed=replace(s.fed, rows=count)) for s in run.engines[0][1:]
         ]
-    (found,) = learning_rates.suspects(one, two, 2)
+    (found,) = learning_rates.suspect_rates(one, two, 2)
     assert said in found.words
 
 
@@ -724,5 +732,5 @@ def test_schedulers_that_are_stepped_by_micro_batch(
     for run, rate in ((one, theirs), (two, ours)):
         for number, step in enumerate(run.engines[0][1:]):
             run.engines[0][number + 1] = replace(step, lr=(rate(number),))
-    (found,) = learning_rates.suspects(one, two, size)
+    (found,) = learning_rates.suspect_rates(one, two, size)
     assert said in found.words

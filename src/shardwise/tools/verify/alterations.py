@@ -41,7 +41,7 @@ MAKE_LOADERS = ("transformers.", "shardwise.deepspeed.")
 def apply(alter: Mapping[str, Any]) -> None:
     """Make every alteration that `alter` names, with its value, for the life of this process."""
     for name, value in alter.items():
-        _ALL[name](value)
+        _ALTERATIONS[name](value)
 
 
 def _sampler(value: Any) -> None:
@@ -224,9 +224,9 @@ def _rank(value: Any) -> None:
     for name in watching.RANKS:
         # 0 for every kind of rank, and True for is_main.
         vars(World)[name].pretended = name == "is_main" or 0
-    _told(torch.distributed, "get_rank", 0)
-    _told_by_horovod("rank", 0)
-    _told_by_environment("RANK", "LOCAL_RANK", "GROUP_RANK")
+    _pretend(torch.distributed, "get_rank", 0)
+    _pretend_in_horovod("rank", 0)
+    _pretend_in_environment("RANK", "LOCAL_RANK", "GROUP_RANK")
 
 
 def _size(value: Any) -> None:
@@ -234,30 +234,30 @@ def _size(value: Any) -> None:
     _rank(value)
     for name in watching.SIZES:
         vars(World)[name].pretended = 1
-    _told(torch.distributed, "get_world_size", 1)
-    _told_by_horovod("size", 1)
+    _pretend(torch.distributed, "get_world_size", 1)
+    _pretend_in_horovod("size", 1)
 
 
-def _told_by_horovod(room: str, told: int) -> None:
+def _pretend_in_horovod(topic: str, value: int) -> None:
     horovod = sys.modules.get("shardwise.horovod")  # imported only if the script uses Horovod
     for name, of in watching.HOROVOD.items():
-        if horovod is not None and of == room:
-            _told(horovod, name, told)
+        if horovod is not None and of == topic:
+            _pretend(horovod, name, value)
 
 
-def _told(owner: Any, name: str, told: int) -> None:
+def _pretend(owner: Any, name: str, value: int) -> None:
     plain = getattr(owner, name)
 
     @wraps(plain)
-    def telling(*args: Any, **kwargs: Any) -> Any:
+    def pretending(*args: Any, **kwargs: Any) -> Any:
         # The library itself still gets the true value.
         mine = watching.caller(1)
-        return plain(*args, **kwargs) if mine is None else told
+        return plain(*args, **kwargs) if mine is None else value
 
-    setattr(owner, name, telling)
+    setattr(owner, name, pretending)
 
 
-def _told_by_environment(*names: str) -> None:
+def _pretend_in_environment(*names: str) -> None:
     """Set environment variables with the rank to 0 after `sw.init`."""
     # Not earlier: `sw.init` reads its own rank from them.
     plain = shardwise.init
@@ -290,7 +290,7 @@ def _around_step(
     engine.step = step
 
 
-_ALL: dict[str, Callable[[Any], None]] = {
+_ALTERATIONS: dict[str, Callable[[Any], None]] = {
     "sampler": _sampler,
     "batches": _batches,
     "split": _split,

@@ -14,16 +14,16 @@ from typing import Any
 class Suspect:
     """A possible cause.
 
-    `alter` holds the alterations that remove it, in the reference too if `both`. `settings` are
-    flags that remove it.
+    `alter` holds the alterations that remove it, made in the reference too if `in_reference`.
+    `settings` are flags that remove it.
     """
 
     name: str
     words: str
     alter: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
-    both: bool = False
-    beside: str = ""
+    in_reference: bool = False
+    joint_words: str = ""
     """What to add to the words of another suspect if both are one error."""
 
 
@@ -59,7 +59,9 @@ def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> FoundCauses:
     particular = [each for each in needed if each.name != "size"]
     if len(needed) == 2 and len(particular) == 1:
         [size] = (each for each in needed if each.name == "size")
-        return FoundCauses([replace(particular[0], words=f"{particular[0].words} {size.beside}")])
+        return FoundCauses(
+            [replace(particular[0], words=f"{particular[0].words} {size.joint_words}")]
+        )
     return FoundCauses(needed)
 
 

@@ -27,17 +27,17 @@ FAILED = 1
 LOGS = "verify-logs"
 """The folder for the output of each run, in the folder of the report."""
 
-EVERY = 30.0
+PROGRESS_INTERVAL = 30.0
 """Seconds between two progress lines of one run if there is no terminal."""
 
 LINES_OF_OUTPUT = 60
-"""How many of the last output lines of a failed run are shown, so that its traceback is too."""
+"""How many of the last output lines of a failed run are shown: enough for its traceback."""
 
 
-class Shown:
+class ProgressDisplay:
     """Shows progress: one changing line on a terminal.
 
-    Elsewhere it prints a line for each run, and another one every `EVERY` seconds.
+    Elsewhere it prints a line for each run, and another one every `PROGRESS_INTERVAL` seconds.
     """
 
     def __init__(self) -> None:
@@ -52,18 +52,20 @@ class Shown:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("", total=None, what="")
-        self._said = -math.inf
+        self._printed_at = -math.inf
 
     def show(self, number: int, words: str, steps: int, most: int) -> None:
         """Show that run `number`, described by `words`, has made `steps` of `most` steps."""
         far = printable(f"run {number} · {words} · step {steps} of {most}")
         self._bar.update(self._task, what=far)
-        if self._bar.disable and (not steps or time.monotonic() - self._said > EVERY):
-            self._said = time.monotonic()
+        if self._bar.disable and (
+            not steps or time.monotonic() - self._printed_at > PROGRESS_INTERVAL
+        ):
+            self._printed_at = time.monotonic()
             line = far if steps else printable(f"run {number} · {words}")
             self._console.print(line, soft_wrap=True)
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> ProgressDisplay:
         self._bar.start()
         return self
 
@@ -72,27 +74,27 @@ class Shown:
 
 
 @dataclass
-class Maker:
+class RunMaker:
     """Makes runs on ranks forked from `warm` processes, with one log per run in `folder`."""
 
     folder: Path
-    shown: Shown
+    progress: ProgressDisplay
     warm: WarmRanks
-    made: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
 
     def __call__(self, run: Run, words: str) -> RecordedTraining:
         """Make one run, described by `words`. Raises RunFailed."""
-        self.made.append(words)
-        number = len(self.made)
+        self.names.append(words)
+        number = len(self.names)
         log = self.folder / f"{number:02d}.txt"
-        self.shown.show(number, words, 0, run.steps)
+        self.progress.show(number, words, 0, run.steps)
         seen = 0
 
         def show(steps: int) -> None:
             nonlocal seen
             if steps > seen:
                 seen = steps
-                self.shown.show(number, words, steps, run.steps)
+                self.progress.show(number, words, steps, run.steps)
 
         return runs.make(run, words, log, show, self.warm)
 
@@ -111,8 +113,12 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
     console = Console(highlight=False, markup=False, stderr=to_stdout)
     results: list[Result] = []
     try:
-        with exit_on_sigterm(), WarmRanks(plan.script, plan.most) as warm, Shown() as shown:
-            verification = Verification(plan, Maker(_log_folder(plan.out), shown, warm))
+        with (
+            exit_on_sigterm(),
+            WarmRanks(plan.script, plan.max_size) as warm,
+            ProgressDisplay() as progress,
+        ):
+            verification = Verification(plan, RunMaker(_log_folder(plan.out), progress, warm))
             verification.check()
             for placement in plan.placements:
                 result = verification.judge(placement)
@@ -122,7 +128,7 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
                     style = STYLES[result.verdict] if number == 0 else None
                     console.print(f"  {printable(sentence)}", style=style, soft_wrap=True)
     except RunFailed as error:
-        _say_failed(error, console)
+        _print_failure(error, console)
         return FAILED
     report = VerifyReport(plan=plan, results=results)
     page.write(report, plan.out, json_file)
@@ -147,7 +153,7 @@ def _log_folder(out: Path) -> Path:
     return folder
 
 
-def _say_failed(error: RunFailed, console: Console) -> None:
+def _print_failure(error: RunFailed, console: Console) -> None:
     """Print the last lines that the failed run wrote, and why nothing was proved."""
     for line in error.output.strip().splitlines()[-LINES_OF_OUTPUT:]:
         console.print(printable(line), style="dim", soft_wrap=True)

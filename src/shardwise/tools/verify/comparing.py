@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.tools.verify.records import Key, RecordedTraining, Step, Whole
+from shardwise.tools.verify.records import Key, RecordedTraining, Step, WholeTensor
 
 FLOOR = 1e-3
 """The smallest scale of a relative difference, as a part of the largest tensor of the same kind.
@@ -121,7 +121,7 @@ class Comparison:
         steps = [replace(step, loss=0.0, weight=0.0) for step in self.steps]
         return Comparison(steps, self.counts)
 
-    def trains_alike(self, tolerance: float) -> bool:
+    def trains_the_same(self, tolerance: float) -> bool:
         """Return whether nothing differs by more than `tolerance`, except weights and counts."""
         return all(step.in_training <= tolerance for step in self.steps)
 
@@ -195,7 +195,7 @@ def _step(
     }
     tensors = sorted(
         _tensors(before, ours.tensors, known=known),
-        key=lambda each: (_place(each.name, order), each.kind),
+        key=lambda each: (_forward_key(each.name, order), each.kind),
     )
     numbers = {_renamed(name, renamed): value for name, value in theirs.numbers.items()}
     tensors += [
@@ -212,7 +212,7 @@ def _step(
         loss=_relative(theirs.loss, ours.loss, least[0], known=known),
         grad_norm=_relative(theirs.grad_norm, ours.grad_norm, least[1], known=known),
         weight=_relative(theirs.weight, ours.weight, known=known),
-        fed=_fed_alike(theirs, ours),
+        fed=_fed_the_same(theirs, ours),
         rows=(theirs.fed.rows, ours.fed.rows),
         tensors=tensors,
         skipped=math.inf if known and theirs.skipped != ours.skipped else 0.0,
@@ -244,7 +244,7 @@ def _ratio(apart: float, size: float) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def _fed_alike(theirs: Step, ours: Step) -> bool:
+def _fed_the_same(theirs: Step, ours: Step) -> bool:
     """Return whether the models were fed the same numbers.
 
     Compares hashes first, then sums.
@@ -263,7 +263,7 @@ def _fed_alike(theirs: Step, ours: Step) -> bool:
 
 
 def _tensors(
-    theirs: Mapping[Key, Whole], ours: Mapping[Key, Whole], *, known: bool
+    theirs: Mapping[Key, WholeTensor], ours: Mapping[Key, WholeTensor], *, known: bool
 ) -> Iterator[TensorDifference]:
     """Yield the tensors whose bits differ, or whose copies differ between ranks.
 
@@ -280,17 +280,17 @@ def _tensors(
             continue
         one, two = theirs[key], ours[key]
         strays = two.strays
-        if one.print.same_bits(two.print) and not strays:
+        if one.fingerprint.same_bits(two.fingerprint) and not strays:
             continue
         yield _difference(kind, name, one, two, floors[_group(key)])
 
 
 def _difference(
-    kind: str, name: str, one: Whole, two: Whole, floor: tuple[float, float]
+    kind: str, name: str, one: WholeTensor, two: WholeTensor, floor: tuple[float, float]
 ) -> TensorDifference:
     strays = tuple(two.strays)
-    norm = max(one.print.norm, floor[1], 1e-300)
-    apart = _ratio(max(one.print.distance(copy) for copy in two.copies.values()), norm)
+    norm = max(one.fingerprint.norm, floor[1], 1e-300)
+    apart = _ratio(max(one.fingerprint.distance(copy) for copy in two.copies.values()), norm)
     if one.values is None or two.values is None or one.values.shape != two.values.shape:
         return TensorDifference(kind, name, apart, strays)
     if not one.values.numel():
@@ -301,7 +301,7 @@ def _difference(
     away[theirs.isnan() & ours.isnan()] = 0.0
     worst = int(away.nan_to_num(nan=math.inf).argmax())
     largest = float(away[worst])
-    relative = _ratio(largest, max(one.print.largest, floor[0], 1e-300))
+    relative = _ratio(largest, max(one.fingerprint.largest, floor[0], 1e-300))
     if strays:  # only the first copy has values; fingerprints cover the others
         relative = max(relative, apart)
     return TensorDifference(
@@ -315,34 +315,34 @@ def _group(key: Key) -> Key:
     return kind, name.rpartition(".")[2] if kind in ("optimizer", "buffer") else ""
 
 
-def _floors(tensors: Mapping[Key, Whole]) -> dict[Key, tuple[float, float]]:
+def _floors(tensors: Mapping[Key, WholeTensor]) -> dict[Key, tuple[float, float]]:
     """Return `FLOOR` times the largest magnitude and the largest norm of each group."""
     found: dict[Key, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for key, whole in tensors.items():
         largest, norm = found[_group(key)]
         found[_group(key)] = (
-            max(largest, FLOOR * whole.print.largest),
-            max(norm, FLOOR * whole.print.norm),
+            max(largest, FLOOR * whole.fingerprint.largest),
+            max(norm, FLOOR * whole.fingerprint.norm),
         )
     return found
 
 
-def _place(name: str, order: Mapping[str, int]) -> tuple[int, list[str]]:
+def _forward_key(name: str, order: Mapping[str, int]) -> tuple[int, list[str]]:
     """Return a sort key: when the module of a tensor first ran. Unused modules are last."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if (place := order.get(".".join(parts[:end]))) is not None:
-            return place, natural(name)
+            return place, natural_key(name)
     here = len(parts) == 1 and "" in order  # a parameter of the model itself
-    return order[""] if here else len(order), natural(name)
+    return order[""] if here else len(order), natural_key(name)
 
 
-def natural(name: str) -> list[str]:
+def natural_key(name: str) -> list[str]:
     """Return a sort key that puts layer 10 after layer 9."""
     return [part.zfill(8) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def growth(comparison: Comparison) -> list[tuple[int, float]]:
+def largest_by_step(comparison: Comparison) -> list[tuple[int, float]]:
     """Return the largest difference of each step, in order of steps."""
     by_step: dict[int, float] = defaultdict(float)
     for step in comparison.steps:

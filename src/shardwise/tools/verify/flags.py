@@ -84,10 +84,10 @@ def _verify(
     # from the first one, because they are compared with the same reference.
     shared = {k: v for k, v in first.settings.items() if k in placements.TRAINING}
     further = [placement_of(text) for text in also]
-    spread = [first, *(p.having(**{**shared, **p.settings}) for p in further)]
+    spread = [first, *(p.with_settings(**{**shared, **p.settings}) for p in further)]
     request = import_module("shardwise.tools.verify.request")
     kind = import_module("shardwise.tools.verify.runs").ScriptCommand
-    asked = request.VerifyRequest(
+    verify_request = request.VerifyRequest(
         script=kind(words=words, module=module, adopting=adopting),
         placements=spread,
         steps=steps,
@@ -97,7 +97,7 @@ def _verify(
         accepts_rounding=accept == "rounding",
         precision=shared.get("precision", "fp32"),
     )
-    return import_module("shardwise.tools.verify.command").verify(asked, json_file)  # type: ignore[no-any-return]
+    return import_module("shardwise.tools.verify.command").verify(verify_request, json_file)  # type: ignore[no-any-return]
 
 
 def placement_of(text: str) -> Any:

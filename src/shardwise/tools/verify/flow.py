@@ -78,7 +78,7 @@ class Verification:
         # In fp64 rounding is about 1e-16, so a difference above the tolerance has another cause.
         try:
             wide_reference = self._reference(wide=True)
-            wide = self._run(_wide(placement), f"{placement} in fp64")
+            wide = self._run(_in_fp64(placement), f"{placement} in fp64")
         except RunFailed as error:
             # Without fp64 nothing is proved. Losses and norms within 1e-3 look like rounding;
             # anything larger is a difference.
@@ -94,7 +94,7 @@ class Verification:
         if compared.within(TOLERANCE):
             return replace(result, verdict=TrainingVerdict.ROUNDING, wide=compared)
         result = self._with_values(replace(result, verdict=TrainingVerdict.DIFFERS, wide=compared))
-        return self._explained(result, wide_reference, wide) if self.plan.causes else result
+        return self._explain(result, wide_reference, wide) if self.plan.causes else result
 
     def _only_losses(self, compared: Comparison) -> bool:
         """Return whether everything except the loss agrees with an original script."""
@@ -133,7 +133,7 @@ class Verification:
             self._run(placement, words, steps, against=against, values=wanted)
             for placement, words, against in (
                 (self._alone(), "values of the reference", True),
-                (_wide(result.placement), f"values of {result.placement}", False),
+                (_in_fp64(result.placement), f"values of {result.placement}", False),
             )
         ]
         found = {
@@ -149,11 +149,11 @@ class Verification:
 
     # -- why --------------------------------------------------------------------------------
 
-    def _explained(
+    def _explain(
         self, result: Result, reference: RecordedTraining, wide: RecordedTraining
     ) -> Result:
         """Return `result` with the smallest placement that still differs, and the cause."""
-        if (found := self._unrepeatable(reference)) is not None:
+        if (found := self._find_noise(reference)) is not None:
             return replace(result, found=found)
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
@@ -163,25 +163,25 @@ class Verification:
 
         def differs(placement: RunPlacement) -> bool:
             try:
-                made = self._run(_wide(placement), f"smaller: {placement}", steps=steps)
+                made = self._run(_in_fp64(placement), f"smaller: {placement}", steps=steps)
             except RunFailed:  # a smaller placement may not run at all, which proves nothing
                 return False
             trainings[str(placement)] = made
             return not compare(reference, made, steps=steps).within(TOLERANCE)
 
-        smallest = placements.smallest(result.placement, differs)
+        smallest = placements.find_smallest(result.placement, differs)
         found = self._cause(smallest, reference, trainings[str(smallest)], steps)
         return replace(result, smallest=smallest, found=found)
 
-    def _unrepeatable(self, reference: RecordedTraining) -> FoundCauses | None:
+    def _find_noise(self, reference: RecordedTraining) -> FoundCauses | None:
         """Return why two runs of the reference differ, or None if they agree."""
 
         def same(
             words: str, before: RecordedTraining | None, **more: Any
         ) -> tuple[bool, RecordedTraining]:
             # The other warm process has another hash seed, so an order of a set shows.
-            seat = int(before is not None)
-            made = self._run(self._alone(), words, against=True, seat=seat, **more)
+            server = int(before is not None)
+            made = self._run(self._alone(), words, against=True, server=server, **more)
             return before is not None and compare(before, made).within(TOLERANCE), made
 
         # Before anything else: if two equal runs differ, a difference between placements is noise.
@@ -208,8 +208,8 @@ class Verification:
     ) -> FoundCauses:
         """Find the suspects without which the difference disappears, on the smallest placement."""
         compared = compare(reference, other, steps=steps)
-        size = smallest.size or self.plan.most
-        tried = suspects.worth_a_trial(reference, other, compared, TOLERANCE, size)
+        size = smallest.size or self.plan.max_size
+        tried = suspects.list_suspects(reference, other, compared, TOLERANCE, size)
 
         def agrees(several: Sequence[Suspect]) -> bool:
             alter: dict[str, Any] = {}
@@ -217,7 +217,7 @@ class Verification:
             for each in several:
                 alter |= each.alter
                 settings |= each.settings
-            both = {k: v for each in several if each.both for k, v in each.alter.items()}
+            both = {k: v for each in several if each.in_reference for k, v in each.alter.items()}
             words = "without " + " and ".join(each.name for each in several)
             try:
                 base = reference
@@ -225,17 +225,17 @@ class Verification:
                     base = self._run(
                         self._alone(), f"the reference {words}", steps, both, against=True
                     )
-                spread = _wide(smallest).having(**settings)
+                spread = _in_fp64(smallest).with_settings(**settings)
                 made = self._run(spread, f"{smallest} {words}", steps, alter)
             except RunFailed:
                 return False
             seen = compare(base, made, steps=steps)
             if self.plan.against is not None:  # hooks know too little about the original's losses
                 seen = seen.without_losses
-            return seen.trains_alike(TOLERANCE)
+            return seen.trains_the_same(TOLERANCE)
 
         # Only the weight differs: each worker trained on the whole batch.
-        if compared.trains_alike(TOLERANCE) and compared.same_counts:
+        if compared.trains_the_same(TOLERANCE) and compared.same_counts:
             return FoundCauses([causes.UNSHARED])
         hint = clue(compared, other, against=self.plan.against is not None)
         return causes.find(tried, agrees, hint)
@@ -244,7 +244,7 @@ class Verification:
 
     def _alone(self) -> RunPlacement | None:
         reference = self.plan.reference
-        return None if reference is None else _wide(reference)
+        return None if reference is None else _in_fp64(reference)
 
     def _reference(self, *, wide: bool = False) -> RecordedTraining:
         key = WIDE if wide else "own"
@@ -267,13 +267,13 @@ class Verification:
         settings: Mapping[str, str] | None = None,
         environ: Mapping[str, str] | None = None,
         precision: str = WIDE,
-        seat: int = 0,
+        server: int = 0,
     ) -> RecordedTraining:
         script = self.plan.script
         if against and self.plan.against is not None:
             script, placement = self.plan.against, None
         if placement is not None:
-            placement = placement.having(**(settings or {}))
+            placement = placement.with_settings(**(settings or {}))
             precision = placement.settings.get("precision", "fp32")
         run = Run(
             script=script,
@@ -283,15 +283,15 @@ class Verification:
             values=values,
             environ=environ or {},
             precision=precision,
-            most=self.plan.most,
-            seat=seat if against else 1,
+            max_size=self.plan.max_size,
+            server=server if against else 1,
         )
         return self.make(run, words)
 
 
-def _wide(placement: RunPlacement) -> RunPlacement:
+def _in_fp64(placement: RunPlacement) -> RunPlacement:
     """Return the placement in fp64, without settings that only 16-bit training has."""
-    return placement.without("reduce_dtype").having(precision=WIDE)
+    return placement.without("reduce_dtype").with_settings(precision=WIDE)
 
 
 def _check_driver(training: RecordedTraining, script: str) -> None:
@@ -330,15 +330,15 @@ def clue(compared: Comparison, other: RecordedTraining, *, against: bool) -> str
             f"({first.rows[1]} rows, and {first.rows[0]} in the reference): "
             + (_FIX_ORDER if against else "look at how the script makes its batches.")
         )
-    if apart := suspects.astray(other):
+    if apart := suspects.list_differing_tensors(other):
         names = ", ".join(name for _, name in apart[: suspects.MANY])
         return f"Workers have different values of {names}: look at how forward changes them."
     if told := other.facts.get("losses"):
         return (
-            f"weight={suspects.lines(other.facts, 'weight')} does not match the graphs of the "
-            f"losses: {told[0]}. Give the number of items that each loss is a mean over."
+            f"weight={suspects.quote_lines(other.facts, 'weight')} does not match the graphs of "
+            f"the losses: {told[0]}. Give the number of items that each loss is a mean over."
         )
-    if summed := suspects.lines(other.facts, "reduction sum"):
+    if summed := suspects.quote_lines(other.facts, "reduction sum"):
         return (
             'The models are fed the same, but the losses that reduction="sum" adds up differ in '
             f"their sum{summed}. Each must be a sum over items, divided by the same number on "

@@ -31,7 +31,7 @@ from typing import Any
 from shardwise.launch.function_fork import begin_anew
 from shardwise.tools.verify.rank_client import FREE
 
-IMPORTED = (
+PACKAGES = (
     *("numpy", "torch", "torch._dynamo", "torch.utils.data", "torch.distributed.pipelining"),
     *("shardwise.engine.engine", "shardwise.data.loader", "shardwise.tools.verify.script"),
 )
@@ -56,7 +56,7 @@ class ForkServer:
         self._listener = listener
         self._reserved = reserved
         self._children: dict[int, Child] = {}
-        self._left: dict[int, float] = {}
+        self._orphans: dict[int, float] = {}
         """Process groups whose leader has ended, and when to kill the rest of each."""
         self._woken, self._wakes = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -71,30 +71,30 @@ class ForkServer:
         for ready in (sys.stdin, self._listener, self._woken):
             self._selector.register(ready, selectors.EVENT_READ)
         while True:
-            for key, _ in self._selector.select(PATIENCE if self._left else None):
+            for key, _ in self._selector.select(PATIENCE if self._orphans else None):
                 if key.fileobj is sys.stdin:
                     # The verifier has ended: kill the ranks and the processes they started.
-                    for group in (*self._children, *self._left):
+                    for group in (*self._children, *self._orphans):
                         _signal(group, signal.SIGKILL)
                     for pid in self._children:
                         os.waitpid(pid, 0)
                     return None
                 if key.fileobj is self._listener:
-                    if (arguments := self._answer()) is not None:
+                    if (arguments := self._accept()) is not None:
                         return arguments
                 elif key.fileobj is self._woken:
                     self._woken.recv(4096)
                 elif key.data in self._children:
-                    self._hear(self._children[key.data])
+                    self._forward_signals(self._children[key.data])
             self._reap()
 
-    def _answer(self) -> list[str] | None:
+    def _accept(self) -> list[str] | None:
         """Fork a rank for the next client. In that rank, return its arguments."""
         line, _ = self._listener.accept()
         line.settimeout(PATIENCE)
         try:
             head, files, _, _ = socket.recv_fds(line, 8, FREE)
-            asked = json.loads(_received(line, struct.unpack("!Q", head)[0]))
+            request = json.loads(_receive(line, struct.unpack("!Q", head)[0]))
         except (OSError, ValueError, struct.error):
             line.close()  # the client ended before its request was complete
             return None
@@ -102,8 +102,8 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             line.close()
-            self._become(asked, files)
-            return list(asked["arguments"])
+            self._become_rank(request, files)
+            return list(request["arguments"])
         for fd in files:
             os.close(fd)
         # Both here and in the rank: then the group exists before either side can use it.
@@ -113,7 +113,7 @@ class ForkServer:
         self._selector.register(line, selectors.EVENT_READ, pid)
         return None
 
-    def _become(self, asked: dict[str, Any], files: list[int]) -> None:
+    def _become_rank(self, request: dict[str, Any], files: list[int]) -> None:
         """Turn this forked process into the rank: its files, environment, folder and group."""
         self._selector.close()
         for each in (self._listener, self._woken, self._wakes):
@@ -127,20 +127,20 @@ class ForkServer:
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 4 * FREE) for fd in files]
         for fd in files:
             os.close(fd)
-        for fd, wanted in zip(high, asked["files"], strict=True):
+        for fd, wanted in zip(high, request["files"], strict=True):
             os.dup2(fd, wanted)
             os.close(fd)
         os.setpgid(0, 0)
-        os.chdir(asked["folder"])
+        os.chdir(request["folder"])
         # Processes that multiprocessing spawns look for the script from this folder.
-        vars(import_module("multiprocessing.process"))["ORIGINAL_DIR"] = asked["folder"]
-        begin_anew(asked["environ"])
+        vars(import_module("multiprocessing.process"))["ORIGINAL_DIR"] = request["folder"]
+        begin_anew(request["environ"])
         # A process that starts draws its own seeds. After a fork `random` does so by itself. Of
         # torch's generators, only that of the CPU starts with a drawn seed.
         import_module("numpy").random.seed()
         import_module("torch").default_generator.seed()
 
-    def _hear(self, child: Child) -> None:
+    def _forward_signals(self, child: Child) -> None:
         """Forward signals to a rank. If the client has closed the socket, kill the rank."""
         try:
             said = child.line.recv(64)
@@ -163,11 +163,11 @@ class ForkServer:
             with contextlib.suppress(OSError):  # the client may have ended
                 child.line.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
             child.line.close()
-            self._left[pid] = time.monotonic() + PATIENCE
-        for group, until in list(self._left.items()):
+            self._orphans[pid] = time.monotonic() + PATIENCE
+        for group, until in list(self._orphans.items()):
             if time.monotonic() > until or not _signal(group, 0):
                 _signal(group, signal.SIGKILL)
-                del self._left[group]
+                del self._orphans[group]
 
 
 def _signal(group: int, number: int) -> bool:
@@ -179,7 +179,7 @@ def _signal(group: int, number: int) -> bool:
     return True
 
 
-def _received(line: socket.socket, length: int) -> bytes:
+def _receive(line: socket.socket, length: int) -> bytes:
     found = b""
     while len(found) < length:
         more = line.recv(length - len(found))
@@ -198,7 +198,7 @@ def main(fd: str, modules: str) -> None:
         # Packages check for a GPU when they are imported. With this variable the check does not
         # start the driver, which forked processes could not use. Ranks get their own environment.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        for name in (*IMPORTED, *modules.split()):
+        for name in (*PACKAGES, *modules.split()):
             with contextlib.suppress(Exception):  # the script reports a missing or broken package
                 import_module(name)
         # Otherwise a garbage collection in a rank would copy the pages that it shares with us.

@@ -16,9 +16,11 @@ Rates = tuple[float, ...]
 """The learning rates of a step, by parameter group."""
 
 
-def suspects(reference: RecordedTraining, other: RecordedTraining, size: int) -> Iterator[Suspect]:
+def suspect_rates(
+    reference: RecordedTraining, other: RecordedTraining, size: int
+) -> Iterator[Suspect]:
     """Yield a suspect if learning rates differ from the reference's."""
-    rates = recorded(reference)
+    rates = recorded_rates(reference)
     apart: list[tuple[float, float]] = []
     for engine, steps in reference.engines.items():
         pairs = zip(steps[1:], other.engines.get(engine, [])[1:], strict=False)
@@ -26,7 +28,7 @@ def suspects(reference: RecordedTraining, other: RecordedTraining, size: int) ->
     if not apart:
         return
     batch = _batch(reference, other)
-    if (times := pace(reference, other, size)) > 1:
+    if (times := find_pace(reference, other, size)) > 1:
         yield _fast_schedule(times, rates, batch, of_workers=times == size)
         return
     theirs, ours = apart[0]
@@ -42,7 +44,7 @@ def suspects(reference: RecordedTraining, other: RecordedTraining, size: int) ->
     )
 
 
-def recorded(reference: RecordedTraining) -> dict[str, list[list[float]]]:
+def recorded_rates(reference: RecordedTraining) -> dict[str, list[list[float]]]:
     """Return the learning rates of each step, by engine."""
     return {
         str(engine): [list(step.lr) for step in steps[1:]]
@@ -50,7 +52,7 @@ def recorded(reference: RecordedTraining) -> dict[str, list[list[float]]]:
     }
 
 
-def pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int:
+def find_pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int:
     """Return how many steps of the reference's schedule each step of `other` makes.
 
     Checks whether its rates equal the reference's at every k-th step, for k workers or k
@@ -101,7 +103,7 @@ def _fast_schedule(
 ) -> Suspect:
     return Suspect(
         name="lr",
-        words=f"the learning-rate scheduler makes {times} steps in each step, one for each "
+        words=f"the learning-rate scheduler is stepped {times} times in each step, once for each "
         f"{'worker' if of_workers else 'micro-batch'}{batch}. With "
         "the reference's rates the runs agree. "
         + (_STEPPED_BY_WORKERS if of_workers else "Call it once, next to engine.step()."),

@@ -47,10 +47,10 @@ class Recorder:
         self._folder, self._rank, self._facts = folder, rank, facts
         self._stop_after, self._preset, self._plain = stop_after, preset, plain
         self._log: TensorLog | None = None
-        self._optimizers: list[_Followed] = []
+        self._optimizers: list[_TrackedOptimizer] = []
         self._loss, self._norm = 0.0, math.nan
         self._backwards, self._is_inside = 0, False
-        self._first: float | None = None
+        self._first_loss: float | None = None
         """The loss of the first backward inside a step with a closure."""
         self._follow_losses()
         self._follow_optimizers()
@@ -61,7 +61,7 @@ class Recorder:
     def _is_on(self) -> bool:
         return self._plain or "shardwise.horovod" in sys.modules
 
-    def leave(self) -> None:
+    def write_facts(self) -> None:
         """Write what was noted about the script, at its end."""
         driver = "plain" if self._plain else "horovod"
         known = {"driver": driver if self._optimizers else ""}
@@ -86,7 +86,7 @@ class Recorder:
             for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
                 if self._is_on and loss.numel() == 1:
                     self._loss += float(loss.detach())
-                    self._first = self._loss if self._first is None else self._first
+                    self._first_loss = self._loss if self._first_loss is None else self._first_loss
             self._is_inside = True
             try:
                 return backward(tensors, *args, **kwargs)
@@ -119,76 +119,76 @@ class Recorder:
         def made(optimizer: optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             plain(optimizer, *args, **kwargs)
             if self._is_on and not self._facts.engines:
-                self._meet(optimizer)
+                self._track(optimizer)
 
         optim.Optimizer.__init__ = made  # type: ignore[method-assign, assignment]
 
-    def _meet(self, optimizer: optim.Optimizer) -> None:
-        followed = _Followed(optimizer)
-        if not followed.models:
+    def _track(self, optimizer: optim.Optimizer) -> None:
+        tracked = _TrackedOptimizer(optimizer)
+        if not tracked.models:
             return  # made by a library, over parameters that belong to no module
-        self._optimizers.append(followed)
+        self._optimizers.append(tracked)
         if self._preset is not None and self._preset.cast is not None:
-            models = [model for _, model in followed.models]
+            models = [model for _, model in tracked.models]
             precision.cast_models(models, self._preset.cast)
             kind = next(iter(models[0].parameters())).device.type
             for model in models:
                 precision.ForwardPrecision(self._preset, kind).attach(model)
-        followed.follow()
+        tracked.follow()
 
-    def _found(self, optimizer: optim.Optimizer) -> tuple[int, _Followed] | None:
-        for number, followed in enumerate(self._optimizers):
-            if followed.is_of(optimizer):
-                return number, followed
+    def _find(self, optimizer: optim.Optimizer) -> tuple[int, _TrackedOptimizer] | None:
+        for number, tracked in enumerate(self._optimizers):
+            if tracked.is_of(optimizer):
+                return number, tracked
         return None
 
     def _before_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = self._found(optimizer) if not self._facts.engines else None
+        found = self._find(optimizer) if not self._facts.engines else None
         if found is None or not (self._backwards or _has_closure(args, kwargs)):
             return  # hvd.broadcast_optimizer_state calls step without any gradients
-        number, followed = found
-        followed.stepping = True
-        if not followed.steps:
-            self._write(number, followed, {})
-        followed.norm = self._norm if self._norm == self._norm else _norm(optimizer)
-        self._norm, self._first = math.nan, None
+        number, tracked = found
+        tracked.is_stepping = True
+        if not tracked.steps:
+            self._write(number, tracked, {})
+        tracked.norm = self._norm if self._norm == self._norm else _norm(optimizer)
+        self._norm, self._first_loss = math.nan, None
         if _has_closure(args, kwargs):
-            followed.norm = math.nan  # the closure has not run yet: these gradients are old
+            tracked.norm = math.nan  # the closure has not run yet: these gradients are old
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = self._found(optimizer) if not self._facts.engines else None
-        if found is None or not found[1].stepping:
+        found = self._find(optimizer) if not self._facts.engines else None
+        if found is None or not found[1].is_stepping:
             return
-        number, followed = found
-        followed.stepping = False
-        followed.steps += 1
+        number, tracked = found
+        tracked.is_stepping = False
+        tracked.steps += 1
         loss = self._loss
-        if _has_closure(args, kwargs) and self._first is not None:
-            loss = self._first
-        figures = {"loss": loss, "grad_norm": followed.norm}
+        if _has_closure(args, kwargs) and self._first_loss is not None:
+            loss = self._first_loss
+        figures = {"loss": loss, "grad_norm": tracked.norm}
         self._loss = 0.0
-        self._write(number, followed, figures)
+        self._write(number, tracked, figures)
         first = next(n for n, each in enumerate(self._optimizers) if each.steps)
-        if self._plain and number == first and followed.steps >= self._stop_after:
+        if self._plain and number == first and tracked.steps >= self._stop_after:
             raise SystemExit(0)
 
-    def _write(self, number: int, followed: _Followed, figures: dict[str, Any]) -> None:
+    def _write(self, number: int, tracked: _TrackedOptimizer, figures: dict[str, Any]) -> None:
         if self._log is None:
             self._log = TensorLog(self._folder, self._rank)
         with torch.no_grad():
-            parts = list(followed.parts(self._rank))
-            if not followed.steps:  # a forward has already run, and may have changed the buffers
+            parts = list(tracked.parts(self._rank))
+            if not tracked.steps:  # a forward has already run, and may have changed the buffers
                 parts = [part for part in parts if part.kind in ("model", "optimizer")]
-            self._log.write(number, followed.steps, figures | followed.figures(), parts)
+            self._log.write(number, tracked.steps, figures | tracked.figures(), parts)
 
 
-class _Followed:
+class _TrackedOptimizer:
     """An optimizer, and the models that hold its parameters."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.steps = 0
-        self.stepping = False
+        self.is_stepping = False
         self.norm = math.nan
         self.models = list(_named_models(self._parameters))
         self.inputs: ForwardInputs | None = None

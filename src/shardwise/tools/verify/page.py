@@ -25,7 +25,7 @@ def write(report: VerifyReport, folder: Path, json_file: Path | None) -> None:
         report=report,
         machine=report.machine(),
         picture=plots.draw(report, folder),
-        tolerance=verdicts.figure(TOLERANCE),
+        tolerance=verdicts.format_difference(TOLERANCE),
         results=[
             {
                 "placement": str(result.placement),
@@ -33,7 +33,12 @@ def write(report: VerifyReport, folder: Path, json_file: Path | None) -> None:
                 "sentences": verdicts.sentences(result),
                 "rows": [
                     # As users count steps: the first is 0. The state before it is shown as 0 too.
-                    (each.name, each.kind, verdicts.figure(each.relative), max(number - 1, 0))
+                    (
+                        each.name,
+                        each.kind,
+                        verdicts.format_difference(each.relative),
+                        max(number - 1, 0),
+                    )
                     for number, each in largest(result.judged)
                 ],
                 "in_fp64": result.wide is not None,

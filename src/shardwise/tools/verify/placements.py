@@ -36,7 +36,7 @@ class RunPlacement:
     def words(self) -> list[str]:
         """The flags of `shardwise run`."""
         size = [] if self.size is None else ["-n", str(self.size)]
-        return [*size, *self.launcher, *spelled(self.settings)]
+        return [*size, *self.launcher, *to_flags(self.settings)]
 
     def __str__(self) -> str:
         return shlex.join(self.words)
@@ -55,7 +55,7 @@ class RunPlacement:
             alone |= {"tensor": "1", "pipeline": "1"}
         return RunPlacement(size=1, settings=alone | kept, launcher=self.passed)
 
-    def having(self, **settings: str) -> RunPlacement:
+    def with_settings(self, **settings: str) -> RunPlacement:
         """Return this placement with `settings` added or replaced."""
         return replace(self, settings={**self.settings, **settings})
 
@@ -92,7 +92,7 @@ class RunPlacement:
         return next(sizes) * next(sizes)
 
 
-def spelled(settings: Mapping[str, str]) -> list[str]:
+def to_flags(settings: Mapping[str, str]) -> list[str]:
     """Return settings as flags of a command line."""
     words: list[str] = []
     for name, text in settings.items():
@@ -108,7 +108,7 @@ Differs = Callable[[RunPlacement], bool]
 """Whether a placement trains differently. One that fails does not count."""
 
 
-def smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
+def find_smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
     """Return the smallest placement found that still differs, starting from one that does.
 
     Reduces in this order: row, tiers, micro-batches, layer splits, other settings, workers. In each
@@ -133,7 +133,7 @@ def smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
 def rows(placement: RunPlacement) -> Iterator[RunPlacement]:
     """Yield the placement with every lower row, and with the tiers that this row allows."""
     for level in range(placement.level):
-        found = placement.without("shard", "zero", "shard_within").having(zero=str(level))
+        found = placement.without("shard", "zero", "shard_within").with_settings(zero=str(level))
         for name in TIERS:
             if not found.is_legal:
                 found = found.without(name)

@@ -19,9 +19,9 @@ from shardwise.tools.report.look import (
     TITLES,
     save_picture,
 )
-from shardwise.tools.verify.comparing import growth
+from shardwise.tools.verify.comparing import largest_by_step
 from shardwise.tools.verify.report import VerifyReport, largest
-from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict, figure
+from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict, format_difference
 
 COLORS = SERIES
 VERDICTS = {
@@ -34,7 +34,7 @@ STYLE = GRID | TITLES | {"axes.axisbelow": True}
 LEAST = 1e-17
 """Where equal bits are drawn on a log scale, which has no zero."""
 TENSORS = 10
-ASKED = f"required in fp64: {figure(TOLERANCE)}"
+REQUIRED = f"required in fp64: {format_difference(TOLERANCE)}"
 SMALL = {"color": GREY, "fontsize": 8.5, "ha": "center", "va": "bottom"}
 
 
@@ -93,7 +93,7 @@ def _steps(axes: Any, report: VerifyReport) -> None:
         for words, comparison, line in known:
             if comparison is None:
                 continue
-            points = growth(comparison)
+            points = largest_by_step(comparison)
             axes.plot(
                 [step - 1 for step, _ in points],
                 [min(max(value, LEAST), 1e3) for _, value in points],
@@ -102,7 +102,7 @@ def _steps(axes: Any, report: VerifyReport) -> None:
                 linewidth=1.6,
                 label=f"{_short(str(result.placement), 22)}, {words}",
             )
-    axes.axhline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2, label=ASKED)
+    axes.axhline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2, label=REQUIRED)
     axes.axhspan(LEAST / 3, LEAST * 3, color=FAINT, alpha=0.5, linewidth=0)
     axes.text(0.5, LEAST * 4, "equal bits", transform=axes.get_yaxis_transform(), **SMALL)
     axes.set_ylim(LEAST / 3, None)
@@ -131,7 +131,7 @@ def _tensors(axes: Any, report: VerifyReport) -> None:
     axes.axvline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2)
     axes.set_xlim(LEAST, None)
     axes.set_ylim(len(found) - TENSORS - 0.5, len(found) - 0.5)  # a few bars as thin as many
-    axes.set_xlabel(f"relative (dotted: {ASKED})")
+    axes.set_xlabel(f"relative (dotted: {REQUIRED})")
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", labelsize=8.5)
 

@@ -23,7 +23,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeTensor:
     """A tensor assembled from all ranks.
 
     `copies` maps the number of a copy to its fingerprint, `ranks` to the ranks that hold it.
@@ -35,7 +35,7 @@ class Whole:
     ranks: Mapping[int, list[int]]
 
     @property
-    def print(self) -> Fingerprint:
+    def fingerprint(self) -> Fingerprint:
         """The fingerprint of the first copy."""
         return self.copies[min(self.copies)]
 
@@ -45,7 +45,7 @@ class Whole:
         return [
             rank
             for copy, found in self.copies.items()
-            if not found.same_bits(self.print)
+            if not found.same_bits(self.fingerprint)
             for rank in self.ranks[copy]
         ]
 
@@ -72,7 +72,7 @@ class Step:
     samples: tuple[int, ...]
     fed: FeedRecord
     numbers: Mapping[str, float]
-    tensors: Mapping[Key, Whole]
+    tensors: Mapping[Key, WholeTensor]
     skipped: bool = False
     """Whether the engine skipped the update; False if nothing reports it."""
 
@@ -101,7 +101,7 @@ class RecordedTraining:
         return len(self.engines[min(self.engines)]) - 1 if self.engines else 0
 
 
-def steps_made(folder: Path) -> int:
+def count_steps(folder: Path) -> int:
     """Return how many steps rank 0 has recorded so far."""
     found = list((folder / "rank-0").glob("engine-0-step-*.pt"))
     return max(len(found) - 1, 0)
@@ -183,7 +183,7 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
     )
 
 
-def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, Whole]:
+def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, WholeTensor]:
     prints: dict[Key, dict[int, Fingerprint]] = defaultdict(dict)
     values: dict[Key, dict[int, list[tuple[int, Tensor]]]] = defaultdict(lambda: defaultdict(list))
     ranks: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -198,12 +198,14 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, Whole]:
             values[key][copy] += tensor["values"]
             ranks[key][copy].append(rank)
     return {
-        key: Whole(copies, _assembled(values[key][min(copies)], copies[min(copies)]), ranks[key])
+        key: WholeTensor(
+            copies, _assemble(values[key][min(copies)], copies[min(copies)]), ranks[key]
+        )
         for key, copies in prints.items()
     }
 
 
-def _assembled(parts: list[tuple[int, Tensor]], known: Fingerprint) -> Tensor | None:
+def _assemble(parts: list[tuple[int, Tensor]], known: Fingerprint) -> Tensor | None:
     """Return the values of a tensor, shape (numel,), or None if some were not recorded."""
     if sum(values.numel() for _, values in parts) != known.numel:
         return None

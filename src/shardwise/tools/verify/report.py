@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.tools.report.output import finite, machine_facts
 from shardwise.tools.verify import verdicts
-from shardwise.tools.verify.comparing import Comparison, TensorDifference, growth
+from shardwise.tools.verify.comparing import Comparison, TensorDifference, largest_by_step
 from shardwise.tools.verify.request import VerifyRequest
 from shardwise.tools.verify.verdicts import TOLERANCE, Result, TrainingVerdict
 
@@ -101,10 +101,10 @@ def _result(result: Result) -> dict[str, Any]:
         "causes": [{"name": each.name, "words": each.words} for each in causes],
         "reference_losses": [finite(value) for value in result.losses[0]],
         "losses": [finite(value) for value in result.losses[1]],
-        "difference_by_step": [finite(value) for _, value in growth(result.own)],
+        "difference_by_step": [finite(value) for _, value in largest_by_step(result.own)],
         "difference_by_step_fp64": None
         if result.wide is None
-        else [finite(value) for _, value in growth(result.wide)],
+        else [finite(value) for _, value in largest_by_step(result.wide)],
     }
 
 

@@ -29,7 +29,7 @@ class VerifyRequest:
     """Whether a result that is equal within rounding ends with exit code 0."""
 
     @property
-    def most(self) -> int:
+    def max_size(self) -> int:
         """The largest number of ranks of any placement."""
         return max((each.size or 1 for each in self.placements), default=1)
 

@@ -22,14 +22,14 @@ from shardwise.net.python_command import python_words
 from shardwise.tools.report.output import last_words
 from shardwise.tools.verify import rank_client, records
 from shardwise.tools.verify.placements import RunPlacement
-from shardwise.tools.verify.rank_client import SEATS, socket_path
+from shardwise.tools.verify.rank_client import SERVERS, socket_path
 from shardwise.tools.verify.records import RecordedTraining
 from shardwise.world.tensor_log import WANTED
 
-SHIM = "shardwise.tools.verify.script"
+RANK_SCRIPT = "shardwise.tools.verify.script"
 SERVER = "shardwise.tools.verify.fork_server"
 CLIENT = Path(rank_client.__file__)
-LARGE = {
+LARGE_PACKAGES = {
     *("accelerate", "datasets", "lightning", "matplotlib", "peft", "pytorch_lightning", "scipy"),
     *("sklearn", "torchvision", "transformers", "trl"),
 }
@@ -72,9 +72,9 @@ class Run:
     environ: Mapping[str, str] = field(default_factory=dict)
     precision: str = "fp32"
     """The precision of a script that trains without an engine."""
-    most: int = 1
+    max_size: int = 1
     """The largest number of ranks of any run. It sets the threads per rank of all of them."""
-    seat: int = 0
+    server: int = 0
     """The warm process that rank 0 is forked from. Each has a different hash seed."""
 
 
@@ -105,9 +105,9 @@ def make(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**environment(run.most), **run.environ},
+                env={**environment(run.max_size), **run.environ},
             )
-            code = program.wait_for(process, lambda: on_step(records.steps_made(folder)))
+            code = program.wait_for(process, lambda: on_step(records.count_steps(folder)))
         if code:
             raise RunFailed(name, code, log.read_text(errors="replace"))
         return records.read(folder)
@@ -127,16 +127,16 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
         "precision": run.precision,
     }
     arguments = [json.dumps(given), *(run.script.adopting or run.script.words)]
-    shim = ["-m", SHIM, *arguments]
+    shim = ["-m", RANK_SCRIPT, *arguments]
     # Fork from a warm process, unless the run sets variables that the interpreter reads at its
     # start (PYTHONHASHSEED), or has ranks on other hosts, which have no warm process.
     if (
         warm is not None
-        and warm.answers
+        and warm.are_running
         and not run.environ
         and not (run.placement and run.placement.launcher)
     ):
-        shim = warm.words(run.seat, arguments)
+        shim = warm.words(run.server, arguments)
     if run.placement is None:
         return [sys.executable, *(["-P"] if shim[0] == "-m" else []), *shim]
     flags = [*run.placement.words, "--trial", "--stop-after", str(run.steps)]
@@ -144,7 +144,7 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     return [*python_words("shardwise"), "run", *flags, *shim]
 
 
-def environment(most: int) -> dict[str, str]:
+def environment(max_size: int) -> dict[str, str]:
     """Return the environment of a run.
 
     It has the same number of threads at every world size, and no variables of a job's hosts,
@@ -152,7 +152,7 @@ def environment(most: int) -> dict[str, str]:
     """
     # The number for the largest run: kernels split sums by threads, so a smaller run with more
     # threads per rank would differ by rounding for that reason alone.
-    threads = str(max(1, usable_cores() // most))
+    threads = str(max(1, usable_cores() // max_size))
     kept = {n: value for n, value in os.environ.items() if n not in allocations.VARIABLES}
     return {"OMP_NUM_THREADS": threads, **kept}
 
@@ -163,19 +163,19 @@ class WarmRanks:
     They import the known large packages that `script` imports.
     """
 
-    def __init__(self, script: ScriptCommand, most: int) -> None:
+    def __init__(self, script: ScriptCommand, max_size: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
         modules = " ".join(large_imports(script))
         self._processes = [
-            self._started(seat, modules, most)
-            for seat in range(SEATS if sys.platform == "linux" else 0)
+            self._start(server, modules, max_size)
+            for server in range(SERVERS if sys.platform == "linux" else 0)
         ]
 
-    def _started(self, seat: int, modules: str, most: int) -> subprocess.Popen[bytes]:
+    def _start(self, server: int, modules: str, max_size: int) -> subprocess.Popen[bytes]:
         # Listen before the process exists: a rank that connects while torch is still being imported
         # waits in the backlog.
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(socket_path(str(self._folder), seat))
+            listener.bind(socket_path(str(self._folder), server))
             listener.listen(64)
             return subprocess.Popen(
                 [*python_words(SERVER), str(listener.fileno()), modules],
@@ -183,7 +183,7 @@ class WarmRanks:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches only the runs, which end their ranks first
-                env=environment(most),
+                env=environment(max_size),
                 pass_fds=[listener.fileno()],
             )
 
@@ -193,13 +193,13 @@ class WarmRanks:
         return [process.pid for process in self._processes]
 
     @property
-    def answers(self) -> bool:
+    def are_running(self) -> bool:
         """Whether there are warm processes. Outside of Linux, ranks start one by one."""
         return bool(self._processes)
 
-    def words(self, seat: int, arguments: Sequence[str]) -> list[str]:
+    def words(self, server: int, arguments: Sequence[str]) -> list[str]:
         """Return the script and arguments that make a rank with `arguments`."""
-        return [str(CLIENT), str(self._folder), str(seat), *arguments]
+        return [str(CLIENT), str(self._folder), str(server), *arguments]
 
     def __enter__(self) -> WarmRanks:
         return self
@@ -224,7 +224,7 @@ def large_imports(script: ScriptCommand) -> list[str]:
     # Modules and packages next to the script, or in the current folder.
     paths = (path for folder in (Path(name).parent, Path()) for path in folder.iterdir())
     beside = {path.stem: path for path in paths if path.stem.isidentifier()}
-    large, read, texts = set(LARGE), set[str](), [program.text_of(name)]
+    large, read, texts = set(LARGE_PACKAGES), set[str](), [program.text_of(name)]
     found: set[str] = set()
     while texts:
         text = texts.pop()

@@ -45,7 +45,7 @@ _LOSSES: set[Any] = {
 """Losses that accept fp32 next to fp64 in forward, but fail in backward with torch 2.9."""
 
 
-class Promoting(TorchFunctionMode):
+class PromoteToFp64(TorchFunctionMode):
     """Keeps a script in fp64 although its own code, or a library, would cast to fp32.
 
     Casts of fp64 tensors to narrower types do nothing. If torch refuses a call with fp32 next to
@@ -117,14 +117,14 @@ def main(arguments: list[str]) -> None:
     )
     # After watching: alterations replace functions that already note their callers.
     alterations.apply(given["alter"])
-    with Promoting() if preset.widens else nullcontext():
+    with PromoteToFp64() if preset.widens else nullcontext():
         try:
             _run(words[0], facts, module=given["module"])
         finally:
             for library in ADOPTED:
                 if f"shardwise.{library}" in sys.modules:
                     facts.note("bridge", library)
-            recorder.leave()
+            recorder.write_facts()
 
 
 def _run(name: str, facts: watching.Facts, *, module: bool) -> None:

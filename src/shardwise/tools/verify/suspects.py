@@ -19,7 +19,7 @@ MANY = 3
 """How many lines of the script are shown for one suspect."""
 
 
-def worth_a_trial(
+def list_suspects(
     reference: RecordedTraining,
     other: RecordedTraining,
     comparison: Comparison,
@@ -31,12 +31,12 @@ def worth_a_trial(
     facts = {**reference.facts, **other.facts}
     if first is None:
         return list(_general(facts))
-    apart = astray(other)
+    apart = list_differing_tensors(other)
     # A library whose batches grow with the workers also steps the schedule once per worker. Only
     # both alterations together reproduce the reference.
     ahead = (
-        learning_rates.recorded(reference)
-        if learning_rates.pace(reference, other, size) > 1
+        learning_rates.recorded_rates(reference)
+        if learning_rates.find_pace(reference, other, size) > 1
         else {}
     )
     # The general ones are tried last: a world of one worker also hides the effect of every
@@ -45,14 +45,14 @@ def worth_a_trial(
         *_of_data(facts, comparison, first, size, ahead),
         *_of_weight(facts),
         *_of_loss(reference, other, first, size),
-        *learning_rates.suspects(reference, other, size),
+        *learning_rates.suspect_rates(reference, other, size),
         *_of_model(facts),
         *_of_tensors(apart),
         *_general(facts, by_design=other.driver == "horovod"),
     ]
 
 
-def astray(training: RecordedTraining) -> list[tuple[str, str]]:
+def list_differing_tensors(training: RecordedTraining) -> list[tuple[str, str]]:
     """Return kind and name of buffers and plain tensors that differ between ranks after a step."""
     # A dict rather than a set keeps each pair once.
     found = {
@@ -65,7 +65,7 @@ def astray(training: RecordedTraining) -> list[tuple[str, str]]:
     return sorted(found)
 
 
-def lines(facts: Mapping[str, Any], name: str) -> str:
+def quote_lines(facts: Mapping[str, Any], name: str) -> str:
     """Return the noted lines as " at a.py:3, a.py:9", or "" without any."""
     found = list(facts.get(name, ()))
     more = f" and {len(found) - MANY} more" if len(found) > MANY else ""
@@ -87,9 +87,9 @@ def _of_data(
     if facts.get("sampler"):
         yield Suspect(
             name="sampler",
-            words=f"a DistributedSampler{lines(facts, 'sampler')} gives each worker different "
-            f"samples, but the batch is divided among workers already{_rows(odd)}. With all "
-            "samples on each worker the runs agree. Remove the sampler: "
+            words=f"a DistributedSampler{quote_lines(facts, 'sampler')} gives each worker "
+            f"different samples, but the batch is divided among workers already{_rows(odd)}. With "
+            "all samples on each worker the runs agree. Remove the sampler: "
             "sw.Loader(dataset, batch_size=TOTAL) or world.share divides the batch.",
             alter={"sampler": True},
         )
@@ -98,12 +98,12 @@ def _of_data(
     if facts.get("split"):
         yield Suspect(
             name="split",
-            words=f"random_split{lines(facts, 'split')} runs after training has begun, when each "
-            "worker draws its own random numbers, so the workers have different parts of the data. "
-            "Split before the first batch, inside `with world.alike():`, or pass "
+            words=f"random_split{quote_lines(facts, 'split')} runs after training has begun, "
+            "when each worker draws its own random numbers, so the workers have different parts of "
+            "the data. Split before the first batch, inside `with world.alike():`, or pass "
             "generator=torch.Generator().manual_seed(0).",
             alter={"split": True},
-            both=True,
+            in_reference=True,
         )
     yield Suspect(
         name="draws",
@@ -112,7 +112,7 @@ def _of_data(
         "workers the runs agree. Draw inside `with world.alike():`, or with "
         "world.draw(lambda n: ...), then take this worker's rows with world.share.",
         alter={"draws": True},
-        both=True,
+        in_reference=True,
     )
 
 
@@ -121,8 +121,8 @@ def _growing(library: str, odd: StepDifference, size: int, rates: Mapping[str, A
     return Suspect(
         name="batches",
         words=f"{_GROWING[library]}, so the total batch grows with the workers{_rows(odd)}. With "
-        f"batches of 1/{size} of the rows{' and its rates' if rates else ''} the runs agree. The "
-        f"library works this way by design. To train as on one worker, {_TO_DIVIDE[library]}.",
+        f"batches of 1/{size} of the rows{' and its rates' if rates else ''} the runs agree. This "
+        f"is how the library works; to train as on one worker, {_TO_DIVIDE[library]}.",
         alter={"batches": size, **({"lr": rates} if rates else {})},
     )
 
@@ -156,15 +156,15 @@ def _of_weight(facts: Mapping[str, Any]) -> Iterator[Suspect]:
     if facts.get("losses") and facts.get("weight"):
         yield Suspect(
             name="weight",
-            words=f"weight={lines(facts, 'weight')} is not the number of items that this loss is "
-            f"a mean over ({facts['losses'][0]}). With the weight that its graph shows, the runs "
-            "agree. Leave weight= out.",
+            words=f"weight={quote_lines(facts, 'weight')} is not the number of items that this "
+            f"loss is a mean over ({facts['losses'][0]}). With the weight that its graph shows, "
+            "the runs agree. Leave weight= out.",
             alter={"weight": True},
         )
     by_library = facts.get("reduction ddp by a library") and facts.get("bridge")
     if not by_library and not facts.get("reduction ddp"):
         return
-    how = f'reduction="ddp"{lines(facts, "reduction ddp")}'
+    how = f'reduction="ddp"{quote_lines(facts, "reduction ddp")}'
     fix = "Leave reduction= out."
     if by_library:
         how, fix = by_library[-1], _EXACT_MEAN.get(by_library[-1], "This is how it works.")
@@ -221,17 +221,17 @@ def _of_model(facts: Mapping[str, Any]) -> Iterator[Suspect]:
     if facts.get("dropout"):
         yield Suspect(
             name="dropout",
-            words=f"dropout{lines(facts, 'dropout')}: each worker draws its own mask. Without "
-            "dropout the runs agree, so nothing else differs. --exact V makes the masks the same "
-            "on every number of workers, to the bit.",
+            words=f"dropout{quote_lines(facts, 'dropout')}: each worker draws its own mask. "
+            "Without dropout the runs agree, so nothing else differs. --exact V makes the masks "
+            "the same on every number of workers, to the bit.",
             alter={"dropout": True},
-            both=True,
+            in_reference=True,
         )
     if facts.get("sum"):
         yield Suspect(
             name="sum",
-            words=f"a sum or gather over the workers, made by hand{lines(facts, 'sum')}, of values "
-            "that the engine sums already. Without it the runs agree. Leave it out: "
+            words=f"a sum or gather over the workers, made by hand{quote_lines(facts, 'sum')}, of "
+            "values that the engine sums already. Without it the runs agree. Leave it out: "
             "engine.step() returns loss and norm over all workers.",
             alter={"sum": True},
         )
@@ -260,19 +260,19 @@ def _general(facts: Mapping[str, Any], *, by_design: bool = False) -> Iterator[S
     if facts.get("rank"):
         yield Suspect(
             name="rank",
-            words=f"code that depends on the rank{lines(facts, 'rank')}. If the script sees rank 0 "
-            "on every worker, the runs agree. All code that changes the training must do the same "
-            "on all workers. To give each worker its part, use world.share and world.draw.",
+            words=f"code that depends on the rank{quote_lines(facts, 'rank')}. If the script sees "
+            "rank 0 on every worker, the runs agree. All code that changes the training must do "
+            "the same on all workers. world.share and world.draw give each worker its part.",
             alter={"rank": True},
         )
     if facts.get("size"):
         yield Suspect(
             name="size",
-            words=f"code that depends on the number of workers{lines(facts, 'size')}. If the "
+            words=f"code that depends on the number of workers{quote_lines(facts, 'size')}. If the "
             f"script sees one worker, the runs agree. {_BY_DESIGN if by_design else _TOTAL}",
             alter={"size": True},
-            beside="The use of the number of workers"
-            f"{lines(facts, 'size')} is part of the same error: the runs agree without both.",
+            joint_words="The use of the number of workers"
+            f"{quote_lines(facts, 'size')} is part of the same error: the runs agree without both.",
         )
 
 

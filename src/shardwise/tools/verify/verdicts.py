@@ -90,18 +90,18 @@ def _verdict(result: Result) -> list[str]:
             "optimizer state."
         ]
     if result.verdict is TrainingVerdict.ROUNDING:
-        asked, own = figure(TOLERANCE), figure(result.own.largest)
+        asked, own = format_difference(TOLERANCE), format_difference(result.own.largest)
         if result.wide is None:
             return [f"Equal within rounding over {steps}: it agrees to {own} (required: {asked})."]
         return [
             f"Equal within rounding over {steps}: in fp64 the same script agrees to "
-            f"{figure(result.wide.largest)} (required: {asked}). So the largest difference in its "
-            f"own precision, {own}, is rounding and nothing else."
+            f"{format_difference(result.wide.largest)} (required: {asked}). So the largest "
+            f"difference in its own precision, {own}, is rounding and nothing else."
         ]
     if result.verdict is TrainingVerdict.UNPROVED:
         return [
-            f"Not proved: it differs by at most {figure(result.own.largest)} over {steps}. This "
-            f"may be rounding, but the script does not run in fp64: {result.why}"
+            f"Not proved: it differs by at most {format_difference(result.own.largest)} over "
+            f"{steps}. This may be rounding, but the script does not run in fp64: {result.why}"
         ]
     said = _differs(result)
     if result.smallest is not None and result.smallest != result.placement:
@@ -118,7 +118,9 @@ def _differs(result: Result) -> list[str]:
     in_fp64 = " in fp64" if result.wide is not None else ""
     said = []
     if (first := comparison.first(result.tolerance)) is not None:
-        said = [f"Differs{in_fp64}, first {where(first)}. {what(first, result.tolerance)}"]
+        said = [
+            f"Differs{in_fp64}, first {name_step(first)}. {describe_step(first, result.tolerance)}"
+        ]
     if not comparison.same_counts:
         one, other = next(pair for pair in comparison.counts.values() if pair[0] != pair[1])
         begin = "It" if said else "Differs: it"
@@ -126,7 +128,7 @@ def _differs(result: Result) -> list[str]:
     return said
 
 
-def where(step: StepDifference) -> str:
+def name_step(step: StepDifference) -> str:
     """Return which step it is, in words. It is numbered as `engine.steps` was before it."""
     engine = f" of engine {step.engine}" if step.engine else ""
     return (
@@ -136,10 +138,10 @@ def where(step: StepDifference) -> str:
     )
 
 
-def what(step: StepDifference, tolerance: float) -> str:
+def describe_step(step: StepDifference, tolerance: float) -> str:
     """Return what differs in a step: the figures, the first tensor, and the number of tensors."""
     figures = [
-        f"the {name} by {figure(value)}"
+        f"the {name} by {format_difference(value)}"
         for name, value in (
             ("loss", step.loss),
             ("weight", step.weight),
@@ -152,18 +154,18 @@ def what(step: StepDifference, tolerance: float) -> str:
     if step.skipped:
         said.insert(0, "One of the two skipped this step and the other did not.")
     if any(step.samples):
-        said.append(samples(*step.samples))
+        said.append(describe_samples(*step.samples))
     if tensors := step.beyond(tolerance):
         first, worst = tensors[0], max(tensors, key=lambda each: each.relative)
         several = f"{len(tensors)} tensors differ; the" if len(tensors) > 1 else "The"
         # The first in order of the forward is closest to the cause; the worst may be a late effect.
-        said.append(f"{several} first in order of the forward is {tensor(first)}.")
+        said.append(f"{several} first in order of the forward is {describe_tensor(first)}.")
         if worst is not first:
-            said.append(f"The largest difference is in {tensor(worst)}.")
+            said.append(f"The largest difference is in {describe_tensor(worst)}.")
     return " ".join(said)
 
 
-def samples(missing: Sequence[int], more: Sequence[int]) -> str:
+def describe_samples(missing: Sequence[int], more: Sequence[int]) -> str:
     """Return which samples of the dataset only one of the two runs trains on."""
     said = [
         f"{words} {_some(numbers)}"
@@ -180,11 +182,11 @@ def _some(numbers: Sequence[int]) -> str:
     return shown + (f" and {len(numbers) - SAMPLES} more" if len(numbers) > SAMPLES else "")
 
 
-def tensor(found: TensorDifference) -> str:
+def describe_tensor(found: TensorDifference) -> str:
     """Return the name of a tensor that differs, its difference, and the ranks that stray."""
     if found.missing:
         return f"{found.name}, which only one of the two runs has"
-    said = f"{found.name}, by {figure(found.relative)}"
+    said = f"{found.name}, by {format_difference(found.relative)}"
     if found.exact and found.worst >= 0 and not found.strays:
         said += f" (element {found.worst}: {found.ours:.9g}, not {found.theirs:.9g})"
     if found.strays:
@@ -195,6 +197,6 @@ def tensor(found: TensorDifference) -> str:
     return said
 
 
-def figure(value: float) -> str:
+def format_difference(value: float) -> str:
     """Format a relative difference with two digits."""
     return "0" if value == 0 else f"{value:.2g}"

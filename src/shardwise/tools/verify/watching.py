@@ -96,7 +96,7 @@ def _line(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-class Noticed:
+class WatchedAttribute:
     """Replaces an attribute of World, and notes where user code reads it.
 
     User code reads `pretended` if that is set. The library always reads the true value.
@@ -128,18 +128,18 @@ class Noticed:
 def watch(facts: Facts) -> None:
     """Start to note what the script does, for the life of this process."""
     for name in (*RANKS, *SIZES):
-        setattr(World, name, Noticed(name, facts, vars(World).get(name)))
-    for name, room in (("get_rank", "rank"), ("get_world_size", "size")):
-        _noted(torch.distributed, name, facts, room)
-    _noted(torch.distributed, "all_reduce", facts, "sum")
-    _noted(World, "sum", facts, "sum")
-    _noted(World, "gather", facts, "sum")
-    _noted(torch.utils.data, "random_split", facts, "split")
-    _noted(torch.utils.data.DistributedSampler, "__init__", facts, "sampler")
-    _noted(torch.utils.data.DataLoader, "__iter__", facts, "loader")
+        setattr(World, name, WatchedAttribute(name, facts, vars(World).get(name)))
+    for name, topic in (("get_rank", "rank"), ("get_world_size", "size")):
+        _watch_calls(torch.distributed, name, facts, topic)
+    _watch_calls(torch.distributed, "all_reduce", facts, "sum")
+    _watch_calls(World, "sum", facts, "sum")
+    _watch_calls(World, "gather", facts, "sum")
+    _watch_calls(torch.utils.data, "random_split", facts, "split")
+    _watch_calls(torch.utils.data.DistributedSampler, "__init__", facts, "sampler")
+    _watch_calls(torch.utils.data.DataLoader, "__iter__", facts, "loader")
     for name in DROPOUTS:
-        _noted_dropout(name, facts)
-    _noted_attention(facts)
+        _watch_dropout(name, facts)
+    _watch_attention(facts)
     _note_weights(facts)
     _follow_engines(facts)
 
@@ -147,23 +147,23 @@ def watch(facts: Facts) -> None:
 def watch_horovod(facts: Facts) -> None:
     """Start to note what a Horovod script does."""
     horovod = import_module("shardwise.horovod")
-    for name, room in HOROVOD.items():
-        _noted(horovod, name, facts, room)
+    for name, topic in HOROVOD.items():
+        _watch_calls(horovod, name, facts, topic)
 
 
-def _noted(owner: Any, name: str, facts: Facts, room: str) -> None:
+def _watch_calls(owner: Any, name: str, facts: Facts, topic: str) -> None:
     """Note each call of `owner.name` by user code."""
     plain = getattr(owner, name)
 
     @wraps(plain)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        facts.note(room, caller(1))
+        facts.note(topic, caller(1))
         return plain(*args, **kwargs)
 
     setattr(owner, name, noting)
 
 
-def _noted_dropout(name: str, facts: Facts) -> None:
+def _watch_dropout(name: str, facts: Facts) -> None:
     plain = getattr(F, name)
 
     @wraps(plain)
@@ -178,7 +178,7 @@ def _noted_dropout(name: str, facts: Facts) -> None:
     setattr(F, name, noting)
 
 
-def _noted_attention(facts: Facts) -> None:
+def _watch_attention(facts: Facts) -> None:
     plain = F.scaled_dot_product_attention
 
     @wraps(plain)
@@ -195,7 +195,7 @@ def _note_weights(facts: Facts) -> None:
     """Note `weight=` and `reduction=` of losses, and weights that contradict the graphs."""
     engine: Any = shardwise.Engine
     for name in ("backward", "forward_backward"):
-        setattr(engine, name, _noting_weight(getattr(engine, name), facts))
+        setattr(engine, name, _watch_weight(getattr(engine, name), facts))
     plain = usage_checks.other_weights
 
     @wraps(plain)
@@ -206,7 +206,7 @@ def _note_weights(facts: Facts) -> None:
     usage_checks.other_weights = noting
 
 
-def _noting_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
+def _watch_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
     @wraps(plain)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         by = "" if caller(1) is not None else " by a library"
