@@ -1,7 +1,7 @@
-"""`shardwise plan --calibrate`: measures this machine for a minute, for `--on here`.
+"""`shardwise plan --calibrate`: measures this machine for about a minute, for `--on here`.
 
-Each number of ranks is measured by itself, since ranks share cores, memory and links: 1, 2, 4, ...
-up to the accelerators or cores of the machine. What was found is a file of the user's catalogue.
+Each number of ranks is measured separately, because ranks share cores, memory and links: 1, 2, 4,
+... up to the accelerators or cores of the machine. The result is a file of the user's catalogue.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from shardwise.tools.plan.catalogue import GIB, read_file, user_folder
 from shardwise.tools.plan.cluster import HERE, name_here
 
 EXPECTED = 40
-"""About the measurements of one number of ranks, for the progress bar."""
+"""Approximate number of measurements per number of ranks, for the progress bar."""
 
 MOST_RANKS = 8
 
 
 def calibrate(console: Console, file: Path | None = None) -> Path:
-    """Measure this machine and write the catalogue's file; returns it. Raises LaunchError where a
-    run fails."""
+    """Measure this machine and write the file of the catalogue. Returns its path.
+
+    Raises LaunchError if a run fails.
+    """
     target = file or user_folder() / f"{HERE}.toml"
     found: dict[int, list[dict[str, Any]]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -45,20 +47,20 @@ def calibrate(console: Console, file: Path | None = None) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_suffix(".new")
     aside.write_text(as_toml(found, date.today().isoformat()))
-    # A file that the catalogue refuses would break every later command, so it is read first.
+    # Read it first: a file that the catalogue refuses would break every later command.
     read_file(aside)
     aside.replace(target)
     return target
 
 
 def rank_counts(accelerators: int, cores: int) -> list[int]:
-    """The numbers of ranks that are measured: powers of two up to the devices or cores."""
+    """Return the numbers of ranks to measure: powers of two up to the devices or cores."""
     most = min(accelerators or cores, MOST_RANKS)
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
 def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
-    """Run the workers; returns their measurements."""
+    """Run the workers and return their measurements."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "measured.jsonl", Path(folder) / "log"
         file.touch()
@@ -80,7 +82,7 @@ def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
 
 
 def as_toml(found: dict[int, list[dict[str, Any]]], day: str) -> str:
-    """The catalogue's file of measurements by number of ranks, made on `day`."""
+    """Return the catalogue file of measurements by number of ranks, made on `day`."""
     parts = [f'[sources.measured]\ntext = "shardwise plan --calibrate"\ndate = "{day}"\n']
     for ranks, lines in found.items():
         parts += _device(ranks, lines)
@@ -88,7 +90,7 @@ def as_toml(found: dict[int, list[dict[str, Any]]], day: str) -> str:
 
 
 def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
-    """The tables of a device and its link."""
+    """Return the tables of a device and its link."""
     values = {line["kind"]: line["value"] for line in lines if "value" in line}
     rates = {
         kind: [(line["size"], line["size"] / line["seconds"]) for line in lines
@@ -107,6 +109,7 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
     if "overlap" in values:
         numbers["overlap"] = values["overlap"]
     curves = {kind: _curve(points, 1e9) for kind, points in rates.items() if "matmul" in kind}
+    # Dtypes that were not measured (fp16, tf32) use the curve of fp32.
     curves["matmul"] = curves["matmul_fp32"]
     curves["memory"] = _curve(rates["memory"], 1e6)
     head = [
@@ -127,8 +130,11 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
-    """The table of the link between ranks: the latency of a hop, and the bus bandwidth of what is
-    large. One rank has none, and gets one that is never used."""
+    """Return the table of the link between ranks.
+
+    The smallest message gives the latency of a hop, the largest the bus bandwidth. One rank gets a
+    link that is never used.
+    """
     reduced = sorted((x["size"], x["seconds"]) for x in lines if x["kind"] == "all_reduce")
     bandwidth, latency = 1.0, 1.0
     if reduced:
@@ -147,7 +153,7 @@ def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _curve(points: Sequence[tuple[float, float]], unit: float) -> str:
-    """Fractions of the best rate, by size in `unit`."""
+    """Return fractions of the best rate, by size in `unit`."""
     best = max(rate for _, rate in points)
     pairs = [f"[{size / unit:.6g}, {max(1e-6, rate / best):.4g}]" for size, rate in points]
     return f"[{', '.join(pairs)}]"

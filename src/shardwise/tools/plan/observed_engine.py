@@ -1,4 +1,4 @@
-"""ObservedEngine stands in for sw.Engine: it takes the memory of parameters away, and records."""
+"""ObservedEngine replaces sw.Engine in an observed script: parameters lose their memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from shardwise.world.world import current as current_world
 
 
 class ObservedEngine(Engine):
-    """An engine without states: backward records, and the first step ends the script."""
+    """An engine without states. It records backward, and its first step ends the script."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ObservedEngine(Engine):
         self.stepped = False
         self._depth = 0
         self._stack: list[tuple[int, int, int]] = []
-        """The units whose forwards are running, with the unit around and the first operation."""
+        """Units whose forwards are running: the unit, the enclosing unit, the first operation."""
         noted = note_spec(spec, number, len(observation.units), len(observation.groups))
         observation.units += noted.units
         observation.groups += noted.groups
@@ -82,11 +82,11 @@ class ObservedEngine(Engine):
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """The models."""
+        """The models of the engine."""
         return self._spec.models
 
     def _take_memory(self, parameters: Sequence[ObservedParameter]) -> None:
-        """Put a fake parameter in the place of each, wherever the models and optimizers have it."""
+        """Replace each parameter by a fake one, in all models and optimizers."""
         cast = precision.PRESETS[self.settings.precision].cast
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for each in parameters:
@@ -96,6 +96,7 @@ class ObservedEngine(Engine):
             with self._observation.fake:
                 like = torch.empty_strided(named.shape, named.strides, dtype=named.dtype)
             new = nn.Parameter(like, requires_grad=old.requires_grad)
+            # Parameters count as states (layout.py), not as activations.
             self._observation.recorder.ignore(new)
             replaced[old] = new
             named.parameter = new
@@ -109,7 +110,8 @@ class ObservedEngine(Engine):
             optimizer.state.clear()
 
     def _arrival(self, each: ObservedParameter) -> Callable[[Tensor], None]:
-        """The hook that notes when a gradient has come, and lets it go: the engine moves it."""
+        """Return a hook that notes when a gradient is complete, and frees it."""
+        # The real engine moves the gradient into a bucket, so `param.grad` frees its memory here.
         recorder = self._observation.recorder
 
         def arrived(parameter: Tensor) -> None:
@@ -119,7 +121,7 @@ class ObservedEngine(Engine):
         return arrived
 
     def _enter_settings(self, world: World) -> None:
-        """Let forwards run in the precision and with the activations of the settings."""
+        """Make forwards run in the precision and with the activations of the settings."""
         spec, preset = self._spec, precision.PRESETS[self.settings.precision]
         if preset.cast is not None:
             precision.cast_models(spec.models, preset.cast)
@@ -143,13 +145,15 @@ class ObservedEngine(Engine):
                 attach(module.register_forward_hook, self._leaving(number), always_call=True)
 
     def _entering(self, number: int, layer: int) -> Callable[..., None]:
-        """The hook before the forward of a module, which is unit `number` and `layer`, or none."""
+        """Return the hook before the forward of a module, which is a unit, a layer, or neither."""
         recorder = self._observation.recorder
 
         def enter(module: nn.Module, args: Any) -> None:
             del module, args
+            # Only the outermost forward starts a recording. Forwards inside backward recompute
+            # activations, and a forward without gradients is an evaluation.
             if not self._depth and torch.is_grad_enabled() and not recorder.backward:
-                # A forward of another batch than the observed one tells nothing new.
+                # The forward of a second batch has nothing new to record.
                 if self.backwards and self.world.current_batch.batch is not self._observation.batch:
                     self._end_if_alone()
                 recorder.active = True
@@ -157,7 +161,7 @@ class ObservedEngine(Engine):
                 observation = self._observation
                 if layer < recorder.layer:
                     observation.disordered = observation.layers[recorder.layer].name
-                recorder.layer = layer  # of what runs from now on
+                recorder.layer = layer  # for the operators that follow
             if number >= 0:
                 self._stack.append((number, recorder.unit, len(recorder.operations)))
                 recorder.unit = number
@@ -207,7 +211,7 @@ class ObservedEngine(Engine):
         self._run_backward(loss, retain_graph=retain_graph)
 
     def _note_batch(self, *, weighted: bool, anew: bool) -> None:
-        """Write down how many samples the batch has, and the total batch of the Loader."""
+        """Note the number of samples of the batch, and the total batch size of the Loader."""
         self.world.draws.check_outside("engine.backward")
         current = self.world.current_batch
         batch = current.batch_of_loss(weighted=weighted, anew=anew)
@@ -223,7 +227,7 @@ class ObservedEngine(Engine):
         recorder.active = recorder.backward = True
         if self._observation.first_backward < 0:
             self._observation.first_backward = len(recorder.operations)
-        # The graph may hold parameters of another engine too.
+        # With several engines, the graph may also contain parameters of another one.
         own = None
         if len(self._observation.engines) > 1:
             located = (each.parameter for each in self._spec.located())
@@ -244,7 +248,7 @@ class ObservedEngine(Engine):
         same_items: bool | None = None,
         cut: bool = True,
     ) -> Tensor:
-        """Record forward and backward of the first micro-batch; returns a loss without value."""
+        """Record forward and backward of the first micro-batch. Return a loss without a value."""
         self.world.draws.begin()
         divisor = divisor_of(reduction, weighted=weight is not None, replicas=1)
         given = weight is not None
@@ -253,7 +257,7 @@ class ObservedEngine(Engine):
         self._note_batch(weighted=given or divisor > 0, anew=given and not same_items)
         self._observation.accumulates = self._observation.pipelined = True
         parts = batch[0]
-        if cut:  # into micro-batches, of which the first is recorded
+        if cut:  # into micro-batches: only the first one is recorded
             count = runner.microbatch_count(self.settings, batch, self._spec.data_group)
             parts = runner.split_batch(batch, count)[0][1]
         loss = loss_of(*parts)
@@ -264,11 +268,12 @@ class ObservedEngine(Engine):
     def step(
         self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None
     ) -> StepStats:
-        """End the script, once all of its engines have stepped."""
+        """End the script after all of its engines have stepped."""
         del max_norm
         if closure is not None and not self.backwards:
             with torch.enable_grad():
                 closure()
+        # A second step of the same engine also ends it: another engine may never step.
         usage = any(engine.backwards for engine in self._observation.engines)
         again, self.stepped = self.stepped, True
         if usage and (again or all(engine.stepped for engine in self._observation.engines)):
@@ -276,23 +281,23 @@ class ObservedEngine(Engine):
         return StepStats(loss=0.0, grad_norm=0.0, weight=1.0, skipped=False)
 
     def reduce(self) -> float:
-        """The norm has no value."""
+        """Return 0, because the norm has no value."""
         self._observation.recorder.assume("engine.reduce() = 0.0")
         return 0.0
 
     def zero_grad(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no gradients are kept."""
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
-        """Gradients are not there."""
+        """Do nothing: no gradients are kept."""
         yield
 
-    # -- what a script does around its steps --------------------------------------------------
+    # -- the rest of the engine's interface ---------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """None was made."""
+        """The number of steps, which is 0."""
         return 0
 
     @property
@@ -301,79 +306,79 @@ class ObservedEngine(Engine):
         return self.backwards > 0
 
     def model_state_dict(self, model: nn.Module | None = None) -> dict[str, Any]:
-        """Nothing is written of it."""
+        """Return an empty dict: there are no values to save."""
         del model
         return {}
 
     def optimizer_state_dict(
         self, optimizer: optim.Optimizer | None = None, *, for_resume: bool = False
     ) -> dict[str, Any]:
-        """Nothing is written of it."""
+        """Return an empty dict: there are no values to save."""
         del optimizer, for_resume
         return {}
 
     def load_optimizer_state_dict(
         self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
     ) -> None:
-        """Load nothing."""
+        """Do nothing: there are no values to load."""
 
     @property
     def loss_scale(self) -> float:
-        """Values do not matter here."""
+        """A loss scale of 1: values do not matter here."""
         return 1.0
 
     @property
     def state_bytes(self) -> int:
-        """Nothing is held."""
+        """0, because no state exists."""
         return 0
 
     @contextmanager
     def full_parameters(
         self, module: nn.Module | None = None, *, write: bool = False
     ) -> Iterator[None]:
-        """Parameters are whole, without values."""
+        """Do nothing: parameters are whole, without values."""
         del module, write
         with torch.no_grad():
             yield
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """There is one rank."""
+        """Do nothing: there is one rank."""
         yield
 
     @contextmanager
     def ema(self) -> Iterator[None]:
-        """Averages have no values either."""
+        """Do nothing: averages have no values."""
         yield
 
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
-        """Write nothing."""
+        """Do nothing: there are no values to export."""
 
     def track(self, **objects: Any) -> None:
-        """Nothing is saved."""
+        """Do nothing: nothing is saved."""
 
     def save(self, folder: Any, keep: int | None = None, **options: Any) -> Path | None:
-        """Write nothing."""
+        """Do nothing: there are no values to save."""
         del folder, keep, options
         return None
 
     def resume(self, folder: str | PathLike[str]) -> int:
-        """Load nothing."""
+        """Return step 0 without loading."""
         del folder
         return 0
 
     def load(
         self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
     ) -> None:
-        """Load nothing: values do not matter here."""
+        """Do nothing: values do not matter here."""
 
     def leave_folders(self) -> None:
-        """None was claimed."""
+        """Do nothing: no folder was claimed."""
 
     def describe(self) -> None:
-        """There is nothing to describe."""
+        """Do nothing: no run starts."""
 
     def close(self) -> None:
-        """The script is at its end."""
+        """End the script if there was a backward."""
         if self.backwards:
             finish(self._observation)

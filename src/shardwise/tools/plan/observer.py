@@ -2,11 +2,11 @@
 
     python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR SCRIPT ...
 
-SAMPLES is the total batch
-size of its Loaders, 0 for the script's own; TENSOR how many ranks split each layer.
+SAMPLES is the total batch size of its Loaders, or 0 to keep the script's own. TENSOR is the number
+of tensor-parallel ranks.
 
-The script's data, loaders and model code are its own. Parameters lose their memory at `sw.Engine`;
-the script is stopped at the end of its first step, and FILE has the record.
+The script's data, loaders and model code run unchanged. Parameters lose their memory at
+`sw.Engine`. At the end of its first step the script is stopped, and FILE contains the record.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.tools.plan.step_recorder import user_place
 
 
 def main(arguments: list[str]) -> None:
-    """Observe what the words after the file's name run."""
+    """Observe the program that `arguments` name after the file, batch size and tensor ranks."""
     path, samples, tensor, *words = arguments
     observation = Observation.begin(Path(path), int(tensor))
     for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):
@@ -61,8 +61,10 @@ def main(arguments: list[str]) -> None:
 
 
 def _replace_loader(observation: Observation, samples: int) -> None:
-    """Let Loaders have `samples` as their batch, where that is not 0, and note what they were
-    asked for and whether the script can take a step in several micro-batches."""
+    """Replace Loader by a class that uses `samples` as its batch size, if that is not 0.
+
+    It also notes the script's own batch size, and whether the loop can accumulate micro-batches.
+    """
 
     class ObservedLoader(Loader):
         def __init__(self, dataset: Any, batch_size: int | None = None, **options: Any) -> None:
@@ -81,10 +83,13 @@ def _replace_loader(observation: Observation, samples: int) -> None:
 
 
 def _skip_initial_values() -> None:
-    """Let the functions of torch.nn.init leave large memory untouched: what nobody has written
-    takes none, so that a model may be larger than this machine. It is mapped for itself and holds
-    zeros; smaller blocks may hold anything, and a trial of how layers are split computes with
-    them, so these get their values."""
+    """Make the functions of torch.nn.init leave large tensors untouched.
+
+    Memory that is never written takes no RAM, so the model may be larger than this machine.
+    """
+    # Large tensors are mapped separately, and contain zeros until they are written. Small ones
+    # share recycled blocks with arbitrary content, and the trial of a tensor split computes with
+    # them, so they are initialized.
 
     def skipping(function: Callable[..., Any]) -> Callable[..., Any]:
         def unchanged(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +107,7 @@ def _skip_initial_values() -> None:
 
 
 def _fail(observation: Observation, why: str, line: str) -> None:
-    """Write why nothing was observed, and end."""
+    """Write why nothing was observed, and end the script."""
     observation.path.with_suffix(".error").write_text(json.dumps({"why": why, "line": line}))
     raise SystemExit(3)
 
