@@ -80,7 +80,7 @@ def test_islands_are_refused_by_name():
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "does not know --islands 2. Plan one island" in done.stderr
+    assert "does not support --islands 2. Plan one island" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_islands_are_refused_by_name():
     [
         ("loss.detach().numpy()", "train.py:20"),
         ("raise SystemExit(0)", "ended before its first step"),
-        ("import accelerate.nowhere", "A script of accelerate is observed with --adopt accelerate"),
+        ("import accelerate.nowhere", "Observe a script of accelerate with --adopt accelerate"),
     ],
 )
 def test_what_cannot_be_observed_is_named(tmp_path, line, words):

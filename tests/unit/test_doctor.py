@@ -89,7 +89,7 @@ def test_folders_to_offload_to(tmp_path: Path) -> None:
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 512))
     found = {check.name: check for check in checks.of_host(Settings())}
-    assert found["open files"].fault.startswith("a rank may open only 256: write ulimit -n")
+    assert found["open files"].fault.startswith("a rank may open only 256 files: run `ulimit -n")
 
 
 def test_which_variables_said_who_a_rank_is() -> None:

@@ -232,5 +232,5 @@ def test_a_pipeline_waits_and_divides_the_units() -> None:
 
 def test_a_disk_that_the_catalogue_lacks_is_named() -> None:
     row = Placement.zero(1).resting(optimizer=Tier("nvme", "/scratch"))
-    with pytest.raises(Exception, match="no disk_gb_per_s of Box"):
+    with pytest.raises(Exception, match="no disk_gb_per_s for Box"):
         _seconds(1, 2, row=row)

@@ -37,7 +37,7 @@ def test_sizes_lie_on_the_line_through_two():
 
 def test_where_operations_change_the_first_is_named():
     step = ObservedStep(record(8, "mm", "add", "sum"), record(4, "mm", "mul", "sum"))
-    why = "with 8 and with 4 samples it makes other operations: add and mul (train.py:1)"
+    why = "with 8 and with 4 samples it makes different operations: add and mul (train.py:1)"
     assert step.difference() == why
     assert not step.knows(2)
     assert step.at(4) is step.small
@@ -54,7 +54,7 @@ def test_tensors_that_live_for_other_times_are_no_line():
     small = record(4, "mm", "add")
     longer = replace(small.tensors[0], died=1)
     step = ObservedStep(record(8, "mm", "add"), replace(small, tensors=(longer, small.tensors[1])))
-    assert step.difference().endswith("its tensors live for other times")
+    assert step.difference().endswith("its tensors have different lifetimes")
 
 
 def test_one_size_alone_is_said():

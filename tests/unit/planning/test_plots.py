@@ -45,7 +45,7 @@ def test_without_prices_there_is_no_frontier() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "time", "cost"),
-    [(2.0, "seconds of a step", "days"), (0.002, "milliseconds of a step", "hours")],
+    [(2.0, "seconds per step", "days"), (0.002, "milliseconds per step", "hours")],
 )
 def test_axes_have_the_unit_of_what_is_drawn(seconds: float, time: str, cost: str) -> None:
     from matplotlib.figure import Figure

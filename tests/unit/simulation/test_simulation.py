@@ -206,13 +206,19 @@ class TestCatalogue:
         [
             ("title = 'x'", "it has no [class.NAME]"),
             ("titel = 'x'", "Did you mean title?"),
-            ("title = 'x'\n[class.a]\ntitle='a'\nscope='galaxy'", "scope is one of device, host"),
+            (
+                "title = 'x'\n[class.a]\ntitle='a'\nscope='galaxy'",
+                "scope must be one of device, host",
+            ),
             (
                 "title = 'x'\n[sources.s]\ntext='s'\ndate='1'\n[class.a]\ntitle='a'\n"
                 "scope='host'\nper={value='device', from='s'}",
-                "per is one of device, host, rack, pod, job, and of a class whose scope is job",
+                "per must be one of device, host, rack, pod, job, and needs scope job",
             ),
-            ("title = 'x'\n[class.a]\ntitle='a'\nscope='host'", "needs count or per_1000_days"),
+            (
+                "title = 'x'\n[class.a]\ntitle='a'\nscope='host'",
+                "needs either count or per_1000_days",
+            ),
             (
                 "title = 'x'\n[class.a]\ntitle='a'\nscope='host'\ncount={value=1,from='s'}",
                 "there is no [sources.s]",
@@ -225,9 +231,9 @@ class TestCatalogue:
             (
                 "title = 'x'\n[sources.s]\ntext='t'\ndate='2026'\n"
                 "[class.a]\ntitle='a'\nscope='host'\nper_1000_days={value=-1,from='s'}",
-                "has to be a number above 0",
+                "must be a number above 0",
             ),
-            ("title = ", "is not TOML"),
+            ("title = ", "cannot be read as TOML"),
         ],
     )
     def test_a_mistake_is_one_sentence(self, tmp_path: Path, text: str, words: str) -> None:
@@ -265,8 +271,8 @@ class TestCommand:
         ]
         done = CliRunner().invoke(command(), words)
         assert done.exit_code == 0, done.output
-        assert "16 islands of 1 host are made equal every 30 steps" in done.output
-        assert done.output.count("shardwise run does less than this yet") == 1
+        assert "16 islands of 1 host synchronise parameters every 30 steps" in done.output
+        assert done.output.count("shardwise run supports less than this so far") == 1
         found = json.loads((tmp_path / "found.json").read_text())
         assert found["boundary_seconds"] == pytest.approx(15 * 8.125, rel=1e-3)
         assert found["goodput"]["mean"] > found["goodput_without_islands"]["mean"]
@@ -286,12 +292,12 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            ("--on 4x8xH100 --min-hosts 5", "the run has 4 hosts only"),
+            ("--on 4x8xH100 --min-hosts 5", "the run has only 4 hosts"),
             ("--on 4x8xH1000", "no device"),
             ("--on 4x8xH100 --save-every soon", "--save-every takes a duration"),
             ("--on 4x8xH100 --days 0", "--days takes a duration above 0"),
-            ("--on 4x8xH100 --failures nil", "there is no such file"),
-            ("--on 4x8xH100 --islands 3", "4 hosts cannot be cut"),
+            ("--on 4x8xH100 --failures nil", "no such file"),
+            ("--on 4x8xH100 --islands 3", "4 hosts cannot be divided"),
             ("--on 4x8xH100 --islands 2 --min-hosts 3", "Leave --min-hosts out"),
             ("--on 4x8xH100 --islands 2 --between 100", "needs --parameters"),
             ("--on 4x8xH100 --between 100 --parameters 1e9", "--between, --parameters without"),
@@ -301,7 +307,7 @@ class TestCommand:
             ),
             ("--on 4x8xH100 --islands 2 --late 3", "--late without --between MBITS"),
             ("--on 4x8xH100 --islands 2 --wire int8 --parameters 1e9", "--parameters, --wire"),
-            ("--on 1x8xH100 --islands 3", "8 devices cannot be cut"),
+            ("--on 1x8xH100 --islands 3", "8 devices cannot be divided"),
             ("--on 1x8xH100 --islands 2 --spares 1", "Leave --spares out"),
             ("--on 4x8xH100 --islands 2 --late 40", "--late 29 or less"),
             ("", "Missing option"),

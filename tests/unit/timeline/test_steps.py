@@ -170,8 +170,8 @@ def test_what_is_said_and_told_as_json() -> None:
     steps = counted(steps_of(trace({0: 0, 1: 50})))
     first, second = tables.words(steps)
     assert first == (
-        "communication: 55.0 ms per step, of which 20.0 ms (36%) hidden beside the work and 35.0 "
-        "ms exposed, 25.0 ms of them asleep"
+        "communication: 55.0 ms per step: 20.0 ms (36%) hidden behind other work, 35.0 ms exposed, "
+        "including 25.0 ms asleep"
     )
     assert second.startswith("rank 1 is slowest")
     told = tables.as_json(steps, steps)

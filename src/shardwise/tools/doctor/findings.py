@@ -1,4 +1,4 @@
-"""Compares the checks of all hosts, and formats the tables and advice; no I/O."""
+"""Compares the checks of all hosts, and formats tables and advice. No I/O."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from shardwise.tools.doctor.checks import Check
 from shardwise.tools.doctor.network import Speed
 
 ALIKE = ("Python", "torch", "shardwise")
-"""Ranks of different versions may compute, or talk, differently."""
+"""Versions that must be equal: ranks of different versions may compute or communicate
+differently."""
 
 CLOCKS = 1.0
-"""Seconds by which clocks may differ before logs and file times mislead."""
+"""Clocks may differ by this many seconds before logs and file times mislead."""
 
 Hosts = Mapping[str, Sequence[Check]]
 
 
 def table(hosts: Hosts) -> Table:
-    """A table with a row per check and a column per host."""
+    """Return a table with a row per check and a column per host."""
     found = Table(show_header=len(hosts) > 1, box=None)
     found.add_column("")
     for host in hosts:
@@ -37,31 +38,31 @@ def table(hosts: Hosts) -> Table:
 
 
 def faults(hosts: Hosts) -> list[str]:
-    """The reasons why a run would fail, each with what to do."""
+    """Return the reasons why a run would fail, each with a remedy."""
     return [*_said(hosts, "fault"), *_versions(hosts)]
 
 
 def advice(hosts: Hosts) -> list[str]:
-    """The reasons why a run might go badly, each with what to do."""
+    """Return the reasons why a run might be slow or misleading, each with a remedy."""
     return _said(hosts, "advice")
 
 
 def clock(offset: float | None) -> Check:
-    """The clock of a host, `offset` seconds ahead of rank 0's; None where that is not known."""
+    """Return the check of a host's clock, `offset` seconds ahead of rank 0's (None if unknown)."""
     if offset is None:
         return Check("clock", "unknown: rank 0 did not answer")
     far = abs(offset) > CLOCKS
     return Check(
         "clock",
         f"{offset:+.3f} s",
-        advice="its clock is wrong: logs and file times mislead; start chrony or ntpd."
+        advice="its clock is wrong, so logs and file times mislead: start chrony or ntpd."
         if far
         else "",
     )
 
 
 def speeds(found: Mapping[str, Speed]) -> list[str]:
-    """A line for each measured group of ranks."""
+    """Return a line for each measured group of ranks."""
     return [
         f"all-reduce {where}: {speed.latency * 1e3:.2f} ms for 4 KB, "
         f"{speed.bandwidth / 1e9:.2f} GB/s for 16 MB"

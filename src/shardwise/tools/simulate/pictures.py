@@ -1,4 +1,4 @@
-"""Draws where the time of a simulated run goes, and writes it as a page."""
+"""Plots the use of a simulated run's time, and writes the page."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COLORS = {
 
 
 def draw(report: SimulationReport, folder: Path) -> Path:
-    """Save simulate.png and simulate.html in `folder`; returns the path of the page."""
+    """Save simulate.png and simulate.html in `folder`. Return the path of the page."""
 
     def draw_both(figure: Any) -> None:
         over_time, second = figure.subplots(1, 2, width_ratios=(2, 1))
@@ -73,7 +73,7 @@ def draw(report: SimulationReport, folder: Path) -> Path:
 
 
 def _over_time(axes: Any, report: SimulationReport) -> None:
-    """The median run, by parts of its time: what it spent them on, with its failures above."""
+    """Plot the use of time of the median run, with its failures as marks above."""
     shown = report.found.shown
     kinds = [USEFUL, *(cause for cause in COLORS if shown.lost[cause] > 0)]
     longest = max(len(shown.bins[kind]) for kind in kinds)
@@ -98,7 +98,7 @@ def _over_time(axes: Any, report: SimulationReport) -> None:
     axes.set_ylim(0, 1.07)
     axes.set_xlim(0, shown.wall / DAY)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("days (a mark above is a failure)")
+    axes.set_xlabel("days (marks above: failures)")
     axes.set_title("where the time goes, in the run of median goodput")
     axes.figure.legend(
         *axes.get_legend_handles_labels(),
@@ -110,7 +110,7 @@ def _over_time(axes: Any, report: SimulationReport) -> None:
 
 
 def _intervals(axes: Any, report: SimulationReport) -> None:
-    """Goodput by the interval between checkpoints."""
+    """Plot goodput against the interval between checkpoints."""
     minutes = [interval / 60 for interval, _ in report.tried]
     bands = [band for _, band in report.tried]
     axes.fill_between(
@@ -119,7 +119,7 @@ def _intervals(axes: Any, report: SimulationReport) -> None:
     axes.plot(minutes, [b.mean for b in bands], color=BLUE, marker="o")
     axes.axvline(report.model.interval / 60, color=GREY, linestyle=":")
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # all ten would lie on each other
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # labels of all ten would overlap
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -128,7 +128,7 @@ def _intervals(axes: Any, report: SimulationReport) -> None:
 
 
 def _causes(axes: Any, report: SimulationReport) -> None:
-    """The share of each cause over all runs."""
+    """Plot the share of each cause over all runs."""
     causes = [cause for cause in COLORS if report.found.lost[cause] > 0][::-1]
     axes.set_title("lost, over all runs")
     if not causes:
@@ -137,9 +137,8 @@ def _causes(axes: Any, report: SimulationReport) -> None:
         return
     shares = [report.found.lost[cause] for cause in causes]
     axes.barh(range(len(causes)), shares, color=[COLORS[cause] for cause in causes], height=0.4)
-    for place, cause in enumerate(
-        causes
-    ):  # above each bar: beside it they would take half the room
+    # Labels are above the bars: next to them they would take half of the width.
+    for place, cause in enumerate(causes):
         axes.text(0, place + 0.26, CAUSES[cause], fontsize=8.5, va="bottom")
     axes.set_ylim(-0.5, len(causes) - 0.2)
     axes.set_yticks([])

@@ -1,4 +1,4 @@
-"""Reports a simulation: what was asked, what came of it, in sentences and as JSON."""
+"""Reports a simulation: the request and the result, in sentences and as JSON."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shardwise.tools.simulate.outcome import GIVES_UP
 from shardwise.tools.simulate.run_model import RunModel, daly, young
 
 NOT_YET = (
-    "shardwise run does less than this yet: a failure stops one island alone with "
-    "--elastic-islands and without --late; a planned stop, and a failure of the last island, end "
-    "the run; nobody makes up for the steps of an absent island, counted here as done later."
+    "shardwise run supports less than this so far: a failure stops only one island with "
+    "--elastic-islands and without --late; a planned stop, or a failure of the last island, ends "
+    "the run; the steps of an absent island are not made up for, but counted here as done later."
 )
-"""Said of every simulation of islands."""
+"""A note on every simulation of islands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationRequest:
-    """What the command line asks for; durations in seconds, `save_every` None for the best."""
+    """The request of the command line. Durations are in seconds; `save_every` None searches."""
 
     cluster: str
     failures: str
@@ -48,11 +48,11 @@ class SimulationRequest:
     late: int | None = None
     parameters: float | None = None
     between: float | None = None
-    """Mbit/s of the link that joins each island to the others; None: no time is counted for it."""
+    """Mbit/s of the link that joins each island to the others, or None to ignore its time."""
 
     @property
     def rule(self) -> IslandRule:
-        """When islands are made equal, with the defaults of a run. Raises ConfigError."""
+        """The settings of islands, with the defaults of a run. Raises ConfigError."""
         default = IslandRule()
         return IslandRule(
             every=self.equal_every or default.every,
@@ -63,8 +63,10 @@ class SimulationRequest:
 
 @dataclass(frozen=True)
 class SimulationReport:
-    """What was simulated, and what came of it. `tried` are intervals in seconds and their goodput,
-    where the best one was looked for."""
+    """A simulated run and its result.
+
+    `tried` are pairs of intervals in seconds and their goodput, if the best one was searched.
+    """
 
     asked: SimulationRequest
     cluster: Cluster
@@ -72,17 +74,19 @@ class SimulationReport:
     found: Goodput
     tried: list[tuple[float, Band]]
     whole: Goodput | None = None
-    """The same run without its islands."""
+    """The result of the same run without islands."""
 
     @property
     def model(self) -> RunModel:
-        """The run as it was simulated."""
+        """The model of the run."""
         return self.found.model
 
     @property
     def dollars(self) -> tuple[float, float] | None:
-        """What the run costs with all that is lost, at the lowest and the highest price of its
-        devices, spares included; None where the catalogue has no price."""
+        """The cost in dollars at the lowest and the highest price of the devices.
+
+        It includes lost time and spares. None if the catalogue has no price.
+        """
         prices = [self.cluster.device.number(f"dollars_{end}") for end in ("low", "high")]
         hosts = self.cluster.hosts + self.asked.spares
         hours = self.found.wall.mean / HOUR * hosts * self.cluster.per_host
@@ -91,7 +95,7 @@ class SimulationReport:
 
 
 def headline(report: SimulationReport) -> str:
-    """The finding in one sentence."""
+    """Return the main result in one sentence."""
     found, asked = report.found, report.asked
     return (
         f"{asked.days / DAY:.4g} days of steps on {report.cluster} take "
@@ -102,7 +106,7 @@ def headline(report: SimulationReport) -> str:
 
 
 def sentences(report: SimulationReport) -> list[str]:
-    """What else there is to say, most important first."""
+    """Return further results, the most important first."""
     lines = [*_given_up(report.found), *_on_islands(report), *_on_checkpoints(report)]
     if report.dollars is not None:
         low, high = report.dollars
@@ -117,21 +121,21 @@ def sentences(report: SimulationReport) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Return three digits, or more of a large number, which has no exponent."""
+    """Format with three digits, or more for a large number, without an exponent."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _given_up(found: Goodput) -> Iterator[str]:
-    """How many runs did not come to their end, if any."""
+    """Yield how many runs did not end, if any."""
     if found.unfinished:
         yield (
-            f"{found.unfinished} of {len(found.outcomes)} runs were given up: they would take more "
-            f"than {GIVES_UP:g} times their steps."
+            f"{found.unfinished} of {len(found.outcomes)} runs were stopped, because they would "
+            f"take more than {GIVES_UP:g} times their steps."
         )
 
 
 def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
-    """How often nothing of the run goes on, and how far apart checkpoints are."""
+    """Yield how often the whole run stops, and how far apart checkpoints are."""
     found, model = report.found, report.model
     apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
     rate = found.stop_rate if model.islands > 1 else model.failure_rate
@@ -139,40 +143,34 @@ def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
         formulas = [each(rate, model.save) / model.pace for each in (young, daly)]
         yield (
             f"{'All stops' if model.islands > 1 else 'A failure stops the run'} every "
-            f"{_number(1 / rate / HOUR)} hours; {apart} (Young's formula says "
+            f"{_number(1 / rate / HOUR)} hours; {apart} (Young's formula gives "
             f"{_number(formulas[0])} s, Daly's {_number(formulas[1])} s)."
         )
     elif model.failure_rate:
-        yield f"In none of the {len(found.outcomes)} runs all islands were away at once; {apart}."
+        yield f"In none of the {len(found.outcomes)} runs were all islands absent at once; {apart}."
 
 
 def _on_islands(report: SimulationReport) -> Iterator[str]:
-    """What several islands make of it, and what the run would be without them.
-
-    In `shardwise run` islands come and go with `--elastic-islands`, which takes no `--late`: else
-    any failure ends the run. A planned stop, and a failure of the last island that is there, end it
-    all the same. Nobody makes up for the work of an absent island there; the simulation counts it
-    as done later.
-    """
+    """Yield the effect of several islands, and the result of the run without them."""
+    # `shardwise run` supports less than this simulation: see NOT_YET.
     model, whole = report.model, report.whole
     if whole is None:
         return
     count = model.topology.hosts * model.units_per_host // model.islands
     island = many(count, "host" if model.units_per_host == 1 else "device")
-    held = f", for which all stand still {model.boundary:.3g} s" if model.boundary else ""
+    held = f", which stops all of them for {model.boundary:.3g} s" if model.boundary else ""
     yield (
-        f"{model.islands} islands of {island} are made equal "
-        f"every {model.every} steps{held}; a failure stops an island every "
-        f"{_number(1 / model.failure_rate / HOUR)} hours."
+        f"{model.islands} islands of {island} synchronise parameters every {model.every} steps"
+        f"{held}; a failure stops an island every {_number(1 / model.failure_rate / HOUR)} hours."
         if model.failure_rate
-        else f"{model.islands} islands are made equal every {model.every} steps{held}."
+        else f"{model.islands} islands synchronise parameters every {model.every} steps{held}."
     )
     gradients = ", gradients crossing the links at every step" if whole.model.boundary else ""
     yield (
         f"As one run that stops as a whole{gradients}: goodput {whole.goodput.mean:.1%} "
         f"({whole.goodput.low:.1%} to {whole.goodput.high:.1%}), checkpoints "
-        f"{whole.model.interval:,.6g} s of steps apart. Islands are another algorithm, "
-        "whose steps may bring less: see the guide on slow links."
+        f"{whole.model.interval:,.6g} s of steps apart. Islands change the algorithm, "
+        "and a step may achieve less: see the guide on slow links."
     )
     for line in _given_up(whole):
         yield f"Without islands: {line}"
@@ -180,7 +178,7 @@ def _on_islands(report: SimulationReport) -> Iterator[str]:
 
 
 def as_json(report: SimulationReport) -> dict[str, Any]:
-    """Everything, for programs; seconds, and fractions of the wall time."""
+    """Return the report as plain values: seconds, and fractions of the wall time."""
     found, model = report.found, report.model
     return {
         "on": str(report.cluster),

@@ -1,4 +1,9 @@
-"""Divides each rank's steps into kinds of work, from a timeline's events; in seconds, no I/O."""
+"""Divides each rank's steps into kinds of work, from the events of a timeline. In seconds, no I/O.
+
+Spans of a rank may overlap. Each moment belongs to the first kind in this order that covers it:
+
+    exposed communication > checkpoint > data > update > backward > forward > other
+"""
 
 from __future__ import annotations
 
@@ -14,16 +19,16 @@ from shardwise.timeline.recorder import WAIT, WAIT_BESIDE, Row
 EXPOSED = "communication"
 OTHER = "other"
 KINDS = ("data", "forward", "backward", EXPOSED, "update", "checkpoint", OTHER)
-"""Where the time of a step goes; together they are the step."""
+"""The kinds of time in a step. They add up to the step."""
 
 _SYNCHRONIZE = "synchronize"
-"""A span in which a rank waits for the thread that communicates, in a script of Horovod's style."""
+"""A span of a Horovod script: the rank waits for its communication thread."""
 
 _BLOCKING = {"reduce", "exchange", "publish", "gather", _SYNCHRONIZE}
-"""Spans in which a rank sees to communication and to nothing else."""
+"""Spans of a rank that only communicates."""
 
 _FIRST = (EXPOSED, "checkpoint", "data", "update", "backward", "forward")
-"""Of two that cover the same moment, it belongs to the one that stands first."""
+"""The order of precedence: of two kinds that cover a moment, the first one gets it."""
 
 _LAUNCHED = Row.COMMUNICATION.title
 
@@ -32,9 +37,9 @@ _LAUNCHED = Row.COMMUNICATION.title
 class StepTimes:
     """The time of one step on one rank, by kind.
 
-    `spent` are seconds by kind. Collectives were in flight for `communication` seconds, of which
-    the rank did nothing else in `exposed` and went on computing in `hidden`. `waited` is the part
-    of the step in which it slept until others came. `nbytes` went into collectives.
+    `spent` is seconds by kind. Collectives were in flight for `exposed` + `hidden` seconds: during
+    `exposed` the rank did nothing else, during `hidden` it computed. `waited` is the time that it
+    slept until other ranks arrived. `nbytes` went into collectives.
     """
 
     rank: int
@@ -47,17 +52,17 @@ class StepTimes:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the rank communicated and did nothing else."""
+        """Seconds that the rank communicated and did nothing else."""
         return self.spent[EXPOSED]
 
     @property
     def busy(self) -> float:
-        """Seconds in which the rank did not wait for others."""
+        """Seconds that the rank did not wait for others."""
         return self.seconds - self.waited
 
 
 def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[StepTimes]]:
-    """The steps of each rank, in order; of several engines those of the first."""
+    """Return the steps of each rank in order. With several engines, only the first one counts."""
     complete: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("ph") == "X" and "cat" in event:
@@ -72,7 +77,9 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
     kinds = _kinds(events)
     waits = _waits(events)
     launched = [event for event in events if event["cat"] == _LAUNCHED]
+    # Hidden: a collective is in flight while the rank is not blocked in communication.
     under_way = minus(union(map(_ends, launched)), kinds[EXPOSED])
+    # Running totals by end time, so that the bytes of a step are the difference of two lookups.
     ended = sorted((_ends(event)[1], event["args"]["bytes"]) for event in launched)
     ends = [end for end, _ in ended]
     sent = [0, *accumulate(nbytes for _, nbytes in ended)]
@@ -97,7 +104,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
 
 
 def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """The intervals of each kind of work on a rank; none overlap."""
+    """Return the intervals of each kind of work on a rank. None of them overlap."""
     covered: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if (kind := _kind(event)) is not None:
@@ -112,8 +119,10 @@ def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, f
 
 
 def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """The intervals in which a rank waited for others. A wait of a thread beside it counts where
-    the rank waits for that thread."""
+    """Return the intervals when a rank waited for others.
+
+    Waits of its communication thread count only while the rank waits for that thread.
+    """
     found = [_ends(event) for event in events if event["cat"] == WAIT]
     beside = union(_ends(event) for event in events if event["cat"] == WAIT_BESIDE)
     for event in events:
@@ -146,7 +155,7 @@ Intervals = Sequence[Interval]
 
 
 def union(several: Iterable[Interval]) -> list[Interval]:
-    """The union of several lists of intervals: sorted, disjoint (begin, end)."""
+    """Return the union of intervals, sorted and disjoint."""
     found: list[Interval] = []
     for begin, end in sorted(several):
         if found and begin <= found[-1][1]:
@@ -157,7 +166,7 @@ def union(several: Iterable[Interval]) -> list[Interval]:
 
 
 def minus(whole: Intervals, taken: Intervals) -> list[Interval]:
-    """The part of `whole` that `taken` does not cover."""
+    """Return the part of `whole` that `taken` does not cover."""
     found = []
     for begin, end in whole:
         for low, high in clipped(taken, begin, end):
@@ -170,7 +179,7 @@ def minus(whole: Intervals, taken: Intervals) -> list[Interval]:
 
 
 def clipped(whole: Intervals, begin: float, end: float) -> list[Interval]:
-    """The part of `whole` between `begin` and `end`."""
+    """Return the part of `whole` between `begin` and `end`."""
     first = max(0, bisect_right(whole, (begin, float("inf"))) - 1)
     found = []
     for number in range(first, len(whole)):
@@ -183,5 +192,5 @@ def clipped(whole: Intervals, begin: float, end: float) -> list[Interval]:
 
 
 def length(whole: Intervals) -> float:
-    """The total length of intervals."""
+    """Return the total length of intervals."""
     return sum(end - begin for begin, end in whole)
