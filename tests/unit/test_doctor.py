@@ -82,7 +82,7 @@ def test_folders_to_offload_to(tmp_path: Path) -> None:
     )
     found = {check.name: check for check in checks.of_host(settings)}
     assert found[str(tmp_path)].fault == ""
-    assert found[f"{tmp_path}/none"].fault.endswith("to offload to: make it.")
+    assert found[f"{tmp_path}/none"].fault.endswith("Create it.")
     assert [name for name in found if name.startswith("/")].count(str(tmp_path)) == 1
 
 

@@ -149,9 +149,8 @@ def test_the_slowest_rank_is_named_with_the_reason() -> None:
     assert (found.rank, found.kind, found.times, found.steps) == (2, "other", 3, 3)
     assert (found.seconds, found.more) == pytest.approx((0.050, 0.050))
     assert str(found) == (
-        "rank 2 is slowest: 50.0 ms per step more than the others, of which 50.0 ms in the "
-        "script's own code, outside of forward, backward and step; the others waited for it in 3 "
-        "of 3 steps"
+        "rank 2 is slowest: 50.0 ms per step more than the others, 50.0 ms of it in the script's "
+        "own code, outside of forward, backward and step; the others waited for it in 3 of 3 steps"
     )
 
 

@@ -36,6 +36,7 @@ def main() -> int:
     faults = findings.faults(hosts)
     if world.is_main:
         _print(world, hosts, measured, faults)
+    # Only rank 0: one failed rank is enough for the launcher, and every further one adds a message.
     return 1 if faults and world.is_main else 0
 
 
@@ -53,10 +54,12 @@ def _hosts(world: World) -> dict[str, list[Check]]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
     mine.append(Check("network interface", interface))
     mine += network.check(launcher_detection.identify())
+    # Measured against rank 0 over the connection that hang reports use.
     ahead = world.collectives.status_server.clock_offset(0, "wall")
     mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}
     for host, found in world.gather((world.host, mine)):
+        # In rank order, so the first rank of each host counts.
         hosts.setdefault(host, found)
     return hosts
 

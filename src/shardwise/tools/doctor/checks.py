@@ -79,6 +79,7 @@ def _minor(release: str) -> tuple[int, ...]:
 
 
 def _devices() -> Check:
+    # The cores that this process may use: a job of a cluster often has only some of the host's.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = f"{cores} CPU core{'s' * (cores != 1)}"
     if not torch.cuda.is_available():
@@ -100,6 +101,8 @@ def _memory() -> Check:
     if not table.exists():
         return Check("memory", "unknown")
     lines = dict(line.split(":", 1) for line in table.read_text().splitlines())
+    # MemAvailable includes caches that the kernel can drop; MemFree would look alarming on any
+    # host.
     free, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     few = free < LEAST_MEMORY
     advice = "little memory is free: end other programs on this host." if few else ""
@@ -108,6 +111,7 @@ def _memory() -> Check:
 
 def _open_files() -> Check:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    # Every pair of ranks has sockets, and each DataLoader worker has pipes.
     few = limit != resource.RLIM_INFINITY and limit < FEWEST_FILES
     fault = f"a rank may open only {limit} files: run `ulimit -n 65536` before the run."
     shown = _limit(resource.RLIMIT_NOFILE, 1, "")
@@ -153,13 +157,13 @@ def _offload_folders(settings: Settings) -> Iterator[Check]:
         settings.offload_activations,
     ]
     for folder in dict.fromkeys(tier.folder for tier in tiers if tier is not None):
-        if folder:
-            yield _folder(folder)
-
-
-def _folder(path: str) -> Check:
-    if not os.path.isdir(path):
-        return Check(path, "missing", fault=f"no such folder to offload to: {path}. Create it.")
-    if not os.access(path, os.W_OK):
-        return Check(path, "read-only", fault=f"{path} is not writable: choose another folder.")
-    return Check(path, f"{shutil.disk_usage(path).free / GIB:.0f} GB free")
+        if not folder:
+            continue
+        if not os.path.isdir(folder):
+            fault = f"no such folder to offload to: {folder}. Create it."
+            yield Check(folder, "missing", fault=fault)
+        elif not os.access(folder, os.W_OK):
+            fault = f"{folder} is not writable: choose another folder."
+            yield Check(folder, "read-only", fault=fault)
+        else:
+            yield Check(folder, f"{shutil.disk_usage(folder).free / GIB:.0f} GB free")

@@ -88,6 +88,7 @@ def _versions(hosts: Hosts) -> list[str]:
             for check in checks
             if check.name == name
         }
+        # Compare texts: a local build ("2.9.0+cu126") differs from a release, too.
         if len(set(shown.values())) > 1:
             each = ", ".join(f"{value} on {host}" for host, value in shown.items())
             found.append(f"{name} differs: {each}. Install the same version on all hosts.")

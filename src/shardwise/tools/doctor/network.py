@@ -58,6 +58,7 @@ def connect_all(identity: Identity, store: Store) -> None:
         return
     with ExitStack() as stack:
         mine = None
+        # One rank per host listens and connects: ports are open or closed for a host as a whole.
         if identity.local_rank == 0:
             address = address_of(identity)
             server = stack.enter_context(network.listen(address, 0))
@@ -84,11 +85,13 @@ def _exchange(identity: Identity, store: Store, what: str, value: Any) -> list[A
 def _unreachable_from(mine: ListeningHost, hosts: list[ListeningHost]) -> list[str]:
     """Return a line for each host that this host cannot connect to."""
     others = [host for host in hosts if host != mine]
+    ports = "-".join(_RANGE.read_text().split()) if _RANGE.exists() else "that the kernel chooses"
     with ThreadPoolExecutor(min(64, len(others))) as pool:
         failures = list(pool.map(_failure, others))
     return [
         f"{mine.host} cannot connect to {host.host} at {host.address}, port {host.port}: "
-        f"{failure}. {_advice()}"
+        f"{failure}. Ranks connect to each other at TCP ports {ports}: open them between the "
+        "hosts, or name a network that all hosts share with --interface NAME."
         for host, failure in zip(others, failures, strict=True)
         if failure is not None
     ]
@@ -100,14 +103,6 @@ def _failure(host: ListeningHost) -> str | None:
     except OSError as error:
         return error.strerror or "timed out"
     return None
-
-
-def _advice() -> str:
-    ports = "-".join(_RANGE.read_text().split()) if _RANGE.exists() else "that the kernel chooses"
-    return (
-        f"Ranks connect to each other at TCP ports {ports}: open them between the hosts, or name a "
-        "network that all hosts share with --interface NAME."
-    )
 
 
 def check(identity: Identity) -> list[Check]:
@@ -133,6 +128,7 @@ def measure_speed(group: Collectives, device: torch.device) -> Speed:
     """Measure all-reduce, as the median of a few calls after a warm-up. A collective."""
     small = _seconds(group, SMALL, SMALL_TIMES, device)
     large = _seconds(group, LARGE, LARGE_TIMES, device)
+    # fp32 elements are 4 bytes. An all-reduce sends and receives 2 (n - 1) / n of them per rank.
     moved = 4 * LARGE * 2 * (group.size - 1) / group.size
     return Speed(latency=small, bandwidth=moved / large)
 
@@ -146,7 +142,9 @@ def _seconds(group: Collectives, numel: int, times: int, device: torch.device) -
         handle = group.all_reduce(buffer)
         handle.wait()
         handle.reusable()
+        # A GPU's collective returns when it is enqueued.
         if device.type != "cpu":
             torch.get_device_module(device).synchronize()
         taken.append(time.perf_counter() - began)
+    # The first call sets up connections and buffers.
     return median(taken[1:])

@@ -78,6 +78,8 @@ def _time_layers(request: PipelinePlanRequest) -> list[TimedLayer]:
             *request.words,
         ]
         with log.open("wb") as output:
+            # On one worker: layers take the same time in a pipeline, and one worker needs no
+            # division yet.
             code = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -122,6 +124,7 @@ def assign_layers(
         )
     sizes = [each.time if request.by == "time" else float(each.parameters) for each in layers]
     starts = partition.balanced_starts(sizes, stages)
+    # The engine refuses a stage without parameters to train.
     starts = partition.with_trainable_stages(starts, [each.adds_parameters for each in layers])
     return [[layers[n] for n in each] for each in partition.ranges_of(starts, len(layers))]
 
@@ -139,6 +142,7 @@ def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[T
         stages.add_column(heading, justify="right")
     for number, stage in enumerate(assigned):
         last = number == request.pipeline - 1
+        # A layer's output was recorded for the whole batch. A message carries one micro-batch.
         sent = 0.0 if last else stage[-1].nbytes / request.microbatches
         stages.add_row(
             str(number),
@@ -162,11 +166,6 @@ def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[T
     return [stages, times]
 
 
-def _layer_range(layers: Sequence[TimedLayer]) -> str:
-    """Return the names of the first and last layer of a stage."""
-    return layers[0].name if len(layers) == 1 else f"{layers[0].name} to {layers[-1].name}"
-
-
 def idle_times(
     layers: Sequence[TimedLayer], request: PipelinePlanRequest, name: str
 ) -> tuple[int, float, float] | None:
@@ -176,6 +175,8 @@ def idle_times(
     the schedule is not possible.
     """
     stages = request.pipeline * (2 if name == "interleaved" else 1)
+    # All schedules are compared at the same number of micro-batches, and some of them need a
+    # multiple.
     if len(layers) < stages or request.microbatches % request.pipeline:
         return None
     assigned = assign_layers(layers, request, stages)
@@ -200,7 +201,10 @@ def advice(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[s
     """Return the layers of each stage, and the command that trains with these stages."""
     # Lines rather than a column of the table: a narrow terminal would break the names.
     assigned = assign_layers(layers, request, request.pipeline)
-    lines = [f"stage {number}: {_layer_range(stage)}" for number, stage in enumerate(assigned)]
+    lines = [
+        f"stage {number}: {' to '.join(dict.fromkeys((stage[0].name, stage[-1].name)))}"
+        for number, stage in enumerate(assigned)
+    ]
     names = ",".join(stage[0].name for stage in assigned[1:])
     flags = ["--pipeline", str(request.pipeline), "--stages", names]
     flags += ["--microbatches", str(request.microbatches)]

@@ -49,6 +49,7 @@ def calibrate(console: Console, file: Path | None = None) -> Path:
     aside.write_text(as_toml(found, date.today().isoformat()))
     # Read it first: a file that the catalogue refuses would break every later command.
     read_file(aside)
+    # Renaming is atomic: an interrupted calibration leaves the old file.
     aside.replace(target)
     return target
 
@@ -140,6 +141,7 @@ def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
     if reduced:
         moved = 2 * (ranks - 1) / ranks
         (small, fast), (large, slow) = reduced[0], reduced[-1]
+        # The slope between the two sizes, in which the latency cancels out.
         bandwidth = moved * (large - small) / max(1e-9, slow - fast) / 1e9
         hops = 2 * (ranks - 1)
         latency = max(0.01, (fast - moved * small / bandwidth / 1e9) / hops * 1e6)

@@ -71,6 +71,7 @@ class Curve:
 
     def at(self, size: float) -> float:
         """Return the value at `size`, in the unit of the points."""
+        # Interpolate in log(size), because measurements double their size from point to point.
         sizes = [each for each, _ in self.points]
         after = bisect_right(sizes, size)
         if after == 0:
@@ -249,6 +250,7 @@ class _Reading(SourcedFile):
             raise self.wrong(f"{where} needs a peak, such as bf16_tflops.")
         found = {key: self.number(entry[key], f"{where} {key}") for key in SCALES if key in entry}
         per_host, aliases = entry.get("per_host", 8), entry.get("aliases", [])
+        # bool is a subclass of int: `per_host = true` must not count as 1.
         if isinstance(per_host, bool) or not isinstance(per_host, int) or per_host < 1:
             raise self.wrong(f"{where} per_host must be a whole number of devices, 1 or more.")
         if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):

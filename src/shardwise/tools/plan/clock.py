@@ -44,9 +44,12 @@ def step_estimate(record: StepRecord, choice: Choice, cluster: Cluster) -> Estim
     if run.pipeline > 1:
         rows = stage_layers(record, run.pipeline * run.stages_per_rank)
         parts = [part_of(record, layers) for layers in rows]
+    # The boundary carries the largest output of any unit, split among the tensor ranks that send
+    # it.
     stages = [unit_works(part, run, cluster) for part in parts]
     boundary = max(_outputs(record).values(), default=0) / run.tensor
     times = step_times(stages, boundary, run, cluster, bytes_of(record, choice.bucket_mb))
+    # Waits are part of each rank's time, so all ranks take equally long up to rounding.
     slowest = max(times, key=lambda each: sum(each.by_kind.values()))
     band = ASSUMED if cluster.device.is_assumed else CATALOGUE
     return Estimate(
@@ -148,6 +151,7 @@ def _outputs(record: StepRecord) -> dict[int, int]:
     found: dict[int, int] = {}
     for each in record.tensors:
         if each.unit >= 0 and 0 <= each.born < record.backward:
+            # In order of birth, so the last tensor of the unit's forward remains.
             found[each.unit] = each.nbytes
     return found
 
@@ -177,6 +181,7 @@ def _divided(operations: Iterable[Operation], tensor: int, output: int) -> list[
     for each in operations:
         if not each.flops and not each.bytes:
             continue
+        # Every tensor rank has a unit's output whole (norms, residuals). Larger tensors are split.
         wide = max(map(math.prod, each.shapes), default=0) * ITEM.get(each.dtype, 4) > output
         part = tensor if each.flops or wide else 1
         works.append(Work(each.flops / part, each.bytes / part, peak_of(each.dtype)))

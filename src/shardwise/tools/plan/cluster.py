@@ -65,6 +65,7 @@ def parse_cluster(text: str, catalogue: Catalogue) -> Cluster:
 def _here(text: str, counts: list[int], catalogue: Catalogue) -> Cluster:
     """Return this machine as measured with the given number of ranks (default 1)."""
     ranks = counts[0] if counts else 1
+    # Ranks share cores, memory and links, so figures for n ranks say nothing about another number.
     measured = [n for n in range(1, 257) if name_here(n) in catalogue.devices]
     if len(counts) == 2 or ranks not in measured:
         listed = ", ".join(f"{n}x{HERE}" for n in measured)

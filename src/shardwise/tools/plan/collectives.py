@@ -42,6 +42,7 @@ def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
     Ranks fill hosts in order. So the ranks of a tensor group (stride 1) are neighbours, and the
     ranks of a data group are one replica apart.
     """
+    # With a stride above the host's size every rank of the group is on its own host.
     inside = max(1, min(ranks, cluster.per_host // stride))
     return Group(inside, -(-ranks // inside), cluster.inside, cluster.between)
 
@@ -62,6 +63,7 @@ def all_reduce_seconds(count: float, group: Group) -> float:
     """Return the seconds to sum `count` bytes on each rank, by a ring or a faster tree."""
     if group.ranks == 1 or not count:
         return 0.0
+    # A ring all-reduce is a reduce-scatter followed by an all-gather.
     ring = 2 * reduce_scatter_seconds(count, group)
     near = 2 * _tree(count, group.inside, group.near)
     return min(ring, near + 2 * _tree(count / group.inside, group.hosts, group.far))

@@ -51,6 +51,7 @@ def cost_of(
     watts, host = device.number("watts"), device.number("host_watts")
     kwh = None
     if watts is not None:
+        # `host_watts` is one host without its devices.
         draw = rented.devices * watts + (rented.hosts * host if host else 0.0)
         kwh = draw / 1e3 * total / HOUR
     return Cost(
@@ -79,6 +80,7 @@ Item = TypeVar("Item")
 def frontier(items: Iterable[tuple[float, float, Item]]) -> list[tuple[float, float, Item]]:
     """Return the items (days, dollars, item) that no other item beats in both, by rising days."""
     best: list[tuple[float, float, Item]] = []
+    # By rising days, an item is on the frontier if it costs less than all before it.
     for days, dollars, item in sorted(items, key=lambda each: each[:2]):
         if not best or dollars < best[-1][1]:
             best.append((days, dollars, item))

@@ -53,6 +53,7 @@ def note_spec(
     spec: EngineSpec, number: int, first_unit: int = 0, first_group: int = 0
 ) -> SpecNotes:
     """Return the notes on engine `number`. Units and groups are counted from the given numbers."""
+    # Everything here uses the engine's own functions, so that a plan cannot drift away from it.
     located = spec.located()
     sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     groups, owners = _groups_of(spec, number)

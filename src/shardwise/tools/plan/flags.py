@@ -80,6 +80,7 @@ def _plan(
     _check_outputs(json_file, page)
     if hf is not None:
         _check_configuration(hf)
+        # The remaining words are arguments of that module, such as --batch-size.
         words, module = (MODEL, str(hf), *words), True
     if not words:
         raise LaunchError(EMPTY)
@@ -90,6 +91,7 @@ def _plan(
         command_line.adopting(adopt, words, module=module)  # raises if adopting is impossible
     command_line.mention_misplaced(words)
     flags = [word for name, value in settings.items() for word in command_line.spelled(name, value)]
+    # Imports torch, so only after all checks: a wrong flag is reported at once.
     target = import_module("shardwise.tools.plan.plan_command")
     script = target.Script(
         (*(["-m"] if module else []), *words), tuple(flags), ",".join(adopt or ())

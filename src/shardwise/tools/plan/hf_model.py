@@ -30,6 +30,7 @@ def main() -> None:
     args = _arguments()
     world = sw.init(seed=0)
     config, build = _config(args.config)
+    # Without memory until sw.Engine shards it: the model may be larger than one device.
     with sw.on_meta():
         model = build(config)
     model.train()
@@ -40,17 +41,14 @@ def main() -> None:
     for _ in loader.epochs(args.steps):
         for step in loader.steps():
             for tokens in step:
-                engine.forward_backward(lambda rows: _loss(model, config, rows), tokens)
+                engine.forward_backward(
+                    lambda rows: model(input_ids=rows, labels=rows).loss, tokens
+                )
             stats = engine.step()
             world.print(f"step {steps}: loss {stats.loss:.4f}")
             steps += 1
             if steps == args.steps:
                 return
-
-
-def _loss(model: Any, config: Any, tokens: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-    return loss
 
 
 def _arguments() -> argparse.Namespace:

@@ -118,6 +118,7 @@ class StateLayout:
         longest = max(
             (min(n, SPAN) * size for n, size in zip(lengths, sizes, strict=True)), default=0
         )
+        # Never more buffers than there are spans.
         return min(3 * max([1, *kept]) + 1, records) * longest
 
     @property
@@ -182,6 +183,7 @@ def _laid(
     for each in parameters:
         group = record.groups[each.group] if each.group >= 0 else None
         whole = group is not None and (not group.elementwise or (as_given and not group.known))
+        # A bucket never mixes units (if gathered by unit), parameter groups or dtypes.
         owner = (group.number, group.index) if group is not None else (-1, None)
         key = (each.unit if by_unit else 0, *owner, each.dtype)
         specs.append(

@@ -139,9 +139,14 @@ def predict(
     count = len(record.operations)
     parts = {kind: np.zeros(count + 1, dtype=np.int64) for kind in KINDS}
     states = layout.bytes_by_state(rank)
-    # Sums over several micro-batches are kept in fp32, also for 16-bit gradients.
-    if choice.micro_batches > 1:
-        states["gradients"] += _widened(layout, rank)
+    # Sums over several micro-batches are kept in fp32, also for 16-bit gradients. On a disk they
+    # are in fp32 in any case.
+    if choice.micro_batches > 1 and layout.row.tier("gradients").kind != "nvme":
+        states["gradients"] += sum(
+            layout.bucket_bytes(bucket, rank)[1] * (FP32 - bucket.itemsize) // bucket.itemsize
+            for bucket in layout.buckets
+            if bucket.dtype in NARROW
+        )
     tiers = _add_states(parts, states, layout.staging_bytes(rank), choice, hardware)
     parts["frozen"] += layout.unlaid_bytes
     parts["buffers"] += record.buffer_bytes
@@ -175,10 +180,12 @@ def _add_states(
     tiers: dict[str, int] = defaultdict(int)
     for state, nbytes in states.items():
         tier = choice.row.tier(state).kind
+        # On a CPU the host's memory is the device's own, so offloading to it saves nothing.
         tier = "device" if tier == "cpu" and not hardware.apart else tier
         tiers[tier] += nbytes
         if tier == "device":
             parts[state] += nbytes
+    # Staging buffers are in the host's memory, which only on a CPU is the device's.
     if hardware.apart and staging:
         tiers["cpu"] += staging
     else:
@@ -204,15 +211,6 @@ def _kind(life: TensorLife) -> str:
     return "saved" if life.saved else "temporary"
 
 
-def _widened(layout: StateLayout, rank: int) -> int:
-    """Return the extra bytes of 16-bit gradients that are summed in fp32 over micro-batches."""
-    return sum(
-        layout.bucket_bytes(bucket, rank)[1] * (FP32 - bucket.itemsize) // bucket.itemsize
-        for bucket in layout.buckets
-        if bucket.dtype in NARROW and layout.row.tier("gradients").kind != "nvme"
-    )
-
-
 def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
     """Return the bytes of the buffers that collect and send sharded gradients.
 
@@ -229,6 +227,7 @@ def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
     for bucket in layout.buckets:
         longest[bucket.dtype] = max(longest.get(bucket.dtype, 0), bucket.nbytes)
         counts[bucket.dtype] += 1
+    # One more than are in flight: the bucket that backward is filling.
     whole = sum(nbytes * min(counts[kind], IN_FLIGHT + 1) for kind, nbytes in longest.items())
     return whole * sent // layout.ranks
 
@@ -240,6 +239,7 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
     which stays gathered from forward to the end of backward.
     """
     found = np.zeros(len(record.operations) + 1, dtype=np.int64)
+    # With shared memory a rank reads the shards of the others in place, without a gathered copy.
     if not layout.row.is_sharded("parameters") or hardware.shares or layout.ranks == 1:
         return found
     sizes = layout.unit_bytes()
@@ -269,6 +269,7 @@ def _update_temporaries(layout: StateLayout, rank: int) -> int:
         assert bucket.group is not None
         sharded = layout.row.is_sharded("optimizer")
         numel = bucket.share(rank) if sharded else bucket.layout.numel
+        # The update of a 16-bit bucket works on an fp32 copy of its gradient.
         copies = bucket.dtype in NARROW
         loops = 0 if bucket.group.fused else UPDATE_TEMPORARIES
         most = max(most, numel * bucket.master_size * (copies + loops))
@@ -331,6 +332,7 @@ def _rank(
     record: StepRecord, choice: Choice, hardware: Hardware, rows: Sequence[range], rank: int
 ) -> MemoryPlan:
     """Return the memory of `rank` at the stage with the highest peak."""
+    # Stage s runs on rank s % pipeline, as in the engine.
     own = list(range(rank, len(rows), choice.pipeline))
     parts = [part_of(record, rows[stage]) for stage in own]
     held = tuple(p for part in parts for p in part.parameters)
@@ -360,6 +362,7 @@ def most_waiting(name: str, ranks: int, stages: int, micros: int, rank: int, pla
     The running micro-batch is not counted.
     """
     waiting = [0] * (stages // ranks)
+    # By kind of the running action: a forward and a backward of this stage meet different numbers.
     most = {"F": (0,) * len(waiting), "B": (0,) * len(waiting)}
     for action in schedule.actions_of(name, ranks, stages, micros, rank):
         here, forward = action.stage // ranks, action.kind == "F"

@@ -48,6 +48,7 @@ def meshes(cluster: Cluster, tensor: list[int], layers: int, total: int) -> Iter
     for parts in tensor:
         devices = cluster.devices // parts
         for stages in pipeline_sizes(devices, max(layers, 1)):
+            # A replica without a sample would be idle. Devices may stay unused instead.
             data = min(devices // stages, total) if total else devices // stages
             for schedule in schedules(stages, layers):
                 yield AxisSizes(data=data, tensor=parts, pipeline=stages, schedule=schedule)

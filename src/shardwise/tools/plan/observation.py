@@ -62,6 +62,7 @@ class Observation:
     @classmethod
     def begin(cls, path: Path, tensor: int) -> Observation:
         """Start to observe."""
+        # Operators get real tensors (the batch) together with fake ones (parameters).
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         cls.current = cls(path, fake, StepRecorder(fake), tensor=tensor)
         cls.current.recorder.__enter__()  # type: ignore[no-untyped-call]
@@ -76,6 +77,7 @@ def finish(observation: Observation) -> None:
     engine = observation.engines[0]
     StepRecord(
         operations=tuple(recorder.operations),
+        # Storages are freed in any order. Sorted, the records of two batch sizes correspond.
         tensors=tuple(sorted(recorder.tensors, key=lambda each: (each.born, each.died))),
         parameters=tuple(map(recorded, observation.parameters)),
         groups=tuple(observation.groups),

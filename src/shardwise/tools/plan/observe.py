@@ -64,6 +64,7 @@ class ObservedStep:
 
     def at(self, samples: int) -> StepRecord:
         """Return the record of a micro-batch of `samples`. Raises LaunchError if it is unknown."""
+        # Observed sizes are exact. The fit would round them.
         if samples == self.large.batch_size:
             return self.large
         if self.small is not None and samples == self.small.batch_size:
@@ -121,6 +122,7 @@ def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> S
     """Run `script` up to its first step, with `samples` as its Loader's batch size if given."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
         path = Path(folder) / "record.json"
+        # On the CPU for every cluster: fake tensors have the same shapes on all devices.
         command = [
             *(*python_words("shardwise"), "run", "-n", "1", "--trial", "--quiet"),
             *("--device", "cpu", *script.flags, "-m", "shardwise.tools.plan.observer"),
@@ -170,6 +172,7 @@ def _alike(one: StepRecord, other: StepRecord) -> bool:
     """Return whether two records have the same operations and tensors."""
     if len(one.operations) != len(other.operations) or len(one.tensors) != len(other.tensors):
         return False
+    # The two records can be fitted only if the n-th operation and tensor are the same in both.
     same = all(a.name == b.name for a, b in zip(one.operations, other.operations, strict=True))
     return same and all(
         (a.born, a.died, a.source) == (b.born, b.died, b.source)
@@ -187,6 +190,7 @@ def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
     def operation(low: Operation, high: Operation) -> Operation:
         shapes = tuple(
             tuple(line(a, b) for a, b in zip(one, two, strict=True))
+            # A dim that only exists for some batch sizes (a squeeze) cannot be fitted.
             if len(one) == len(two)
             else two
             for one, two in zip(low.shapes, high.shapes, strict=True)

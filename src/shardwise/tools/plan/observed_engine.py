@@ -48,6 +48,7 @@ class ObservedEngine(Engine):
         tensor_plan: TensorPlan | None = None,
         **settings: Any,
     ) -> None:
+        # A GradScaler only changes values, and there are none.
         del scaler
         observation = Observation.current
         assert observation is not None
@@ -107,6 +108,7 @@ class ObservedEngine(Engine):
         for optimizer in self._spec.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [replaced.get(p, p) for p in group["params"]]
+            # State for the old parameters would keep their memory alive.
             optimizer.state.clear()
 
     def _arrival(self, each: ObservedParameter) -> Callable[[Tensor], None]:
@@ -131,6 +133,7 @@ class ObservedEngine(Engine):
                 self._observation.buffer_bytes += buffer.numel() * buffer.element_size()
             if preset.cast is not None or preset.autocast is not None:
                 precision.ForwardPrecision(preset, "cpu").attach(model)
+        # Recomputation shows in the record as forwards inside backward.
         Activations(spec.models, self.settings, world.device, rank=world.rank)
 
     def _hook_modules(
@@ -142,6 +145,8 @@ class ObservedEngine(Engine):
                 attach(
                     module.register_forward_pre_hook, self._entering(number, layer), prepend=True
                 )
+                # always_call: torch's checkpointing ends a recomputation early by raising in a
+                # forward, and the unit must be popped from the stack then, too.
                 attach(module.register_forward_hook, self._leaving(number), always_call=True)
 
     def _entering(self, number: int, layer: int) -> Callable[..., None]:
@@ -237,6 +242,7 @@ class ObservedEngine(Engine):
         finally:
             recorder.active = recorder.backward = False
         self.backwards += 1
+        # As in the real engine: marks the batch as used by a backward.
         self.world.current_batch.train()
 
     def forward_backward(
@@ -252,6 +258,7 @@ class ObservedEngine(Engine):
         self.world.draws.begin()
         divisor = divisor_of(reduction, weighted=weight is not None, replicas=1)
         given = weight is not None
+        # A second call in one step is another micro-batch, which is like the first.
         if self.backwards and self._observation.batch is not None:
             self._end_if_alone()
         self._note_batch(weighted=given or divisor > 0, anew=given and not same_items)
@@ -270,6 +277,8 @@ class ObservedEngine(Engine):
     ) -> StepStats:
         """End the script after all of its engines have stepped."""
         del max_norm
+        # The closure runs forward and backward. Optimizers such as LBFGS call it several times, but
+        # one call shows all that the record needs.
         if closure is not None and not self.backwards:
             with torch.enable_grad():
                 closure()

@@ -35,6 +35,8 @@ def main(arguments: list[str]) -> None:
     """Observe the program that `arguments` name after the file, batch size and tensor ranks."""
     path, samples, tensor, *words = arguments
     observation = Observation.begin(Path(path), int(tensor))
+    # Before the script runs, so that its own imports find the replacement. Bridges use these
+    # modules.
     for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):
         import_module(name).Engine = ObservedEngine  # type: ignore[attr-defined]
     _replace_loader(observation, int(samples))
@@ -48,6 +50,7 @@ def main(arguments: list[str]) -> None:
         if observation.written:
             raise
         _fail(observation, "The script ended before its first step of an sw.Engine.", "")
+    # Ctrl-C ends the plan. It is no fault of the script.
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -55,6 +58,7 @@ def main(arguments: list[str]) -> None:
         kind = "" if isinstance(error, ShardwiseError) else f"{type(error).__name__}: "
         _fail(observation, f"{kind}{error}", user_place(error.__traceback__))
     if not observation.written:
+        # A script may end without engine.step(), for example in its first evaluation.
         if any(engine.backwards for engine in observation.engines):
             finish(observation)
         _fail(observation, "The script made no step of an sw.Engine.", "")

@@ -67,8 +67,10 @@ def _pass(turns: Sequence[tuple[float, float, float]], hidden: float) -> Passed:
             # The gather of the next unit starts with this unit's turn: its own is already queued.
             start = max(queue, clock)
             queue = start + gather if gather else queue
+            # The part of a collective that is not hidden takes time away from computation.
             clock += (1 - hidden) * gather
             gathered.append(queue if gather else 0.0)
+        # A unit starts when the one before it has ended and its own parameters have arrived.
         clock = max(clock, gathered[number]) + compute
         if reduction:
             queue = max(queue, clock) + reduction

@@ -72,6 +72,7 @@ def _pictures(
         DrawnMemory(label_of(line), line.memory, made.question.capacity)
         for line in made.lines[:DRAWN]
     ]
+    # Inches: the legend and axis label, then one panel per placement.
     size = WIDTH, 0.9 + 2.3 * len(drawn)
     svg = save_picture(folder / "plan", size, partial(plots.draw_memory, placements=drawn))
     yield (

@@ -67,6 +67,7 @@ def plan(
 
 def show_plan(request: PlanRequest) -> int:
     """Make a plan and print it. Returns the exit code: 1 if nothing fits."""
+    # With `--json -` standard output contains JSON only, so tables go to standard error.
     to_stdout = is_stdout(request.json_file)
     console = plain_console(stderr=to_stdout, width=WIDTH)
     progress = plain_console(stderr=True, width=WIDTH)

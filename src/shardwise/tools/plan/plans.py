@@ -189,6 +189,7 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
         ("kept", 1): observe_sizes(request.script, activations="kept", on_run=on_run)
     }
     excluded = list(_observe_parts(request.script, cluster, steps, on_run))
+    # `steps` may still grow: recomputation is observed below only if it is needed.
     question = Question(steps, cluster, step_estimate, request.disk, tuple(excluded))
     lines = search.search(question)
     if not any(line.fits and line.choice.micro_batches == 1 for line in lines):
@@ -212,6 +213,7 @@ def _observe_parts(
                 "batches, but the workers of one replica need the same batch"
             )
         return
+    # Size 1 is observed already. A model that cannot be split in 2 cannot be split in 4 either.
     for parts in tensor_sizes(cluster)[1:]:
         try:
             steps["kept", parts] = observe_sizes(
@@ -249,6 +251,7 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
             found += states[name]
         else:
             replicated.append(states[name])
+    # Rounded up, because some replica writes the longer part.
     found += sum(-(-nbytes // data) for nbytes in replicated)
     return found + (rounding_bytes(record) if data > 1 else 0)
 

@@ -110,6 +110,7 @@ class Question:
     def record(self, way: Way, samples: int) -> StepRecord:
         """Return the step with micro-batches of `samples`."""
         if (way, samples) not in self._records:
+            # Fitting a record takes longer than predicting from it, and many placements share one.
             self._records[way, samples] = self.steps[way].at(samples)
         return self._records[way, samples]
 
@@ -119,6 +120,7 @@ class Question:
         They are a replica's share of the batch, and halves of it if the loop allows micro-batches.
         """
         record = self.step.large
+        # Rounded up: the replica with the most samples decides whether the placement fits.
         share = -(-record.total_batch // mesh.data) if record.total_batch else record.batch_size
         counts = [min(share, PER_STAGE * mesh.pipeline) if mesh.pipeline > 1 else 1]
         cuts = bool(record.total_batch) and (record.accumulates or not record.no_pipeline)

@@ -47,6 +47,8 @@ def _part(record: StepRecord, layers: range) -> StepRecord:
             if each.layer in layers
         ),
         backward=bisect_left(here, record.backward),
+        # The record does not know the layers of buffers. They are small: count them on the first
+        # stage.
         buffer_bytes=record.buffer_bytes if 0 in layers else 0,
     )
 
@@ -70,11 +72,14 @@ class _Cut:
 
         A tensor from another stage exists from the first operation here after it was made.
         """
+        # A stage holds a tensor that it makes (and sends), or that it uses last (after receiving
+        # it).
         made, last = self._runs(each.born), self._runs(each.died)
         if not made and not last:
             return None
         born = -1 if each.born < 0 else bisect_left(self._here, each.born)
         died = self.before(each.died)
+        # It is born and dies between two operations of this stage.
         if died < born:
             return None
         start = bisect_left(self._here, self._record.backward)

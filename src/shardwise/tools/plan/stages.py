@@ -141,6 +141,7 @@ class _StagePasses:
         elif each:
             self.backward = last.reduced
         self.tail = last.reduced - self.backward
+        # Waits are the difference to the same passes without any collective.
         alone = sum(each.forward + each.backward for each in times)
         self.gather_waits = max(0.0, self.forward + bare - alone)
         self.reduce_waits = max(0.0, self.backward - bare)
@@ -148,6 +149,7 @@ class _StagePasses:
 
 def _unit_times(unit: UnitWork, run: Parallelism, cluster: Cluster, size: Bytes) -> UnitTimes:
     group, row = run.data_group(cluster), run.placement
+    # The engine's rule: only a sharded optimizer needs no whole gradient on each rank.
     reduce_seconds = reduce_scatter_seconds if row.is_sharded("optimizer") else all_reduce_seconds
     gather = 0.0
     if row.is_sharded("parameters"):
@@ -168,6 +170,8 @@ def _by_bucket(
     size: Bytes,
 ) -> float:
     """Return the seconds of a collective over `elements` of `each` bytes, bucket by bucket."""
+    # Each bucket is one collective with its own latency, so their number matters, not only the
+    # bytes.
     buckets = max(1, math.ceil(elements * size.parameter / size.bucket))
     return buckets * seconds(elements * each / buckets, group)
 
@@ -193,6 +197,7 @@ def _update(
     """Return the seconds of the update on a rank, of its offload, and of publishing parameters."""
     trained = sum(each.trained for each in held)
     row, device = run.placement, cluster.device
+    # With a sharded optimizer each rank updates its shard only.
     own = trained / run.data if row.is_sharded("optimizer") else trained
     seconds = {UPDATE: memory_seconds(own * size.update, device), PUBLISH: 0.0, OFFLOAD: 0.0}
     if row.is_sharded("optimizer") and not row.is_sharded("parameters"):

@@ -118,6 +118,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """End the step: tensors that are still alive lived until now."""
+        # A copy, because each death removes an entry.
         for key in list(self._alive):
             self._died(key, kept=True)
 
@@ -135,6 +136,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         inputs = _tensors((args, kwargs))
         is_fake = any(isinstance(each, FakeTensor) for each in inputs)
+        # A fake tensor has no value. Continue as if it were 0, and report the assumption.
         if func in _VALUES and is_fake:
             return self._assume(func, args)
         if func is aten.nonzero.default and is_fake:
@@ -143,7 +145,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.active or func.namespace == "prim":
             return func(*args, **kwargs)
         place = self._place()
-        self._note_inputs(inputs)
+        for tensor in inputs:
+            key = _key(tensor)
+            if key is not None and key not in self._alive and key not in self._ignored:
+                # No recorded operator made it: it is (part of) the batch.
+                self._be_born(key, tensor, -1, "batch", -1, "")
         out = self._run(func, args, kwargs, inputs, is_fake, place.line)
         self._note(_Call(func, args, kwargs, out, inputs, _tensors(out)), place)
         return out
@@ -158,9 +164,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         line: str,
     ) -> Any:
         """Return the result of `func`. Floating-point tensors without inputs become fake."""
+        # torch.zeros(...) in a script would otherwise take memory, and its results would be real.
         if not inputs and _makes_floats(func, kwargs):
             with self.fake:
                 return func(*args, **kwargs)
+        # torch has no fake implementation of some CPU kernels.
         if is_fake and (stand_in := STAND_INS.get(func)) is not None:
             return stand_in(*args, **kwargs)
         try:
@@ -207,19 +215,15 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._origin.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)
             self._last = found
             return found
+        # A node without a known forward, such as one that accumulates gradients, counts for the
+        # place of the operator before it. A unit is set in backward only while it is recomputed,
+        # and is more exact.
         node = torch._C._current_autograd_node()
         if node is not None and (origin := self._origin.get(node._sequence_nr())) is not None:
             self._last = origin
         return replace(self._last, unit=self.unit) if self.unit >= 0 else self._last
 
     # -- memory -----------------------------------------------------------------------------
-
-    def _note_inputs(self, inputs: list[Tensor]) -> None:
-        """Record new inputs as the batch: no operator made them."""
-        for tensor in inputs:
-            key = _key(tensor)
-            if key is not None and key not in self._alive and key not in self._ignored:
-                self._be_born(key, tensor, -1, "batch", -1, "")
 
     def _note(self, call: _Call, place: _Place) -> None:
         number = len(self.operations)
@@ -280,6 +284,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 memory.source,
                 memory.shape,
                 memory.dtype,
+                # Made by forward and freed in backward: autograd kept it in between.
                 saved=memory.forward and self.backward,
                 kept=kept and memory.born >= 0,
             )
@@ -290,6 +295,8 @@ def user_line() -> str:
     """Return the innermost running line outside of libraries, as "train.py:41"."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        # The innermost user frame is the line that users know; frames of torch and of this package
+        # are below it.
         if _is_users(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back

@@ -87,11 +87,13 @@ def save_picture(
 
 def _for_page(svg: str, name: str) -> str:
     """Return `svg` with a flexible width, a page's colors, and ids that begin with `name`."""
+    # Without the XML declaration and doctype, which HTML does not allow inside of a page.
     svg = svg[svg.index("<svg") :]
     for color in DARK:
         svg = svg.replace(color, f"var(--{variable(color)})")
     # Two pictures on one page would otherwise have the same ids.
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    # References to these ids: clip paths and markers.
     svg = re.sub(r'(xlink:href="|url\()#', rf"\g<1>#{name}-", svg)
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt"', "", svg, count=1)
 

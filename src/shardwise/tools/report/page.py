@@ -21,6 +21,7 @@ def render_page(package: str, **values: Any) -> str:
 
     def load(name: str) -> str:
         home = "shardwise.tools.report" if name == "base" else name
+        # Through importlib, so that templates are found in a wheel as well.
         return resources.files(home).joinpath("page.html.jinja").read_text()
 
     environment = Environment(

@@ -32,9 +32,11 @@ def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
     whole, time = math.fsum(samples), math.fsum(seconds)
     value = whole / time
     groups = min(MOST_GROUPS, len(seconds))
+    # One group has no spread.
     if groups < 2:
         return Rate(value, math.nan, math.nan)
     cuts = [len(seconds) * group // groups for group in range(groups + 1)]
+    # The ratio estimator: its error is the spread of samples - rate * seconds over the groups.
     residuals = [
         math.fsum(samples[first:end]) - value * math.fsum(seconds[first:end])
         for first, end in pairwise(cuts)

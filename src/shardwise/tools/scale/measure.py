@@ -29,6 +29,8 @@ def measure(plan: ScalingPlan) -> int:
         try:
             made.extend(_all(plan, console))
         except (KeyboardInterrupt, SystemExit):
+            # A measurement takes hours. If it is interrupted, the finished sizes are still
+            # reported.
             if made:
                 _tell(ScalingReport(plan=plan, runs=made), console)
             raise
@@ -58,6 +60,7 @@ def _all(plan: ScalingPlan, console: Console) -> Iterator[MeasuredRun]:
     with _bar(console) as bar:
         task = bar.add_task("", total=len(asked), what="")
         for kind, size in asked:
+            # Without this, strong and weak scaling would both measure one worker.
             if size == 1 and alone is not None:
                 run = replace(alone, kind=kind)  # with one worker both kinds are the same run
             else:

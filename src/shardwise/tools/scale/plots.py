@@ -62,6 +62,7 @@ def _throughput(axes: Any, report: ScalingReport) -> None:
             continue
         workers = [row.run.workers for row in rows]
         rates = [row.measured.rate for row in rows]
+        # From the smallest measured size: one worker may not have been measured.
         ideal = [rates[0].value / workers[0] * count for count in workers]
         values = [each.value for each in rates]
         reach = [

@@ -21,8 +21,8 @@ class Measured:
     """The result of a run of `steps` steps, without the first `dropped` for the rate.
 
     `batch` is the total batch of a typical step, `seconds` its duration. `loss` is the mean loss of
-    each epoch, `losses` the loss of each step. `means` are the last values of each epoch that Metrics
-    computed, by name.
+    each epoch, `losses` the loss of each step. `means` are the last values of Metrics in each
+    epoch, by name.
     """
 
     steps: int
@@ -49,6 +49,7 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
             "them share, under the same path."
         )
     rows = [list(_rows(path)) for path in paths]
+    # Other rows hold the means of sw.Metrics.
     own = [[row for row in of_rank if "step" in row] for of_rank in rows]
     # A run that is stopped may end between the ranks' writes: use the steps that all have.
     made = min(map(len, own))
@@ -63,6 +64,7 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
             "--warmup, or more steps."
         )
     steps = list(zip(*(of_rank[:made] for of_rank in own), strict=True))
+    # Of all ranks: with uneven shares no rank alone knows the batch.
     samples = [sum(row["samples"] for row in step) for step in steps]
     if not sum(samples[warmup:]):
         raise TooFew(
@@ -76,6 +78,7 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
         batch=int(median(samples[warmup:])),
         seconds=median(seconds[warmup:]),
         rate=rate(samples[warmup:], seconds[warmup:]),
+        # An engine reports the same loss on every rank, so rank 0's record is enough.
         loss=_loss(own[0][:made]),
         losses={n: row["loss"] for n, row in enumerate(own[0][:made]) if _is_loss(row)},
         means=_means(row for row in rows[0] if "means" in row),
@@ -106,6 +109,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete lines of a record. A crash may have cut off the last one."""
     for line in path.read_text().splitlines():
         try:
+            # Ranks append line by line, so only the last one can be incomplete.
             yield json.loads(line)
         except json.JSONDecodeError:
             return

@@ -49,6 +49,8 @@ class ScalingReport:
         found = [(run, run.measured) for run in self.runs if run.kind == kind and run.measured]
         if not found:
             return []
+        # The rate per worker at the smallest size that succeeded, which may have more than one
+        # worker.
         base = found[0][1].rate.value / found[0][0].workers
         return [
             ScalingRow(

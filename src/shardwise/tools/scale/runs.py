@@ -76,10 +76,12 @@ def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> Measured
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            # In this order the user's own OMP_NUM_THREADS wins.
             env={"OMP_NUM_THREADS": str(plan.threads), **os.environ},
         )
         code = program.wait_for(process, lambda: on_step(records.steps_made(folder)))
     ended = MeasuredRun(kind=kind, workers=workers, log=log, wall=time.monotonic() - start)
+    # A failed size is reported, and the others still run: the largest may just not fit into memory.
     if code:
         return replace(
             ended, error=f"exit code {code}: {last_words(log.read_text(errors='replace'))}"

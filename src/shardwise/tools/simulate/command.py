@@ -50,6 +50,7 @@ def run(asked: SimulationRequest, out: Path, json_file: Path | None) -> int:
     model = model_of(asked, cluster, failures)
     with _progress(asked, model) as tick:
         found, tried = _found(asked, model, tick)
+        # To compare: what the same failures cost the run without islands.
         whole = None
         if model.islands > 1:
             whole, _ = _found(asked, as_a_whole(asked, model), tick)
@@ -92,6 +93,7 @@ def model_of(asked: SimulationRequest, cluster: Cluster, failures: Failures) -> 
         failures=failures.classes,
         work=asked.days,
         step=asked.step,
+        # A first value: the interval must be a multiple of a round, which this model defines.
         interval=asked.days,  # replaced below: an interval is rounded to rounds of this model
         save=asked.save,
         restart=asked.restart,
@@ -132,6 +134,7 @@ def _check_islands(asked: SimulationRequest, cluster: Cluster, islands: int) -> 
     """Raise ConfigError if the hosts, or the devices of a single host, do not divide evenly."""
     several = cluster.hosts > 1
     count = cluster.hosts if several else cluster.per_host
+    # All islands must have the same size, because each one has the same share of the work.
     if count % islands:
         raise ConfigError(
             f"--islands {islands}: {many(count, 'host' if several else 'device')} cannot be "
@@ -176,6 +179,7 @@ def as_a_whole(asked: SimulationRequest, model: RunModel) -> RunModel:
 def _progress(asked: SimulationRequest, model: RunModel) -> Iterator[Any]:
     """Show the number of finished trials. Yields the function to call after each one."""
     searched = len(FACTORS) * SEARCH_TRIALS if asked.save_every is None else 0
+    # With islands the same run is also simulated without them, for comparison.
     models = 1 + (model.islands > 1)
     pilot = SEARCH_TRIALS if searched and model.islands > 1 else 0
     console = Console(stderr=True)

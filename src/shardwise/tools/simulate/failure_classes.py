@@ -66,6 +66,7 @@ class Topology:
 
     def hosts_at(self, scope: str, place: int) -> range:
         """Return the hosts that fail with component `place` of `scope` (none for a job)."""
+        # A failure of the job takes down no hardware.
         if scope == "job":
             return range(0)
         if scope in ("device", "host"):
@@ -212,6 +213,7 @@ class _Reading(SourcedFile):
             return found["per_1000_days"] / (1000 * DAY)
         if missing := [key for key in _OBSERVED[:3] if key not in observed]:
             raise self.wrong(f"{where} has a count, so [observed] needs {missing[0]}.")
+        # The rate per component needs the number of components in the observed run.
         hosts = math.ceil(observed["devices"] / observed["devices_per_host"])
         seen = Topology(
             hosts,

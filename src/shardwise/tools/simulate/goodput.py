@@ -70,10 +70,13 @@ def simulate(
     """
     outcomes = []
     for number in range(trials):
+        # A large factor, so that trials of neighbouring seeds do not share random numbers.
         outcomes.append(run_trial(model, seed * 1_000_003 + number))
         tick()
+    # Weighted by time: a long trial has more of each cause.
     wall = sum(each.wall for each in outcomes)
     names = dict.fromkeys(each.name for each in model.failures)
+    # The page shows the median run: an average of runs would show no single failure.
     by_goodput = sorted(outcomes, key=lambda each: each.goodput)
     return Goodput(
         model=model,
@@ -89,6 +92,7 @@ def simulate(
 
 def run_trial(model: RunModel, seed: int) -> Outcome:
     """Simulate one run of `model`, with islands or as a whole."""
+    # A run without islands has a boundary at every step if gradients cross slow links.
     if model.islands > 1 or model.boundary:
         return IslandTrial(model, seed).run()
     return Trial(model, seed).run()
@@ -104,6 +108,7 @@ def stops_per_second(
     """
     if model.islands == 1:
         return model.failure_rate
+    # The rate of stops decides which intervals are worth trying, so it comes first.
     pilot = replace(model, interval=in_rounds(model.work / BINS, model))
     return simulate(pilot, trials, seed, tick).stop_rate
 

@@ -77,7 +77,9 @@ class IslandTrial:
         """Run to the end, or until GIVES_UP times the work has passed."""
         limit = GIVES_UP * self._model.work
         while not self._is_done and self._time.now < limit:
-            self._go_on(min(self._next_event(), limit))
+            ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
+            ends += [each.until for each in self._away.values()]
+            self._go_on(min(*ends, limit))
             if not self._is_done:
                 self._take_events()
         return self._time.closed(
@@ -131,8 +133,12 @@ class IslandTrial:
     def _begin_round(self) -> None:
         """Begin a round. Waiting islands rejoin, from a checkpoint that must be complete first."""
         away = {n: each for n, each in self._away.items() if each.cause != "rejoining"}
+        # Somebody rejoins, and somebody is present to save for it. If all were absent, they load
+        # the newest checkpoint.
         admits = len(away) < len(self._away) < self._model.islands
+        # Rejoining islands have waited for exactly this moment.
         self._away, self._round = away, 0.0
+        # Fewer islands need longer for the rest, because together they do the work of all.
         needed = (self._model.work - self._work) / self._share
         self._left = [(WORK, min(self._length, needed)), (BOUNDARY, self._model.boundary)]
         # A checkpoint for a rejoining island blocks until it is written. Other saves finish in the
@@ -147,6 +153,7 @@ class IslandTrial:
         # A round with a boundary that waits for a failed island is not like the others.
         if any(each.awaited for each in self._away.values()):
             return
+        # Walking through each round of a run of months would take minutes.
         seconds = self._length * self._pace + self._model.boundary
         whole = int((self._model.work - self._work) / self._share / self._length) - 1
         count = min(int((until - self._time.now) / seconds), self._saves_in - 1, whole)
@@ -197,6 +204,7 @@ class IslandTrial:
 
     def _spend(self, seconds: float, parts: dict[str, float]) -> None:
         """Spend `seconds`: `parts` on the present islands, and the causes of absent ones."""
+        # Each island has an equal share of the wall time.
         one = 1 / self._model.islands
         spent = {kind: value * self._share for kind, value in parts.items()}
         for each in self._away.values():
@@ -210,10 +218,6 @@ class IslandTrial:
             return math.inf
         return self._time.now + float(self._random.exponential(1 / self._rate))
 
-    def _next_event(self) -> float:
-        ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
-        return min([*ends, *(each.until for each in self._away.values())])
-
     def _take_events(self) -> None:
         """Handle the events that are due."""
         now = self._time.now
@@ -223,6 +227,7 @@ class IslandTrial:
             heapq.heappop(self._returns)
             self._take_back_host()
         for each in self._away.values():
+            # Causes without a fixed end have an infinite `until`: a host or a boundary ends them.
             if each.until <= now:
                 self._advance(each)
         if not self._share and any(each.cause == "rejoining" for each in self._away.values()):
@@ -263,6 +268,7 @@ class IslandTrial:
         self._next = self._draw_next()
         hit = self._hit(failure)
         working = [island for island in hit if island not in self._away]
+        # Nothing happens to an island that is absent, unless the failure takes more of its hosts.
         if not working and (not hit or failure.planned or failure.slowdown > 1):
             return
         self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
@@ -294,6 +300,8 @@ class IslandTrial:
 
     def _leave(self, islands: list[int]) -> None:
         """Stop islands as planned. Their work is kept, by a save if no island remains."""
+        # No island remains that could give the others its parameters, so a checkpoint must keep the
+        # work.
         if len(self._away) + len(islands) == self._model.islands:
             self._spend(self._model.save, {SAVE: self._model.save})
             self._kept = self._work
@@ -306,6 +314,7 @@ class IslandTrial:
         If no island is left, the run loses all work that is not in a checkpoint.
         """
         detect = min(failure.detect, self._model.detect)
+        # `_round` is the work since the boundary. Work counts in seconds of all islands.
         self._time.lose(self._round * len(working) / self._model.islands)
         self._send_away(working, "detection", detect)
         back = self._time.now
@@ -335,10 +344,12 @@ class IslandTrial:
         self._time.lose(self._work - self._kept)
         self._saves_in = self._rounds_between_saves
         for each in self._away.values():
+            # Nobody is left to wait for it.
             each.awaited = False
 
     def _take_away(self, each: _Absence, units: int, back: float) -> None:
         """Send units of an island to repair until `back`, and replace them by spares."""
+        # Units in repair cannot fail again.
         gone = min(units, self._units - each.missing)
         spares = min(gone, self._free)
         self._free -= spares

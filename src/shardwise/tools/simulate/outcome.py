@@ -58,6 +58,7 @@ class TimeSpent:
         end = self.now + wall
         for kind, seconds in parts.items():
             self.totals[kind] += seconds
+        # Divide the span among the bins that it covers, in proportion to the time in each.
         while self.now < end:
             number = int(self.now / self.width)
             until = min(end, (number + 1) * self.width)

@@ -92,6 +92,7 @@ def _over_time(axes: Any, report: SimulationReport) -> None:
             color=BLUE if kind == USEFUL else COLORS[kind],
             label="steps that count" if kind == USEFUL else CAUSES[kind],
         )
+        # Stacked bars: each kind starts on top of the ones before.
         base = [low + more for low, more in zip(base, share, strict=True)]
     moments = [moment / DAY for moment, _ in shown.moments]
     axes.plot(moments, [1.03] * len(moments), "|", color=INK, markersize=6, alpha=0.6)

@@ -88,6 +88,7 @@ class SimulationReport:
         It includes lost time and spares. None if the catalogue has no price.
         """
         prices = [self.cluster.device.number(f"dollars_{end}") for end in ("low", "high")]
+        # Spares are rented for the whole run, whether they are used or not.
         hosts = self.cluster.hosts + self.asked.spares
         hours = self.found.wall.mean / HOUR * hosts * self.cluster.per_host
         low, high = prices
@@ -138,6 +139,8 @@ def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
     """Yield how often the whole run stops, and how far apart checkpoints are."""
     found, model = report.found, report.model
     apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
+    # Young's formula needs the rate of stops of the whole run. With islands it was counted in the
+    # trials.
     rate = found.stop_rate if model.islands > 1 else model.failure_rate
     if rate:
         formulas = [each(rate, model.save) / model.pace for each in (young, daly)]

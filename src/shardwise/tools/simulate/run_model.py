@@ -61,6 +61,8 @@ class RunModel:
 
         Planned failures are not counted.
         """
+        # Slow devices and planned stops lose no work, so they do not matter for the interval of
+        # saves.
         stopping = (each for each in self.failures if each.slowdown == 1 and not each.planned)
         return sum(each.rate_over(self.topology) for each in stopping)
 
@@ -93,6 +95,7 @@ class RunModel:
         Each step waits for the slowest device of its island, and each boundary for the slowest
         island.
         """
+        # Per island: only devices of the same island wait for each other at every step.
         mean, deviation = largest_of(self.topology.devices // self.islands)
         # Variations average out over a round: its deviation is a step's, divided by the square root
         # of the number of steps.

@@ -32,6 +32,7 @@ class SlowLinks:
 
         from shardwise.islands.wire import Wire
 
+        # Every island sends to each of the others, over its one link.
         packed = Wire(rule.wire).nbytes(round(self.parameters), torch.float32)
         return (self.islands - 1) * packed
 

@@ -30,6 +30,7 @@ class Trial:
         self._random = np.random.default_rng(seed)
         rates = [each.rate_over(model.topology) for each in model.failures]
         self._rate = sum(rates)
+        # One draw for all components: the time of the next failure, then its class by these sums.
         self._sums = np.cumsum(rates)
         self._slowest = model.slowest
         self._time = TimeSpent(model.work / BINS)
@@ -95,6 +96,7 @@ class Trial:
             if not self._is_done:
                 self._repeat(until, pace)
                 # A save that `until` cuts short makes no checkpoint.
+                # An event may interrupt a save. Then it has cost time without making a checkpoint.
                 seconds = min(model.save, until - self._time.now)
                 self._time.spend({"saves": seconds})
                 if seconds >= model.save:
@@ -124,6 +126,7 @@ class Trial:
         """
         model = self._model
         cycle = model.save + model.interval * pace
+        # Less a little in the second bound: no save follows the last interval.
         room = min(
             (until - self._time.now) / cycle, (model.work - self._work) / model.interval - 1e-9
         )
@@ -156,6 +159,7 @@ class Trial:
         now = self._time.now
         while self._slow and self._slow[0][0] <= now:
             heapq.heappop(self._slow)
+        # A missing host is back. Using it takes a restart, which is planned and loses no work.
         if self._take_returns():
             self._stop_as_planned()
         if self._next <= now:
@@ -170,6 +174,7 @@ class Trial:
         missed = False
         while self._returns and self._returns[0] <= self._time.now:
             heapq.heappop(self._returns)
+            # The run itself comes before the spares.
             if self._hosts < self._model.topology.hosts:
                 self._hosts, missed = self._hosts + 1, True
             else:
@@ -183,6 +188,8 @@ class Trial:
         failure = model.failures[int(np.searchsorted(self._sums, drawn, side="right"))]
         self._next = self._draw_next()
         absent = 1 - self._hosts / model.topology.hosts
+        # The drawn rate counts all hosts. Ignoring failures of absent ones keeps the process
+        # Poisson for the others.
         if failure.scope != "job" and absent and self._random.random() < absent:
             return None
         self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
@@ -200,6 +207,7 @@ class Trial:
         spares = min(gone, self._free)
         self._free -= spares
         self._hosts -= gone - spares
+        # One draw: all hosts of a rack or pod return together.
         back = self._time.now + float(self._random.exponential(failure.repair))
         for _ in range(gone):
             heapq.heappush(self._returns, back)
@@ -210,6 +218,7 @@ class Trial:
         """Go back to the newest complete checkpoint, and restart."""
         now = self._time.now
         self._stops += 1
+        # A background save that was not complete at the failure is lost.
         while self._written and self._written[0][0] <= now:
             self._kept = self._written.pop(0)[1]
         self._written.clear()
@@ -220,6 +229,7 @@ class Trial:
 
     def _stop_as_planned(self) -> None:
         """Save, and restart with the hosts that are present."""
+        # Nothing runs afterwards, so the background part of the save is waited for, too.
         self._time.spend({"saves": self._model.save + self._model.background})
         self._written.clear()
         self._kept, self._since = self._work, 0.0
@@ -235,6 +245,8 @@ class Trial:
                 self._take_returns()
                 self._next = self._draw_next()
             starts = self._time.now + self._model.restart
+            # The exponential distribution has no memory: a failure after the start needs no new
+            # draw.
             if self._next > starts:
                 self._time.spend({"restart": self._model.restart})
                 return

@@ -30,6 +30,7 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
     FILES are the output of `shardwise run --timeline FILE`. Files of other hosts, which have the
     host's name in theirs, are read too if they are in the same folder.
     """
+    # Imported here, so that `shardwise --help` stays fast.
     from shardwise.tools.timeline import reading, tables
     from shardwise.tools.timeline.slowest import counted
     from shardwise.tools.timeline.steps import steps_of

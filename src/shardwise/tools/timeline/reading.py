@@ -23,6 +23,7 @@ def read(paths: Sequence[Path]) -> list[Event]:
     if len(runs) > 1:
         names = ", ".join(map(str, paths))
         raise ConfigError(f"{names} belong to different runs: give the files of one run.")
+    # Each host writes its own file. Users often name only one of them.
     for beside in [other for path in paths for other in siblings(path)]:
         if beside.resolve() not in found and _run_of(beside) in runs:
             found[beside.resolve()] = _events(beside)
@@ -52,6 +53,7 @@ def _events(path: Path) -> list[Event]:
         found = None
     except ValueError:
         found = _cut_off(text)
+    # Chrome's format also allows an object with the events inside.
     if isinstance(found, dict):
         found = found.get("traceEvents")
     if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):

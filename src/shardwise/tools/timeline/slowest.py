@@ -67,6 +67,7 @@ def slowest(steps: Mapping[int, Sequence[StepTimes]]) -> Slowest | None:
     if len(ranks) < 2:
         return None
     busy = {rank: mean(step.busy for step in steps[rank]) for rank in ranks}
+    # By work rather than by time: all steps end together, so all ranks take equally long.
     last = max(busy, key=lambda rank: busy[rank])
     others = [rank for rank in ranks if rank != last]
     behind = busy[last] - median(busy[rank] for rank in others)
@@ -77,6 +78,7 @@ def slowest(steps: Mapping[int, Sequence[StepTimes]]) -> Slowest | None:
     for rank, own in work.items():
         own[EXPOSED] -= mean(min(step.waited, step.exposed) for step in steps[rank])
     more = {kind: work[last][kind] - median(work[r][kind] for r in others) for kind in KINDS}
+    # The kind of work in which it differs most from the median of the others names the cause.
     kind = max(more, key=lambda kind: more[kind])
     # The steps that all ranks have, with the times of each rank.
     by_number = [{step.number: step for step in own} for own in steps.values() if own]

@@ -72,6 +72,7 @@ def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[StepTimes]]:
 
 def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
     marks = [event for event in events if event["cat"] == Row.STEPS.title]
+    # The steps of several engines (a GAN) alternate. One of them must define what a step is.
     first = min((mark["args"]["engine"] for mark in marks), default=0)
     marks = [mark for mark in marks if mark["args"]["engine"] == first]
     kinds = _kinds(events)
@@ -88,6 +89,8 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
         begin, end = _ends(mark)
         spent = {kind: _seconds(kinds[kind], begin, end) for kind in _FIRST}
         seconds = (end - begin) / 1e6
+        # The kinds do not overlap, so the rest is the script's own code. Rounding may make it
+        # negative.
         spent[OTHER] = max(0.0, seconds - sum(spent.values()))
         found.append(
             StepTimes(
@@ -114,6 +117,7 @@ def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, f
     for kind in _FIRST:
         whole = union(covered[kind])
         found[kind] = minus(whole, taken)
+        # Later kinds get only the moments that no earlier kind has.
         taken = union([*taken, *whole])
     return found
 
@@ -127,12 +131,15 @@ def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
     beside = union(_ends(event) for event in events if event["cat"] == WAIT_BESIDE)
     for event in events:
         if event["cat"] == Row.COMPUTE.title and event["name"] == _SYNCHRONIZE:
+            # The communication thread may wait for others while the rank computes, which costs no
+            # time.
             found += clipped(beside, *_ends(event))
     return union(found)
 
 
 def _kind(event: Mapping[str, Any]) -> str | None:
     category, name = event["cat"], event["name"]
+    # A collective itself runs in parallel. Only the time that the rank is blocked by it is exposed.
     if category == WAIT or (category == Row.COMPUTE.title and name in _BLOCKING):
         return EXPOSED
     if category in (Row.DATA.title, Row.CHECKPOINT.title):
@@ -180,6 +187,7 @@ def minus(whole: Intervals, taken: Intervals) -> list[Interval]:
 
 def clipped(whole: Intervals, begin: float, end: float) -> list[Interval]:
     """Return the part of `whole` between `begin` and `end`."""
+    # Start at the last interval that begins before `begin`: a timeline has too many to scan all.
     first = max(0, bisect_right(whole, (begin, float("inf"))) - 1)
     found = []
     for number in range(first, len(whole)):

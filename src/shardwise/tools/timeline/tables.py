@@ -54,6 +54,7 @@ def longest(steps: Steps, count: int) -> list[StepTimes]:
     worst: dict[int, float] = {}
     for step in (step for own in steps.values() for step in own):
         worst[step.number] = max(step.seconds, worst.get(step.number, 0.0))
+    # By number, so that all ranks are shown for each of these steps.
     kept = set(sorted(worst, key=lambda number: -worst[number])[:count])
     return [step for own in steps.values() for step in own if step.number in kept]
 

@@ -70,6 +70,7 @@ def _batches(size: int) -> None:
         first = watching.caller(1) is not None or watching.module_of(1).startswith(MAKE_LOADERS)
         if first and batch_size and current().size > 1:
             batch_size = max(1, batch_size // size)
+        # Other workers do the same, so the total over all workers is the script's batch size.
         plain(self, dataset, batch_size, *args, **kwargs)
 
     kind.__init__ = divided
@@ -88,6 +89,7 @@ def _split(value: Any) -> None:
 
 def _draws(value: Any) -> None:
     def after(engine: Any) -> None:
+        # A seed that is new at each step, and the same on all ranks.
         randomness.seed_everything(randomness.seed_from(current().seed, "alike", engine.steps))
 
     _around_step(after=after)
@@ -114,6 +116,7 @@ def _weight(value: Any) -> None:
     def unweighted(plain: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(plain)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # The engine then weighs losses by what it finds in their graphs.
             return plain(self, *args, **{**kwargs, "weight": None, "reduction": "mean"})
 
         return call

@@ -47,6 +47,7 @@ def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> FoundCauses:
 
     # Without "rank": the alteration "size" makes every worker rank 0 already.
     plain = [each for each in suspects if each.name != "rank"]
+    # All suspects together do not remove the difference, so no subset can be named.
     if len(plain) < 2 or not agrees(plain):
         return FoundCauses([], clue)
     needed = list(plain)

@@ -85,6 +85,7 @@ class RunMaker:
     def __call__(self, run: Run, words: str) -> RecordedTraining:
         """Make one run, described by `words`. Raises RunFailed."""
         self.names.append(words)
+        # Logs are numbered in the order of the runs, which the progress lines show too.
         number = len(self.names)
         log = self.folder / f"{number:02d}.txt"
         self.progress.show(number, words, 0, run.steps)
@@ -119,9 +120,12 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
             ProgressDisplay() as progress,
         ):
             verification = Verification(plan, RunMaker(_log_folder(plan.out), progress, warm))
+            # Fails early: without a reference that trains with an engine, no placement is worth a
+            # run.
             verification.check()
             for placement in plan.placements:
                 result = verification.judge(placement)
+                # Verdicts are printed as they come, since a placement may take minutes.
                 results.append(result)
                 console.print(f"{result.placement}", style="bold", soft_wrap=True)
                 for number, sentence in enumerate(verdicts.sentences(result)):

@@ -174,6 +174,7 @@ def _renaming(reference: RecordedTraining, other: RecordedTraining, engine: int)
     one = [p for each in reference.parameters.get(engine, []) for p in each]
     two = [p for each in other.parameters.get(engine, []) for p in each]
     shapes = [tuple(shape) for _, shape in one], [tuple(shape) for _, shape in two]
+    # A ported script often renames or wraps modules, but keeps the order of its parameters.
     if {name for name, _ in one} == {name for name, _ in two} or shapes[0] != shapes[1]:
         return {}
     return {theirs: ours for (theirs, _), (ours, _) in zip(one, two, strict=True)}
@@ -240,6 +241,7 @@ def _relative(theirs: float, ours: float, least: float = 0.0, *, known: bool) ->
 
 def _ratio(apart: float, size: float) -> float:
     """Return `apart` / `size`, infinite if either is NaN."""
+    # 0 / inf and 0 / nan must stay 0.
     found = apart / size if apart else 0.0
     return math.inf if math.isnan(found) else found
 
@@ -272,6 +274,7 @@ def _tensors(
     floors = _floors(theirs)
     for key in theirs.keys() | ours.keys():
         kind, name = key
+        # Plain attributes may be anything, such as a cache of the last batch.
         if kind not in COUNTED:
             continue
         if key not in theirs or key not in ours:
@@ -290,6 +293,7 @@ def _difference(
 ) -> TensorDifference:
     strays = tuple(two.strays)
     norm = max(one.fingerprint.norm, floor[1], 1e-300)
+    # A fingerprint contains a sketch of the values, which estimates the norm of the difference.
     apart = _ratio(max(one.fingerprint.distance(copy) for copy in two.copies.values()), norm)
     if one.values is None or two.values is None or one.values.shape != two.values.shape:
         return TensorDifference(kind, name, apart, strays)
@@ -298,6 +302,7 @@ def _difference(
     # Relative to the largest value, not element by element: elements near zero are only rounding.
     theirs, ours = one.values.double(), two.values.double()
     away = (theirs - ours).abs()
+    # NaN in the same place of both runs is equal.
     away[theirs.isnan() & ours.isnan()] = 0.0
     worst = int(away.nan_to_num(nan=math.inf).argmax())
     largest = float(away[worst])

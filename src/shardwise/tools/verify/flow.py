@@ -53,6 +53,7 @@ class Verification:
 
         Raises LaunchError if the script trains without an engine.
         """
+        # The reference is needed first: it shows whether the script trains with an engine at all.
         reference = self._reference()
         if self.plan.against is None:
             _check_driver(reference, self.plan.script.words[0])
@@ -123,6 +124,7 @@ class Verification:
         """Return `result` with the values of the first tensors that differ."""
         # Runs of large models record only fingerprints, which cannot name an element. So make both
         # runs again up to that step, and record the values of the tensors that differ.
+        # Values are compared in fp64, because the verdict is about the fp64 runs.
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
         names = [] if first is None else [t.name for t in first.beyond(TOLERANCE) if not t.exact]
@@ -159,6 +161,7 @@ class Verification:
         first = result.wide.first(TOLERANCE)
         # One step more than the first that differs: a state may differ one step before the loss.
         steps = min(max(first.number if first is not None else 1, 1) + 1, self.plan.steps)
+        # Keeps the trainings of all tried placements, so that the smallest one need not run again.
         trainings = {str(result.placement): wide}
 
         def differs(placement: RunPlacement) -> bool:
@@ -212,6 +215,7 @@ class Verification:
         tried = suspects.list_suspects(reference, other, compared, TOLERANCE, size)
 
         def agrees(several: Sequence[Suspect]) -> bool:
+            # Suspects are removed together, so their alterations are merged.
             alter: dict[str, Any] = {}
             settings: dict[str, str] = {}
             for each in several:
@@ -229,6 +233,8 @@ class Verification:
                 made = self._run(spread, f"{smallest} {words}", steps, alter)
             except RunFailed:
                 return False
+            # Without comparing weights and counts: an alteration such as a larger share of the
+            # batch changes them.
             seen = compare(base, made, steps=steps)
             if self.plan.against is not None:  # hooks know too little about the original's losses
                 seen = seen.without_losses
@@ -248,6 +254,7 @@ class Verification:
 
     def _reference(self, *, wide: bool = False) -> RecordedTraining:
         key = WIDE if wide else "own"
+        # Every comparison needs the reference, and it is always the same run.
         if key not in self._references:
             placement = self._alone() if wide else self.plan.reference
             words = "the reference in fp64" if wide else "the reference"
@@ -274,6 +281,7 @@ class Verification:
             script, placement = self.plan.against, None
         if placement is not None:
             placement = placement.with_settings(**(settings or {}))
+            # Under a launcher the placement's flags decide. Otherwise the recorder casts the model.
             precision = placement.settings.get("precision", "fp32")
         run = Run(
             script=script,

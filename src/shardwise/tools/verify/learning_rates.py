@@ -27,6 +27,7 @@ def suspect_rates(
         apart += [(a, b) for x, y in pairs for a, b in zip(x.lr, y.lr, strict=False) if a != b]
     if not apart:
         return
+    # Whether the batch grows too decides whether a scaled rate may be intended.
     batch = _batch(reference, other)
     if (times := find_pace(reference, other, size)) > 1:
         yield _fast_schedule(times, rates, batch, of_workers=times == size)

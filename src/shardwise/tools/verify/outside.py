@@ -54,6 +54,7 @@ class Recorder:
         """The loss of the first backward inside a step with a closure."""
         self._follow_losses()
         self._follow_optimizers()
+        # Global hooks of torch: they also see optimizers that a library makes.
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
@@ -125,6 +126,7 @@ class Recorder:
 
     def _track(self, optimizer: optim.Optimizer) -> None:
         tracked = _TrackedOptimizer(optimizer)
+        # Such parameters have no name that could be compared.
         if not tracked.models:
             return  # made by a library, over parameters that belong to no module
         self._optimizers.append(tracked)
@@ -164,6 +166,8 @@ class Recorder:
         tracked.steps += 1
         loss = self._loss
         if _has_closure(args, kwargs) and self._first_loss is not None:
+            # A closure may run several times per step. Engines report its first loss, so take the
+            # same one.
             loss = self._first_loss
         figures = {"loss": loss, "grad_norm": tracked.norm}
         self._loss = 0.0
@@ -255,11 +259,13 @@ def _named_models(trained: list[Tensor]) -> Iterator[tuple[str, nn.Module]]:
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     found = []
     for module in modules:
+        # Outermost only: an engine is given whole models, and names their parameters from there.
         if id(module) not in inner:
             places = [wanted[id(p)] for p in module.parameters() if id(p) in wanted]
             if places:
                 found.append((min(places), module))
     found.sort(key=lambda pair: pair[0])
+    # As an engine names them: a single model has no prefix.
     several = len(found) > 1
     for number, (_, module) in enumerate(found):
         yield f"models[{number}]" if several else "", module

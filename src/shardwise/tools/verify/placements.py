@@ -50,6 +50,7 @@ class RunPlacement:
     def reference(self) -> RunPlacement:
         """Return the placement of the reference: one rank on this host, -n 1 --zero 0."""
         kept = {name: text for name, text in self.settings.items() if name in TRAINING}
+        # Every other setting of the placement is left out, and has its default.
         alone = {"zero": "0"}
         if "config" in kept:  # override the placement in the config file
             alone |= {"tensor": "1", "pipeline": "1"}
@@ -124,6 +125,8 @@ def find_smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
             if candidate in tried or not candidate.is_legal:
                 continue
             tried.append(candidate)
+            # The first that still differs replaces the placement, and the next group starts from
+            # it.
             if differs(candidate):
                 placement = candidate
                 break
@@ -136,6 +139,7 @@ def rows(placement: RunPlacement) -> Iterator[RunPlacement]:
         found = placement.without("shard", "zero", "shard_within").with_settings(zero=str(level))
         for name in TIERS:
             if not found.is_legal:
+                # A lower row may not allow offloading of a state that it does not shard.
                 found = found.without(name)
         yield found
 

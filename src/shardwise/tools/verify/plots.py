@@ -96,6 +96,7 @@ def _steps(axes: Any, report: VerifyReport) -> None:
             points = largest_by_step(comparison)
             axes.plot(
                 [step - 1 for step, _ in points],
+                # Infinite differences (a missing tensor, NaN) are drawn at 1e3.
                 [min(max(value, LEAST), 1e3) for _, value in points],
                 color=color,
                 linestyle=line,

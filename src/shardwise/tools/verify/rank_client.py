@@ -45,6 +45,7 @@ def main(folder: str, first: str, *arguments: str) -> int:
     text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         try:
+            # The number might be in use in the warm process. Start the rank the slow way instead.
             if max(files) >= FREE:
                 raise OSError("a file number is too high to be free in a warm process")
             connection.connect(path)

@@ -127,6 +127,7 @@ def read(folder: Path) -> RecordedTraining:
         rows = [(rank, torch.load(path, weights_only=True)) for rank, path in several]
         engines[engine].append(_step(step, rows))
         order[engine] = rows[0][1]["order"] or order.get(engine, [])
+        # Equal on all ranks, which all build the same model.
         parameters[engine] = rows[0][1]["parameters"]
     # Number engines by those that made a step: a script may make optimizers that never step.
     return RecordedTraining(_dense(engines), _dense(order), _dense(parameters), _facts(ranks))
@@ -155,6 +156,7 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
     numbers: dict[str, float] = {}
     samples: list[int] = []
     for _, row in rows:
+        # Scalars such as Adam's step, by parameter: ranks own different parameters.
         numbers |= row["numbers"]
         samples += row["samples"]
     fed = [row["fed"] for _, row in rows]
@@ -170,6 +172,7 @@ def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
         samples=tuple(sorted(samples)),
         fed=FeedRecord(
             sum(each["elements"] for each in fed),
+            # Hashes add up modulo 2^64, whatever rows each rank was fed.
             sum(each["hashes"] for each in fed) % fingerprints.WORD,
             (
                 math.fsum(each["sums"][0] for each in fed),
@@ -207,6 +210,7 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, WholeTensor]:
 
 def _assemble(parts: list[tuple[int, Tensor]], known: Fingerprint) -> Tensor | None:
     """Return the values of a tensor, shape (numel,), or None if some were not recorded."""
+    # Only small tensors are recorded with values, unless `values` of the run names them.
     if sum(values.numel() for _, values in parts) != known.numel:
         return None
     ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]

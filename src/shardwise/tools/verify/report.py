@@ -96,7 +96,10 @@ def _result(result: Result) -> dict[str, Any]:
         # As users count: the first step is 0, and -1 is the state before it.
         "first_step": None if first is None else first.number - 1,
         "first_tensor": tensors[0].name if tensors else None,
-        "tensors": [_tensor(each) for each in tensors],
+        "tensors": [
+            {k: finite(v) if isinstance(v, float) else v for k, v in asdict(each).items()}
+            for each in tensors
+        ],
         "smallest_placement": None if result.smallest is None else str(result.smallest),
         "causes": [{"name": each.name, "words": each.words} for each in causes],
         "reference_losses": [finite(value) for value in result.losses[0]],
@@ -106,8 +109,3 @@ def _result(result: Result) -> dict[str, Any]:
         if result.wide is None
         else [finite(value) for _, value in largest_by_step(result.wide)],
     }
-
-
-def _tensor(found: TensorDifference) -> dict[str, Any]:
-    plain = asdict(found) | {"strays": list(found.strays)}
-    return {k: finite(v) if isinstance(v, float) else v for k, v in plain.items()}

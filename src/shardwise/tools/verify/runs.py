@@ -112,6 +112,7 @@ def make(
             raise RunFailed(name, code, log.read_text(errors="replace"))
         return records.read(folder)
     finally:
+        # Also after an error. Values of a large model fill a disk quickly.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -138,7 +139,9 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     ):
         shim = warm.words(run.server, arguments)
     if run.placement is None:
+        # -P keeps the current folder from hiding our modules. rank_client.py imports none of them.
         return [sys.executable, *(["-P"] if shim[0] == "-m" else []), *shim]
+    # --trial: the run resumes, saves and exports nothing.
     flags = [*run.placement.words, "--trial", "--stop-after", str(run.steps)]
     flags += ["--record-tensors", where]
     return [*python_words("shardwise"), "run", *flags, *shim]
@@ -208,6 +211,7 @@ class WarmRanks:
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
+        # Close all first: the processes end in parallel.
         for process in self._processes:
             end_within(process, LAST_WAIT)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -228,6 +232,7 @@ def large_imports(script: ScriptCommand) -> list[str]:
     found: set[str] = set()
     while texts:
         text = texts.pop()
+        # The variable may matter for any import, so import nothing early.
         if _SETS_VARIABLES.search(text):
             return []
         imported = {each for each in large | beside.keys() if program.imports(text, each)}

@@ -106,6 +106,7 @@ def main(arguments: list[str]) -> None:
     if not given["module"] and "horovod" in Path(words[0]).read_text(errors="replace"):
         # Importing shardwise.horovod patches nothing, but costs time: only for scripts that use it.
         watching.watch_horovod(facts)
+    # Casts only what no engine trains. An engine casts its models itself.
     preset = PRESETS[given["precision"]]
     recorder = outside.Recorder(
         Path(given["record"]),
@@ -121,6 +122,7 @@ def main(arguments: list[str]) -> None:
         try:
             _run(words[0], facts, module=given["module"])
         finally:
+            # In `finally`, because the verdict on a failed run needs the facts, too.
             for library in ADOPTED:
                 if f"shardwise.{library}" in sys.modules:
                     facts.note("bridge", library)

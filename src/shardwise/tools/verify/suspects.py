@@ -82,6 +82,7 @@ def _of_data(
     """Suspect the data: different samples, or more of them, up to the first difference."""
     seen = [step for step in comparison.steps if 0 < step.number <= max(first.number, 1)]
     odd = next((step for step in seen if not step.fed), None)
+    # A batch size per worker shows as exactly `size` times the rows of the reference.
     if facts.get("bridge") and odd is not None and odd.rows[1] == size * odd.rows[0]:
         yield _growing(facts["bridge"][-1], odd, size, rates)
     if facts.get("sampler"):
@@ -93,6 +94,7 @@ def _of_data(
             "sw.Loader(dataset, batch_size=TOTAL) or world.share divides the batch.",
             alter={"sampler": True},
         )
+    # The models were always fed the same numbers, so the data is not the cause.
     if odd is None and all(step.fed for step in comparison.steps):
         return
     if facts.get("split"):
@@ -192,10 +194,12 @@ def _of_loss(
         return
     # Only the first step starts from equal parameters: later losses differ for other reasons too.
     theirs, ours = one[1].loss, two[1].loss
+    # A ratio of zero, infinity or NaN says nothing.
     if not (math.isfinite(theirs) and math.isfinite(ours) and theirs and ours):
         return
     factor = theirs / ours
     whole = round(factor) if factor > 1 else 1 / round(1 / factor) if factor > 0 else 0
+    # Errors of this kind are whole factors: the number of workers or of micro-batches.
     if whole in (0, 1) or abs(factor / whole - 1) > 1e-6:
         return
     how = f"divided by {whole}" if whole > 1 else f"multiplied by {round(1 / whole)}"

@@ -121,6 +121,7 @@ def _differs(result: Result) -> list[str]:
         said = [
             f"Differs{in_fp64}, first {name_step(first)}. {describe_step(first, result.tolerance)}"
         ]
+    # A script may stop early on some placement, with equal steps until then.
     if not comparison.same_counts:
         one, other = next(pair for pair in comparison.counts.values() if pair[0] != pair[1])
         begin = "It" if said else "Differs: it"

@@ -58,6 +58,7 @@ class Facts:
 
 def caller(depth: int) -> str | None:
     """Return FILE:LINE of the caller `depth` frames up, or None if that is not user code."""
+    # +1 for this function itself.
     frame: FrameType | None = sys._getframe(depth + 1)
     return _line(frame) if frame is not None and _is_users(frame) else None
 
@@ -86,6 +87,7 @@ def _is_users(frame: FrameType) -> bool:
     if path.startswith(("<", *OURS)):
         # "<string>", "<frozen ...>": generated code has no line that the user could change.
         return False
+    # A user's script may itself be an installed package, if it was started with -m.
     installed = _INSTALLED.search(path)
     if installed is not None and path[installed.end() :].split(os.sep)[0] not in USERS:
         return False
@@ -209,6 +211,7 @@ def _note_weights(facts: Facts) -> None:
 def _watch_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
     @wraps(plain)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A library's choice of a reduction is described differently from the user's own line.
         by = "" if caller(1) is not None else " by a library"
         if kwargs.get("weight") is not None:
             facts.note(f"weight{by}", user_line())
@@ -227,6 +230,7 @@ def _follow_engines(facts: Facts) -> None:
     @wraps(plain)
     def made(self: Any, models: Any, optimizers: Any, **kwargs: Any) -> None:
         plain(self, models, optimizers, **kwargs)
+        # Alterations need models and optimizers later, at each step.
         self.verified = _several(models), _several(optimizers)
         facts.engines.append(self)
         for model in self.verified[0]:
@@ -234,6 +238,7 @@ def _follow_engines(facts: Facts) -> None:
             for name, module in model.named_modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     facts.note("batch_norm", name or type(module).__name__)
+                # RNN kernels apply dropout inside, without a call of F.dropout.
                 if isinstance(module, nn.RNNBase) and module.dropout:
                     facts.note("dropout", name or type(module).__name__)
 
