@@ -58,9 +58,9 @@ def _hosts(world: World) -> dict[str, list[Check]]:
     ahead = world.collectives.status_server.clock_offset(0, "wall")
     mine.append(findings.clock(None if ahead is None else ahead.ns / 1e9))
     hosts: dict[str, list[Check]] = {}
-    for host, found in world.gather((world.host, mine)):
+    for host, host_checks in world.gather((world.host, mine)):
         # In rank order, so the first rank of each host counts.
-        hosts.setdefault(host, found)
+        hosts.setdefault(host, host_checks)
     return hosts
 
 
@@ -69,14 +69,16 @@ def _measured(world: World) -> dict[str, Speed]:
     if world.size == 1:
         return {}
     group = world.collectives
-    found = {f"of {world.size} ranks over {group.name}": network.measure_speed(group, world.device)}
+    speeds = {
+        f"of {world.size} ranks over {group.name}": network.measure_speed(group, world.device)
+    }
     names = world.gather(world.host)
     members = [[rank for rank, name in enumerate(names) if name == host] for host in set(names)]
     # Only if every host has at least two ranks: `split` is a collective, so all must take part.
     if len(members) > 1 and min(map(len, members)) > 1:
         inside = group.split(sorted(members))
-        found[f"inside {world.host}"] = network.measure_speed(inside, world.device)
-    return found
+        speeds[f"inside {world.host}"] = network.measure_speed(inside, world.device)
+    return speeds
 
 
 def _print(

@@ -23,18 +23,18 @@ Hosts = Mapping[str, Sequence[Check]]
 
 def table(hosts: Hosts) -> Table:
     """Return a table with a row per check and a column per host."""
-    found = Table(show_header=len(hosts) > 1, box=None)
-    found.add_column("")
+    grid = Table(show_header=len(hosts) > 1, box=None)
+    grid.add_column("")
     for host in hosts:
-        found.add_column(Text(printable(host)), overflow="fold")
+        grid.add_column(Text(printable(host)), overflow="fold")
     names = dict.fromkeys(check.name for checks in hosts.values() for check in checks)
     for name in names:
         shown = [
             next((check.shown for check in checks if check.name == name), "")
             for checks in hosts.values()
         ]
-        found.add_row(name, *(Text(printable(each)) for each in shown))
-    return found
+        grid.add_row(name, *(Text(printable(each)) for each in shown))
+    return grid
 
 
 def faults(hosts: Hosts) -> list[str]:
@@ -61,26 +61,26 @@ def clock(offset: float | None) -> Check:
     )
 
 
-def speeds(found: Mapping[str, Speed]) -> list[str]:
+def speeds(speed_of: Mapping[str, Speed]) -> list[str]:
     """Return a line for each measured group of ranks."""
     return [
         f"all-reduce {where}: {speed.latency * 1e3:.2f} ms for 4 KB, "
         f"{speed.bandwidth / 1e9:.2f} GB/s for 16 MB"
-        for where, speed in found.items()
+        for where, speed in speed_of.items()
     ]
 
 
 def _said(hosts: Hosts, kind: str) -> list[str]:
     return [
-        f"{host}: {check.name}: {said}"
+        f"{host}: {check.name}: {text}"
         for host, checks in hosts.items()
         for check in checks
-        if (said := getattr(check, kind))
+        if (text := getattr(check, kind))
     ]
 
 
 def _versions(hosts: Hosts) -> list[str]:
-    found = []
+    differences = []
     for name in ALIKE:
         shown = {
             host: check.shown
@@ -91,5 +91,5 @@ def _versions(hosts: Hosts) -> list[str]:
         # Compare texts: a local build ("2.9.0+cu126") differs from a release, too.
         if len(set(shown.values())) > 1:
             each = ", ".join(f"{value} on {host}" for host, value in shown.items())
-            found.append(f"{name} differs: {each}. Install the same version on all hosts.")
-    return found
+            differences.append(f"{name} differs: {each}. Install the same version on all hosts.")
+    return differences

@@ -89,11 +89,11 @@ def _time_layers(request: PipelinePlanRequest) -> list[TimedLayer]:
                 check=False,
             ).returncode
         if code or not path.exists():
-            said = log.read_text(errors="replace").strip()[-3000:]
+            output_text = log.read_text(errors="replace").strip()[-3000:]
             why = f"failed (exit code {code})" if code else "made no step with an sw.Engine"
             raise LaunchError(
                 f"{request.words[0]} {why}, so there are no layers to divide into stages. "
-                f"Its output:\n{said}"
+                f"Its output:\n{output_text}"
             )
         report: dict[str, Any] = json.loads(path.read_text())
     if not report["steps"]:
@@ -160,8 +160,8 @@ def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[T
     for heading in ("stages", "idle", "if all stages were equal"):
         times.add_column(heading, justify="right")
     for name in SCHEDULES:
-        if (found := idle_times(layers, request, name)) is not None:
-            count, here, alike = found
+        if (idle := idle_times(layers, request, name)) is not None:
+            count, here, alike = idle
             times.add_row(name, str(count), f"{here:.1%}", f"{alike:.1%}")
     return [stages, times]
 

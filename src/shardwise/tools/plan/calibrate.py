@@ -37,16 +37,16 @@ def calibrate(console: Console, file: Path | None = None) -> Path:
     Raises LaunchError if a run fails.
     """
     target = file or user_folder() / f"{HERE}.toml"
-    found: dict[int, list[dict[str, Any]]] = {}
+    measurements: dict[int, list[dict[str, Any]]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         for ranks in rank_counts(resources.gpu_count(os.environ), os.cpu_count() or 1):
             task = progress.add_task(f"measuring with {ranks} rank(s)", total=EXPECTED)
-            found[ranks] = _measure(ranks, partial(progress.update, task))
+            measurements[ranks] = _measure(ranks, partial(progress.update, task))
             progress.update(task, completed=EXPECTED)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_suffix(".new")
-    aside.write_text(as_toml(found, date.today().isoformat()))
+    aside.write_text(as_toml(measurements, date.today().isoformat()))
     # Read it first: a file that the catalogue refuses would break every later command.
     read_file(aside)
     # Renaming is atomic: an interrupted calibration leaves the old file.
@@ -82,10 +82,10 @@ def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def as_toml(found: dict[int, list[dict[str, Any]]], day: str) -> str:
+def as_toml(measurements: dict[int, list[dict[str, Any]]], day: str) -> str:
     """Return the catalogue file of measurements by number of ranks, made on `day`."""
     parts = [f'[sources.measured]\ntext = "shardwise plan --calibrate"\ndate = "{day}"\n']
-    for ranks, lines in found.items():
+    for ranks, lines in measurements.items():
         parts += _device(ranks, lines)
     return "\n".join(parts)
 

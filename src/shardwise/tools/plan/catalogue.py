@@ -122,14 +122,14 @@ class Device:
 
     def flops(self, dtype: str) -> float:
         """Return the peak of dense matrix products in FLOP/s. Raises ConfigError if unknown."""
-        found = self.numbers.get(f"{dtype}_tflops")
-        if found is None:
-            known = [each for each in DTYPES if f"{each}_tflops" in self.numbers]
+        peak = self.numbers.get(f"{dtype}_tflops")
+        if peak is None:
+            others = ", ".join(each for each in DTYPES if f"{each}_tflops" in self.numbers)
             raise ConfigError(
-                f"The catalogue has no {dtype}_tflops for {self.name}, only {', '.join(known)}. "
+                f"The catalogue has no {dtype}_tflops for {self.name}, only {others}. "
                 "Add it with its source in a file for --hardware, or plan for another precision."
             )
-        return found
+        return peak
 
     def number(self, name: str) -> float | None:
         """Return the value `name` of SCALES, or None if the catalogue has none."""
@@ -162,8 +162,8 @@ class Catalogue:
         """Return the device with this name or alias, in any case. Raises ConfigError if unknown."""
         devices = self.devices.values()
         names = {word.lower(): each for each in devices for word in (each.name, *each.aliases)}
-        if (found := names.get(name.lower())) is not None:
-            return found
+        if (device := names.get(name.lower())) is not None:
+            return device
         near = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f" Did you mean {names[near[0]].name}?" if near else ""
         raise ConfigError(
@@ -173,12 +173,12 @@ class Catalogue:
 
     def link(self, name: str, device: str) -> NetworkLink:
         """Return the link `name` of `device`. Raises ConfigError if no file defines it."""
-        if (found := self.links.get(name)) is None:
+        if (link := self.links.get(name)) is None:
             raise ConfigError(
                 f"The device {device} names the link {name!r}, which no file of the catalogue "
                 f"defines. Known links: {', '.join(sorted(self.links))}."
             )
-        return found
+        return link
 
 
 def user_folder() -> Path:
@@ -200,17 +200,17 @@ def read_catalogue(added: Iterable[Path | str] = (), *, user: bool = True) -> Ca
     for path in added:
         files += _files(Path(path))
     for file in files:
-        found = read_file(file)
-        devices |= found.devices
-        links |= found.links
+        content = read_file(file)
+        devices |= content.devices
+        links |= content.links
     return Catalogue(devices, links)
 
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        if not (found := sorted(path.glob("*.toml"))):
+        if not (files := sorted(path.glob("*.toml"))):
             raise ConfigError(f"--hardware {path}: the folder has no *.toml file.")
-        return found
+        return files
     if not path.is_file():
         raise ConfigError(f"--hardware {path}: no such file or folder.")
     return [path]
@@ -248,7 +248,7 @@ class _Reading(SourcedFile):
             raise self.wrong(f"{where} needs {missing[0]}.")
         if not any(f"{dtype}_tflops" in entry for dtype in DTYPES):
             raise self.wrong(f"{where} needs a peak, such as bf16_tflops.")
-        found = {key: self.number(entry[key], f"{where} {key}") for key in SCALES if key in entry}
+        numbers = {key: self.number(entry[key], f"{where} {key}") for key in SCALES if key in entry}
         per_host, aliases = entry.get("per_host", 8), entry.get("aliases", [])
         # bool is a subclass of int: `per_host = true` must not count as 1.
         if isinstance(per_host, bool) or not isinstance(per_host, int) or per_host < 1:
@@ -261,10 +261,10 @@ class _Reading(SourcedFile):
             name=name,
             **words,
             per_host=per_host,
-            numbers={key: value * SCALES[key] for key, (value, _) in found.items()},
+            numbers={key: value * SCALES[key] for key, (value, _) in numbers.items()},
             curves=curves,
             launch=launch,
-            sources={key: source for key, (_, source) in found.items()} | sources,
+            sources={key: source for key, (_, source) in numbers.items()} | sources,
             aliases=tuple(aliases),
             calibrated=entry.get("calibrated") is True,
         )
@@ -278,10 +278,10 @@ class _Reading(SourcedFile):
         for key in ("matmul", "memory", "launch_us"):
             if key not in entry:
                 raise self.wrong(f"{where} needs {key}.")
-        found = {key: self.curve(entry[key], f"{where} {key}") for key in CURVES if key in entry}
+        curves = {key: self.curve(entry[key], f"{where} {key}") for key in CURVES if key in entry}
         launch, source = self.number(entry["launch_us"], f"{where} launch_us")
-        sources = {key: each for key, (_, each) in found.items()} | {"launch_us": source}
-        return {key: curve for key, (curve, _) in found.items()}, launch * 1e-6, sources
+        sources = {key: each for key, (_, each) in curves.items()} | {"launch_us": source}
+        return {key: curve for key, (curve, _) in curves.items()}, launch * 1e-6, sources
 
     def link(self, entry: Mapping[str, Any], name: str) -> NetworkLink:
         where = f"[link.{name}]"
@@ -289,9 +289,9 @@ class _Reading(SourcedFile):
         for key in _LINK_SCALES:
             if key not in entry:
                 raise self.wrong(f"{where} needs {key}.")
-        found = {key: self.number(entry[key], f"{where} {key}") for key in _LINK_SCALES}
-        bandwidth, latency = (found[key][0] * scale for key, scale in _LINK_SCALES.items())
-        sources = {key: source for key, (_, source) in found.items()}
+        numbers = {key: self.number(entry[key], f"{where} {key}") for key in _LINK_SCALES}
+        bandwidth, latency = (numbers[key][0] * scale for key, scale in _LINK_SCALES.items())
+        sources = {key: source for key, (_, source) in numbers.items()}
         return NetworkLink(
             name, self.text(entry, "title", where, name), bandwidth, latency, sources
         )

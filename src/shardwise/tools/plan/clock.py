@@ -148,12 +148,12 @@ def _placed(record: StepRecord) -> dict[tuple[int, str], list[Operation]]:
 
 def _outputs(record: StepRecord) -> dict[int, int]:
     """Return the bytes of each unit's output, taken as the last tensor that its forward made."""
-    found: dict[int, int] = {}
+    outputs: dict[int, int] = {}
     for each in record.tensors:
         if each.unit >= 0 and 0 <= each.born < record.backward:
             # In order of birth, so the last tensor of the unit's forward remains.
-            found[each.unit] = each.nbytes
-    return found
+            outputs[each.unit] = each.nbytes
+    return outputs
 
 
 def _parameters(record: StepRecord) -> tuple[dict[int, float], dict[int, float]]:

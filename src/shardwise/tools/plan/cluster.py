@@ -81,16 +81,16 @@ def name_here(ranks: int) -> str:
 
 
 def _counts(text: str) -> tuple[list[int], str]:
-    found = re.fullmatch(r"(?:(\d+)[x*×])?(?:(\d+)[x*×])?([A-Za-z][\w.+-]*)", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(?:(\d+)[x*×])?(?:(\d+)[x*×])?([A-Za-z][\w.+-]*)", text.strip())
+    if match is None:
         raise ConfigError(
             f"--on {text!r} is not a cluster: write DEVICE, 8xDEVICE or HOSTSx8xDEVICE, such as "
             "8xH100 or 4x8xH100, or here."
         )
-    counts = [int(each) for each in found.groups()[:2] if each is not None]
+    counts = [int(each) for each in match.groups()[:2] if each is not None]
     if 0 in counts:
         raise ConfigError(f"--on {text!r} has no devices: write 1 or more.")
-    return counts, found.group(3)
+    return counts, match.group(3)
 
 
 def _filled(text: str, total: int, device: Device) -> tuple[int, int]:

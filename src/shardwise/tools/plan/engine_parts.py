@@ -166,8 +166,8 @@ def split_first_part(spec: EngineSpec, plan: Mapping[str, Any] | None, parts: in
 
     Raises ModelError if nothing can be split, ConfigError if settings exclude it.
     """
-    made = TensorParallelModels(
+    split = TensorParallelModels(
         AbsentRanks(parts), spec.device, sequence_parallel=spec.settings.sequence_parallel
     )
-    tensor_parallel.find_and_split(spec, made, plan)
-    return replace(spec, tensor=made)
+    tensor_parallel.find_and_split(spec, split, plan)
+    return replace(spec, tensor=split)

@@ -58,11 +58,13 @@ def _plan(
     disk: str | None,
     adopt: tuple[str, ...] | None,
     module: bool,
-    **given: Any,
+    **run_settings: Any,
 ) -> int:
-    """Run the command `plan`. `given` are the settings of the runs."""
+    """Run the command `plan`. `run_settings` are settings of `shardwise run`."""
     settings = {
-        name: command_line.as_text(value) for name, value in given.items() if value is not None
+        name: command_line.as_text(value)
+        for name, value in run_settings.items()
+        if value is not None
     }
     command_line.check_settings(settings)
     _refuse_islands(settings.pop("islands", "1"))

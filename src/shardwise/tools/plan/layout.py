@@ -67,9 +67,9 @@ class StateLayout:
         Optimizer state counts as if every optimizer had already created it.
         """
         sizes = zip(*(self.bucket_bytes(bucket, rank) for bucket in self.buckets), strict=True)
-        found = dict(zip(STATES, map(sum, sizes), strict=True))
-        found["parameters"] += sum(each.share(rank) * each.itemsize for each in self.frozen)
-        return found
+        by_state = dict(zip(STATES, map(sum, sizes), strict=True))
+        by_state["parameters"] += sum(each.share(rank) * each.itemsize for each in self.frozen)
+        return by_state
 
     def bucket_bytes(self, bucket: LaidBucket, rank: int) -> tuple[int, int, int]:
         """Return the bytes of one bucket, in the order of STATES."""
@@ -133,10 +133,10 @@ class StateLayout:
 
     def unit_bytes(self) -> list[int]:
         """Return the bytes of gathered parameters, by unit."""
-        found = [0] * len(self.record.units)
+        by_unit = [0] * len(self.record.units)
         for bucket in (*self.buckets, *self.frozen):
-            found[bucket.unit] += bucket.nbytes
-        return found
+            by_unit[bucket.unit] += bucket.nbytes
+        return by_unit
 
 
 def lay_out(
@@ -189,9 +189,9 @@ def _laid(
         specs.append(
             Spec(name=each.name, numel=each.numel, itemsize=each.itemsize, key=key, whole=whole)
         )
-    found = []
+    buckets = []
     for layout in bucket_layout.lay_out(specs, ranks=ranks, capacity=capacity):
         first = parameters[layout.slots[0].parameter]
         group = record.groups[first.group] if first.group >= 0 else None
-        found.append(LaidBucket(layout, first.itemsize, first.dtype, first.unit, group))
-    return tuple(found)
+        buckets.append(LaidBucket(layout, first.itemsize, first.dtype, first.unit, group))
+    return tuple(buckets)

@@ -238,10 +238,10 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
     These are the running unit, the next one, which is being gathered, and the rest of the model,
     which stays gathered from forward to the end of backward.
     """
-    found = np.zeros(len(record.operations) + 1, dtype=np.int64)
+    gathered = np.zeros(len(record.operations) + 1, dtype=np.int64)
     # With shared memory a rank reads the shards of the others in place, without a gathered copy.
     if not layout.row.is_sharded("parameters") or hardware.shares or layout.ranks == 1:
-        return found
+        return gathered
     sizes = layout.unit_bytes()
     resting = {n for n, name in enumerate(record.units) if name.startswith("the rest of")}
     always = sum(sizes[number] for number in resting)
@@ -253,8 +253,8 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
         unit = operation.unit
         coming = (after if operation.phase == "forward" else before).get(unit, -1)
         here = sizes[unit] if unit >= 0 and unit not in resting else 0
-        found[number] = always + here + (sizes[coming] if coming >= 0 else 0)
-    return found
+        gathered[number] = always + here + (sizes[coming] if coming >= 0 else 0)
+    return gathered
 
 
 def _update_temporaries(layout: StateLayout, rank: int) -> int:

@@ -145,9 +145,9 @@ def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> S
 def _why(script: Script, error: Path, output: bytes, code: int) -> str:
     """Return why a run wrote no record: the line of the script, or its last output."""
     if error.exists():
-        found = json.loads(error.read_text())
-        line = f" at {found['line']}" if found["line"] else ""
-        why = found["why"].rstrip(".")
+        failure = json.loads(error.read_text())
+        line = f" at {failure['line']}" if failure["line"] else ""
+        why = failure["why"].rstrip(".")
         return f"{script.name} could not be observed{line}: {why}. {_advice(why)}"
     lines = output.decode(errors="replace").strip().splitlines()[-LINES_OF_OUTPUT:]
     return "\n".join([f"{script.name} failed (exit code {code}) before its first step:", *lines])

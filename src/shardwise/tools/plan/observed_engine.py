@@ -224,8 +224,8 @@ class ObservedEngine(Engine):
         if batch is not None and observation.batch is None:
             observation.batch, observation.samples = batch, batch.samples
             stream = next((s for s in current.streams if s.batch is batch), None)
-            given = (stream.plan.batch_size or 0) if stream is not None else 0
-            observation.total = observation.asked or given
+            stream_batch = (stream.plan.batch_size or 0) if stream is not None else 0
+            observation.total = observation.asked or stream_batch
 
     def _run_backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         recorder = self._observation.recorder
@@ -257,11 +257,11 @@ class ObservedEngine(Engine):
         """Record forward and backward of the first micro-batch. Return a loss without a value."""
         self.world.draws.begin()
         divisor = divisor_of(reduction, weighted=weight is not None, replicas=1)
-        given = weight is not None
+        is_weighted = weight is not None
         # A second call in one step is another micro-batch, which is like the first.
         if self.backwards and self._observation.batch is not None:
             self._end_if_alone()
-        self._note_batch(weighted=given or divisor > 0, anew=given and not same_items)
+        self._note_batch(weighted=is_weighted or divisor > 0, anew=is_weighted and not same_items)
         self._observation.accumulates = self._observation.pipelined = True
         parts = batch[0]
         if cut:  # into micro-batches: only the first one is recorded

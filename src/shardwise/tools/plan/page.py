@@ -30,32 +30,32 @@ WIDTH = 9.5
 """Width of the pictures in inches."""
 
 
-def write(made: Plan, folder: Path) -> Path:
+def write(plan: Plan, folder: Path) -> Path:
     """Write plan.html and its pictures (plan.png, time.png, cost.png) into `folder`.
 
     Returns the path of the page. Needs matplotlib and Jinja2.
     """
     folder.mkdir(parents=True, exist_ok=True)
     timed = [
-        TimedPlacement(label_of(line), line.estimate, made.cost(line))
-        for line in made.lines
+        TimedPlacement(label_of(line), line.estimate, plan.cost(line))
+        for line in plan.lines
         if line.fits and line.estimate is not None
     ][:MOST_TIMED]
     page = folder / "plan.html"
     write_page(
         page,
         "shardwise.tools.plan",
-        headline=f"{made.request.script.name} on {made.cluster}",
-        notes=made.notes(),
-        pictures=list(_pictures(made, timed, folder)),
+        headline=f"{plan.request.script.name} on {plan.cluster}",
+        notes=plan.notes(),
+        pictures=list(_pictures(plan, timed, folder)),
         rows=[
             (
-                in_shell(made.command_words(line)),
+                in_shell(plan.command_words(line)),
                 in_bytes(line.memory.peak),
                 line.memory.where,
                 "yes" if line.fits else f"no, by {in_bytes(line.over or line.over_host)}",
             )
-            for line in made.lines
+            for line in plan.lines
         ],
         shown=LISTED,
         kinds=plots.kinds_of(timed),
@@ -65,12 +65,12 @@ def write(made: Plan, folder: Path) -> Path:
 
 
 def _pictures(
-    made: Plan, timed: list[TimedPlacement], folder: Path
+    plan: Plan, timed: list[TimedPlacement], folder: Path
 ) -> Iterator[tuple[str, str, str]]:
     """Yield title, caption and SVG of each picture, and save each as PNG."""
     drawn = [
-        DrawnMemory(label_of(line), line.memory, made.question.capacity)
-        for line in made.lines[:DRAWN]
+        DrawnMemory(label_of(line), line.memory, plan.question.capacity)
+        for line in plan.lines[:DRAWN]
     ]
     # Inches: the legend and axis label, then one panel per placement.
     size = WIDTH, 0.9 + 2.3 * len(drawn)

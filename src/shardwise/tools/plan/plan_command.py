@@ -83,17 +83,17 @@ def show_plan(request: PlanRequest) -> int:
             if not progress.is_terminal:  # a terminal shows it in the status line
                 progress.print(line, soft_wrap=True)
 
-        made = make_plan(request, show_run)
-    _print(made, console)
+        result = make_plan(request, show_run)
+    _print(result, console)
     if request.explain:
-        _explain(made, console)
+        _explain(result, console)
     if request.json_file is not None:
-        write_json(json.dumps(made.as_json(), indent=1), request.json_file)
+        write_json(json.dumps(result.as_json(), indent=1), request.json_file)
     if request.page is not None:
         from shardwise.tools.plan import page
 
-        console.print(f"page: {page.write(made, request.page)}", soft_wrap=True)
-    return 0 if made.best is not None else 1
+        console.print(f"page: {page.write(result, request.page)}", soft_wrap=True)
+    return 0 if result.best is not None else 1
 
 
 def show_calibration() -> Path:
@@ -101,41 +101,41 @@ def show_calibration() -> Path:
     return calibrate(plain_console(stderr=True, width=WIDTH))
 
 
-def _print(made: Plan, console: Console) -> None:
-    fitting = [line for line in made.lines if line.fits][:SHOWN]
-    others = [line for line in made.lines if not line.fits][:SHOWN]
-    record = made.record
+def _print(result: Plan, console: Console) -> None:
+    fitting = [line for line in result.lines if line.fits][:SHOWN]
+    others = [line for line in result.lines if not line.fits][:SHOWN]
+    record = result.record
     numel = sum(each.numel for each in record.parameters)
     console.print(
-        f"{printable(made.request.script.name)} on {made.cluster}: {numel:,} parameters, "
+        f"{printable(result.request.script.name)} on {result.cluster}: {numel:,} parameters, "
         f"{record.total_batch or record.batch_size} samples per "
         f"{'step' if record.total_batch else 'worker'}, {record.flops / 1e12:.3g} TFLOP per "
         f"backward of {record.batch_size}",
         soft_wrap=True,
     )
     if fitting:
-        console.print(_table(made, fitting))
+        console.print(_table(result, fitting))
         for line in fitting:
-            console.print(f"  {in_shell(made.command_words(line))}", soft_wrap=True)
+            console.print(f"  {in_shell(result.command_words(line))}", soft_wrap=True)
     for line in others:
         flags = " ".join(search.flags_of(line)) or "one device"
         over = in_bytes(line.over or line.over_host) + ("" if line.over else " of host memory")
         console.print(
             f"{flags}: {in_bytes(line.memory.peak)} do not fit, {over} too much at "
-            f"{line.memory.where}. Best remedy: {search.remedy(line, made.lines)}",
+            f"{line.memory.where}. Best remedy: {search.remedy(line, result.lines)}",
             soft_wrap=True,
         )
-    for note in made.notes():
+    for note in result.notes():
         console.print(printable(note), soft_wrap=True)
 
 
-def _table(made: Plan, lines: Sequence[Line]) -> Table:
+def _table(result: Plan, lines: Sequence[Line]) -> Table:
     table = Table(title="placements that fit", title_justify="left")
     table.add_column("flags", overflow="fold")
     unit, size = byte_unit(max(line.memory.peak for line in lines))
     for heading in (f"{unit}/device", "held by", "s/step"):
         table.add_column(heading, justify="right")
-    for heading in ("days", "$", "kWh") if made.request.tokens is not None else ():
+    for heading in ("days", "$", "kWh") if result.request.tokens is not None else ():
         table.add_column(heading, justify="right")
     for line in lines:
         largest = sorted(line.memory.at_peak().items(), key=lambda pair: -pair[1])[:2]
@@ -148,29 +148,29 @@ def _table(made: Plan, lines: Sequence[Line]) -> Table:
             held,
             seconds,
         ]
-        if made.request.tokens is not None:
-            cells += _cost_cells(made, line)
+        if result.request.tokens is not None:
+            cells += _cost_cells(result, line)
         table.add_row(*cells)
     return table
 
 
-def _cost_cells(made: Plan, line: Line) -> list[str]:
+def _cost_cells(result: Plan, line: Line) -> list[str]:
     """Return days (marked if over a limit), dollars from low to high, and kWh."""
-    cost = made.cost(line)
+    cost = result.cost(line)
     if cost is None:
         return ["-"] * 3
-    mark = "" if made.is_within(line) else " (too much)"
+    mark = "" if result.is_within(line) else " (too much)"
     dollars = "-"
     if cost.dollars_low is not None and cost.dollars_high is not None:
         dollars = f"{cost.dollars_low:,.0f}-{cost.dollars_high:,.0f}"
     return [f"{cost.days:.2f}{mark}", dollars, "-" if cost.kwh is None else f"{cost.kwh:,.0f}"]
 
 
-def _explain(made: Plan, console: Console) -> None:
+def _explain(result: Plan, console: Console) -> None:
     """Print the tensors at the peak of the first placement, by the user's line."""
-    if not made.lines:
+    if not result.lines:
         return
-    line = made.best or made.lines[0]
+    line = result.best or result.lines[0]
     flags = " ".join(search.flags_of(line)) or "one device"
     console.print(f"the peak of {flags}: {in_bytes(line.memory.peak)} at {line.memory.where}")
     for kind in KINDS:
@@ -186,11 +186,11 @@ def _explain(made: Plan, console: Console) -> None:
 
 def grouped(line: Line) -> list[tuple[tuple[str, str], tuple[int, int, tuple[int, ...]]]]:
     """Group tensors at the peak by operator and line: bytes, count, shape of the largest one."""
-    found: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for held in line.memory.held:
-        found[held.source, held.line].append(held)
+        groups[held.source, held.line].append(held)
     rows = {
         key: (sum(each.nbytes for each in group), len(group), group[0].shape)
-        for key, group in found.items()
+        for key, group in groups.items()
     }
     return sorted(rows.items(), key=lambda pair: -pair[1][0])

@@ -245,15 +245,15 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
     """
     row, states, data = line.choice.row, line.memory.states, line.choice.data
     replicated = [line.memory.at_peak()["frozen"]]
-    found = record.buffer_bytes
+    total = record.buffer_bytes
     for name in ("parameters", "optimizer"):
         if row.is_sharded(name):
-            found += states[name]
+            total += states[name]
         else:
             replicated.append(states[name])
     # Rounded up, because some replica writes the longer part.
-    found += sum(-(-nbytes // data) for nbytes in replicated)
-    return found + (rounding_bytes(record) if data > 1 else 0)
+    total += sum(-(-nbytes // data) for nbytes in replicated)
+    return total + (rounding_bytes(record) if data > 1 else 0)
 
 
 def rounding_bytes(record: StepRecord) -> int:

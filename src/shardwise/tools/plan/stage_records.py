@@ -74,8 +74,8 @@ class _Cut:
         """
         # A stage holds a tensor that it makes (and sends), or that it uses last (after receiving
         # it).
-        made, last = self._runs(each.born), self._runs(each.died)
-        if not made and not last:
+        is_born_here, is_last_used_here = self._runs(each.born), self._runs(each.died)
+        if not is_born_here and not is_last_used_here:
             return None
         born = -1 if each.born < 0 else bisect_left(self._here, each.born)
         died = self.before(each.died)

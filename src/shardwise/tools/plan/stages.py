@@ -106,15 +106,15 @@ def step_times(
     updates = [_update(held, run, cluster, size) for held in ranks]
     # The step ends when the slowest rank has updated. The other ranks wait (BUBBLE).
     end = max(t + sum(u.values()) for t, u in zip(tails, updates, strict=True))
-    found = []
+    rank_times = []
     for rank, held in enumerate(ranks):
         kinds = _computed(held, run.micros)
         kinds[SEND] = blocked * len(held) * run.micros
         kinds[REDUCE] += tails[rank]
         kinds |= updates[rank]
         kinds[BUBBLE] = max(0.0, length + end - sum(kinds.values()))
-        found.append(RankTime(rank, kinds))
-    return found
+        rank_times.append(RankTime(rank, kinds))
+    return rank_times
 
 
 class _StagePasses:
@@ -226,10 +226,10 @@ def _offloaded(own: float, tier: str, size: Bytes, device: Device) -> dict[str, 
 
 def needed(device: Device, name: str) -> float:
     """Return the value `name` of a device. Raises ConfigError if the catalogue has none."""
-    found = device.number(name)
-    if found is None:
+    value = device.number(name)
+    if value is None:
         raise ConfigError(
             f"The catalogue has no {name} for {device.name}, which this placement needs. Add it "
             "with its source in a file for --hardware."
         )
-    return found
+    return value

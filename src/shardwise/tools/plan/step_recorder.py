@@ -204,17 +204,17 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def assume(self, what: str) -> None:
         """Record an assumption in place of a missing value."""
-        found = Assumption(what, user_line())
-        self.assumed[found] = self.assumed.get(found, 0) + 1
+        assumption = Assumption(what, user_line())
+        self.assumed[assumption] = self.assumed.get(assumption, 0) + 1
 
     def _place(self) -> _Place:
         """Return unit, line and layer of the operator. In backward they are its forward's."""
         if not self.backward:
             # Autograd numbers its nodes as forward creates them, and backward reports the number.
-            found = _Place(self.unit, user_line(), self.layer)
-            self._origin.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)
-            self._last = found
-            return found
+            place = _Place(self.unit, user_line(), self.layer)
+            self._origin.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+            self._last = place
+            return place
         # A node without a known forward, such as one that accumulates gradients, counts for the
         # place of the operator before it. A unit is set in backward only while it is recomputed,
         # and is more exact.
@@ -305,11 +305,11 @@ def user_line() -> str:
 
 def user_place(trace: TracebackType | None) -> str:
     """Return the innermost line of an exception outside of libraries, as "train.py:41"."""
-    found = ""
+    place = ""
     for frame, line in traceback.walk_tb(trace):
         if _is_users(frame.f_code.co_filename):
-            found = f"{Path(frame.f_code.co_filename).name}:{line}"
-    return found
+            place = f"{Path(frame.f_code.co_filename).name}:{line}"
+    return place
 
 
 @cache

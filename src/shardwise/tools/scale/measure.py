@@ -24,18 +24,18 @@ def measure(plan: ScalingPlan) -> int:
     check_can_draw("shardwise scale")  # before minutes of runs, not after them
     console = Console(highlight=False, markup=False)
     plan.out.mkdir(parents=True, exist_ok=True)
-    made: list[MeasuredRun] = []
+    finished: list[MeasuredRun] = []
     with exit_on_sigterm():
         try:
-            made.extend(_all(plan, console))
+            finished.extend(_all(plan, console))
         except (KeyboardInterrupt, SystemExit):
             # A measurement takes hours. If it is interrupted, the finished sizes are still
             # reported.
-            if made:
-                _tell(ScalingReport(plan=plan, runs=made), console)
+            if finished:
+                _tell(ScalingReport(plan=plan, runs=finished), console)
             raise
-    _tell(ScalingReport(plan=plan, runs=made), console)
-    return 1 if any(run.error for run in made) else 0
+    _tell(ScalingReport(plan=plan, runs=finished), console)
+    return 1 if any(run.error for run in finished) else 0
 
 
 def _tell(report: ScalingReport, console: Console) -> None:
@@ -55,11 +55,11 @@ def _tell(report: ScalingReport, console: Console) -> None:
 
 def _all(plan: ScalingPlan, console: Console) -> Iterator[MeasuredRun]:
     """Yield the runs, one after the other. A failure is printed, and the other runs continue."""
-    asked = [(kind, size) for kind in plan.kinds for size in plan.sizes]
+    sizes = [(kind, size) for kind in plan.kinds for size in plan.sizes]
     alone: MeasuredRun | None = None
     with _bar(console) as bar:
-        task = bar.add_task("", total=len(asked), what="")
-        for kind, size in asked:
+        task = bar.add_task("", total=len(sizes), what="")
+        for kind, size in sizes:
             # Without this, strong and weak scaling would both measure one worker.
             if size == 1 and alone is not None:
                 run = replace(alone, kind=kind)  # with one worker both kinds are the same run

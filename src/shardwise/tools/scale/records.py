@@ -52,18 +52,18 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
     # Other rows hold the means of sw.Metrics.
     own = [[row for row in of_rank if "step" in row] for of_rank in rows]
     # A run that is stopped may end between the ranks' writes: use the steps that all have.
-    made = min(map(len, own))
-    if made == 0:
+    count = min(map(len, own))
+    if count == 0:
         raise TooFew(
             "no step was recorded. Does the script train with sw.Loader and sw.Engine, or with "
             "shardwise.horovod and torch's DataLoader?"
         )
-    if made <= warmup:
+    if count <= warmup:
         raise TooFew(
-            f"it made {made} step(s), and --warmup {warmup} drops as many or more. Give a smaller "
+            f"it made {count} step(s), and --warmup {warmup} drops as many or more. Give a smaller "
             "--warmup, or more steps."
         )
-    steps = list(zip(*(of_rank[:made] for of_rank in own), strict=True))
+    steps = list(zip(*(of_rank[:count] for of_rank in own), strict=True))
     # Of all ranks: with uneven shares no rank alone knows the batch.
     samples = [sum(row["samples"] for row in step) for step in steps]
     if not sum(samples[warmup:]):
@@ -73,14 +73,14 @@ def read(folder: Path, ranks: int, warmup: int) -> Measured:
         )
     seconds = [_seconds(step) for step in steps]
     return Measured(
-        steps=made,
+        steps=count,
         dropped=warmup,
         batch=int(median(samples[warmup:])),
         seconds=median(seconds[warmup:]),
         rate=rate(samples[warmup:], seconds[warmup:]),
         # An engine reports the same loss on every rank, so rank 0's record is enough.
-        loss=_loss(own[0][:made]),
-        losses={n: row["loss"] for n, row in enumerate(own[0][:made]) if _is_loss(row)},
+        loss=_loss(own[0][:count]),
+        losses={n: row["loss"] for n, row in enumerate(own[0][:count]) if _is_loss(row)},
         means=_means(row for row in rows[0] if "means" in row),
     )
 
@@ -133,10 +133,10 @@ def _is_loss(row: Mapping[str, Any]) -> bool:
 
 def _means(rows: Iterator[dict[str, Any]]) -> dict[str, Curve]:
     """Return the curves of the means by name, for training and evaluation."""
-    found: dict[str, Curve] = {}
+    curves: dict[str, Curve] = {}
     for row in rows:
         of = "training" if row["training"] else "evaluation"
         for name, value in row["means"].items():
             if math.isfinite(value):
-                found.setdefault(f"{of} {name}", {})[row["epoch"]] = value
-    return found
+                curves.setdefault(f"{of} {name}", {})[row["epoch"]] = value
+    return curves

@@ -46,12 +46,14 @@ class ScalingReport:
 
     def rows(self, kind: str) -> list[ScalingRow]:
         """Return the successful runs of a kind, smallest first."""
-        found = [(run, run.measured) for run in self.runs if run.kind == kind and run.measured]
-        if not found:
+        measured_runs = [
+            (run, run.measured) for run in self.runs if run.kind == kind and run.measured
+        ]
+        if not measured_runs:
             return []
         # The rate per worker at the smallest size that succeeded, which may have more than one
         # worker.
-        base = found[0][1].rate.value / found[0][0].workers
+        base = measured_runs[0][1].rate.value / measured_runs[0][0].workers
         return [
             ScalingRow(
                 run=run,
@@ -59,14 +61,14 @@ class ScalingReport:
                 speedup=measured.rate.value / base,
                 efficiency=measured.rate.value / base / run.workers,
             )
-            for run, measured in found
+            for run, measured in measured_runs
         ]
 
     @property
     def accuracies(self) -> str:
         """The name of the mean shown as accuracy, such as "evaluation accuracy", or ""."""
-        made = [run.measured for run in self.runs if run.measured]
-        return " or ".join(sorted({name for each in made if (name := accuracy_name(each))}))
+        results = [run.measured for run in self.runs if run.measured]
+        return " or ".join(sorted({name for each in results if (name := accuracy_name(each))}))
 
     def machine(self) -> dict[str, str]:
         """Return facts about the machine of the measurement."""
@@ -82,7 +84,7 @@ class ScalingReport:
     def notes(self) -> list[str]:
         """Return notes on how to read the figures."""
         cores, most = usable_cores(), max(self.plan.sizes)
-        found = [
+        lines = [
             "engine.resume, save and export do nothing during the runs (--trial): every size "
             "starts with the model as the script makes it.",
             f"The first {self.plan.warmup} steps of each run are dropped. The rate is the samples "
@@ -91,33 +93,33 @@ class ScalingReport:
             "of the 95 % interval.",
         ]
         if any(run.measured and run.measured.loss for run in self.runs):
-            found.append(
+            lines.append(
                 "loss is the mean training loss of the last epoch, which may be incomplete. It "
                 "includes dropped steps."
             )
         if self.accuracies:
-            found.append(
+            lines.append(
                 f"accuracy is the last {self.accuracies} that the script's sw.Metrics computed."
             )
         if any(run.measured and not run.measured.loss for run in self.runs):
-            found.append(
+            lines.append(
                 "Scripts without a loss train with shardwise.horovod. Batches of torch's "
                 "DataLoaders are counted for them: an evaluation outside of torch.no_grad() counts "
                 "as training, with its samples and its time."
             )
         if most > cores:
-            found.append(
+            lines.append(
                 f"This machine has {cores} core(s), so more than {cores} worker(s) share them, and "
                 "their efficiency on CPUs is bound to fall."
             )
-        return found
+        return lines
 
 
 def table(report: ScalingReport) -> Table:
     """Return the table for the terminal, without empty columns."""
     rows = {kind: lines(report, kind) for kind in report.plan.kinds}
     filled = [any(column) for column in zip(*chain(*rows.values()), strict=True)]
-    made = Table(
+    grid = Table(
         title=report.command,
         title_justify="left",
         box=SIMPLE_HEAD,
@@ -126,12 +128,12 @@ def table(report: ScalingReport) -> Table:
         show_edge=False,
     )
     for name, justify in compress(COLUMNS.items(), filled):
-        made.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        grid.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for several in rows.values():
         for cells in several:
-            made.add_row(*compress(cells, filled))
-        made.add_section()
-    return made
+            grid.add_row(*compress(cells, filled))
+        grid.add_section()
+    return grid
 
 
 COLUMNS = {
@@ -149,10 +151,10 @@ COLUMNS = {
 
 def lines(report: ScalingReport, kind: str) -> list[list[str]]:
     """Return the cells of all runs of a kind as text, including runs that failed."""
-    made = {row.run.workers: row for row in report.rows(kind)}
+    rows = {row.run.workers: row for row in report.rows(kind)}
     return [
-        _cells(kind, made[run.workers])
-        if run.workers in made
+        _cells(kind, rows[run.workers])
+        if run.workers in rows
         else [kind, str(run.workers), "", "failed", *[""] * (len(COLUMNS) - 4)]
         for run in report.runs
         if run.kind == kind
@@ -240,14 +242,14 @@ def as_json(report: ScalingReport) -> dict[str, Any]:
 
 
 def _result(report: ScalingReport, run: MeasuredRun) -> dict[str, Any]:
-    found: dict[str, Any] = dict.fromkeys(_FLAT)
-    found |= {"kind": run.kind, "workers": run.workers, "wall_seconds": run.wall}
+    values: dict[str, Any] = dict.fromkeys(_FLAT)
+    values |= {"kind": run.kind, "workers": run.workers, "wall_seconds": run.wall}
     if run.measured is None:
-        return found | {"error": run.error}
+        return values | {"error": run.error}
     (row,) = (each for each in report.rows(run.kind) if each.run is run)
     measured, curve = run.measured, accuracy(run.measured)
     rate = {name: finite(value) for name, value in asdict(measured.rate).items()}
-    return found | {
+    return values | {
         "batch": measured.batch,
         "steps": measured.steps,
         "dropped": measured.dropped,

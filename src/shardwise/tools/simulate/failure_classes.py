@@ -171,10 +171,10 @@ class _Reading(SourcedFile):
         if not isinstance(entry, dict):
             raise self.wrong("observed must be a table [observed].")
         self.only(entry, _OBSERVED, "[observed]")
-        found = {key: self._number(value, f"observed.{key}") for key, value in entry.items()}
-        if broken := [key for key in found if key != "days" and found[key] % 1]:
+        numbers = {key: self._number(value, f"observed.{key}") for key, value in entry.items()}
+        if broken := [key for key in numbers if key != "days" and numbers[key] % 1]:
             raise self.wrong(f"[observed] {broken[0]} must be a whole number.")
-        return found
+        return numbers
 
     def _class(
         self, name: str, entry: Mapping[str, Any], observed: Mapping[str, float]
@@ -185,8 +185,10 @@ class _Reading(SourcedFile):
         if scope not in SCOPES:
             raise self.wrong(f"{where} scope must be one of {', '.join(SCOPES)}, not {scope!r}.")
         per = self._per(entry, name, scope)
-        found = {key: self._number(entry[key], f"{name}.{key}") for key in _NUMBERS if key in entry}
-        if found.get("slowdown", 2.0) <= 1 or ("slowdown" in found) != ("lasts_hours" in found):
+        values = {
+            key: self._number(entry[key], f"{name}.{key}") for key in _NUMBERS if key in entry
+        }
+        if values.get("slowdown", 2.0) <= 1 or ("slowdown" in values) != ("lasts_hours" in values):
             raise self.wrong(
                 f"{where} slowdown must be above 1, and needs lasts_hours (and the reverse)."
             )
@@ -194,23 +196,23 @@ class _Reading(SourcedFile):
             name=name,
             title=self.text(entry, "title", where),
             scope=scope,
-            rate=self._rate(where, per, found, observed),
+            rate=self._rate(where, per, values, observed),
             per=per,
-            detect=found.get("detect_seconds", 0.0),
-            repair=found.get("repair_hours", 0.0) * HOUR,
+            detect=values.get("detect_seconds", 0.0),
+            repair=values.get("repair_hours", 0.0) * HOUR,
             planned=entry.get("planned") is True,
-            slowdown=found.get("slowdown", 1.0),
-            lasts=found.get("lasts_hours", 0.0) * HOUR,
+            slowdown=values.get("slowdown", 1.0),
+            lasts=values.get("lasts_hours", 0.0) * HOUR,
         )
 
     def _rate(
-        self, where: str, per: str, found: Mapping[str, float], observed: Mapping[str, float]
+        self, where: str, per: str, values: Mapping[str, float], observed: Mapping[str, float]
     ) -> float:
         """Return the failures per second and component."""
-        if ("count" in found) == ("per_1000_days" in found):
+        if ("count" in values) == ("per_1000_days" in values):
             raise self.wrong(f"{where} needs either count or per_1000_days.")
-        if "per_1000_days" in found:
-            return found["per_1000_days"] / (1000 * DAY)
+        if "per_1000_days" in values:
+            return values["per_1000_days"] / (1000 * DAY)
         if missing := [key for key in _OBSERVED[:3] if key not in observed]:
             raise self.wrong(f"{where} has a count, so [observed] needs {missing[0]}.")
         # The rate per component needs the number of components in the observed run.
@@ -221,7 +223,7 @@ class _Reading(SourcedFile):
             int(observed.get("hosts_per_rack", 1)),
             int(observed.get("racks_per_pod", 1)),
         )
-        return found["count"] / (observed["days"] * DAY * seen.components(per))
+        return values["count"] / (observed["days"] * DAY * seen.components(per))
 
     def _per(self, entry: Mapping[str, Any], name: str, scope: str) -> str:
         """Return the scope of the components that the rate is per."""

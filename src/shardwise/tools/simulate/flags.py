@@ -28,9 +28,9 @@ def command() -> Command:
     )
 
 
-def _simulate(json_file: Path | None, out: str, hardware: tuple[str, ...], **given: Any) -> int:
-    asked = import_module("shardwise.tools.simulate.report").SimulationRequest(
-        hardware=hardware, **given
+def _simulate(json_file: Path | None, out: str, hardware: tuple[str, ...], **options: Any) -> int:
+    request = import_module("shardwise.tools.simulate.report").SimulationRequest(
+        hardware=hardware, **options
     )
-    made = import_module("shardwise.tools.simulate.command")
-    return made.run(asked, Path(out), json_file)  # type: ignore[no-any-return]
+    command_module = import_module("shardwise.tools.simulate.command")
+    return command_module.run(request, Path(out), json_file)  # type: ignore[no-any-return]

@@ -135,8 +135,8 @@ def best_interval(
     model: RunModel, trials: int, seed: int, tick: Callable[[], None] = lambda: None
 ) -> tuple[float, list[tuple[float, Band]]]:
     """Return the interval with the best mean goodput, and the goodput of each that was tried."""
-    found = []
+    tried = []
     for interval in intervals_around(model, stops_per_second(model, trials, seed, tick)):
-        made = simulate(replace(model, interval=interval), trials, seed, tick)
-        found.append((interval, made.goodput))
-    return max(found, key=lambda each: each[1].mean)[0], found
+        goodput = simulate(replace(model, interval=interval), trials, seed, tick)
+        tried.append((interval, goodput.goodput))
+    return max(tried, key=lambda each: each[1].mean)[0], tried

@@ -51,7 +51,7 @@ def draw(report: SimulationReport, folder: Path) -> Path:
         _over_time(over_time, report)
         (_intervals if report.tried else _causes)(second, report)
 
-    words, found, page = headline(report), report.found, folder / "simulate.html"
+    words, goodput, page = headline(report), report.goodput, folder / "simulate.html"
     title = {"t": words, "fontsize": 12, "fontweight": "bold"}
     picture = save_picture(folder / "simulate", (13, 4.4), draw_both, title=title)
     write_page(
@@ -60,10 +60,10 @@ def draw(report: SimulationReport, folder: Path) -> Path:
         headline=words,
         sentences=sentences(report),
         picture=picture,
-        lost=[(CAUSES[c], f"{found.lost[c]:.2%}") for c in CAUSES if found.lost[c]],
-        goodput=f"{found.goodput.mean:.2%}",
+        lost=[(CAUSES[c], f"{goodput.lost[c]:.2%}") for c in CAUSES if goodput.lost[c]],
+        goodput=f"{goodput.goodput.mean:.2%}",
         failed=[
-            (each.title, each.scope, f"{found.failures[each.name]:,.1f}")
+            (each.title, each.scope, f"{goodput.failures[each.name]:,.1f}")
             for each in report.failures.classes
         ],
         title=report.failures.title,
@@ -74,7 +74,7 @@ def draw(report: SimulationReport, folder: Path) -> Path:
 
 def _over_time(axes: Any, report: SimulationReport) -> None:
     """Plot the use of time of the median run, with its failures as marks above."""
-    shown = report.found.shown
+    shown = report.goodput.shown
     kinds = [USEFUL, *(cause for cause in COLORS if shown.lost[cause] > 0)]
     longest = max(len(shown.bins[kind]) for kind in kinds)
     width = shown.width / DAY
@@ -130,13 +130,13 @@ def _intervals(axes: Any, report: SimulationReport) -> None:
 
 def _causes(axes: Any, report: SimulationReport) -> None:
     """Plot the share of each cause over all runs."""
-    causes = [cause for cause in COLORS if report.found.lost[cause] > 0][::-1]
+    causes = [cause for cause in COLORS if report.goodput.lost[cause] > 0][::-1]
     axes.set_title("lost, over all runs")
     if not causes:
         axes.axis("off")
         axes.text(0.5, 0.5, "nothing is lost", ha="center", va="center", color=GREY)
         return
-    shares = [report.found.lost[cause] for cause in causes]
+    shares = [report.goodput.lost[cause] for cause in causes]
     axes.barh(range(len(causes)), shares, color=[COLORS[cause] for cause in causes], height=0.4)
     # Labels are above the bars: next to them they would take half of the width.
     for place, cause in enumerate(causes):

@@ -68,10 +68,10 @@ class SimulationReport:
     `tried` are pairs of intervals in seconds and their goodput, if the best one was searched.
     """
 
-    asked: SimulationRequest
+    request: SimulationRequest
     cluster: Cluster
     failures: Failures
-    found: Goodput
+    goodput: Goodput
     tried: list[tuple[float, Band]]
     whole: Goodput | None = None
     """The result of the same run without islands."""
@@ -79,7 +79,7 @@ class SimulationReport:
     @property
     def model(self) -> RunModel:
         """The model of the run."""
-        return self.found.model
+        return self.goodput.model
 
     @property
     def dollars(self) -> tuple[float, float] | None:
@@ -89,26 +89,26 @@ class SimulationReport:
         """
         prices = [self.cluster.device.number(f"dollars_{end}") for end in ("low", "high")]
         # Spares are rented for the whole run, whether they are used or not.
-        hosts = self.cluster.hosts + self.asked.spares
-        hours = self.found.wall.mean / HOUR * hosts * self.cluster.per_host
+        hosts = self.cluster.hosts + self.request.spares
+        hours = self.goodput.wall.mean / HOUR * hosts * self.cluster.per_host
         low, high = prices
         return None if low is None or high is None else (low * hours, high * hours)
 
 
 def headline(report: SimulationReport) -> str:
     """Return the main result in one sentence."""
-    found, asked = report.found, report.asked
+    goodput, request = report.goodput, report.request
     return (
-        f"{asked.days / DAY:.4g} days of steps on {report.cluster} take "
-        f"{found.wall.mean / DAY:.4g} days ({found.wall.low / DAY:.4g} to "
-        f"{found.wall.high / DAY:.4g}): goodput {found.goodput.mean:.1%} "
-        f"({found.goodput.low:.1%} to {found.goodput.high:.1%})."
+        f"{request.days / DAY:.4g} days of steps on {report.cluster} take "
+        f"{goodput.wall.mean / DAY:.4g} days ({goodput.wall.low / DAY:.4g} to "
+        f"{goodput.wall.high / DAY:.4g}): goodput {goodput.goodput.mean:.1%} "
+        f"({goodput.goodput.low:.1%} to {goodput.goodput.high:.1%})."
     )
 
 
 def sentences(report: SimulationReport) -> list[str]:
     """Return further results, the most important first."""
-    lines = [*_given_up(report.found), *_on_islands(report), *_on_checkpoints(report)]
+    lines = [*_given_up(report.goodput), *_on_islands(report), *_on_checkpoints(report)]
     if report.dollars is not None:
         low, high = report.dollars
         dollars = f"{in_short(round(low))} to {in_short(round(high))} dollars"
@@ -126,22 +126,22 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _given_up(found: Goodput) -> Iterator[str]:
+def _given_up(goodput: Goodput) -> Iterator[str]:
     """Yield how many runs did not end, if any."""
-    if found.unfinished:
+    if goodput.unfinished:
         yield (
-            f"{found.unfinished} of {len(found.outcomes)} runs were stopped, because they would "
-            f"take more than {GIVES_UP:g} times their steps."
+            f"{goodput.unfinished} of {len(goodput.outcomes)} runs were stopped, because they "
+            f"would take more than {GIVES_UP:g} times their steps."
         )
 
 
 def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
     """Yield how often the whole run stops, and how far apart checkpoints are."""
-    found, model = report.found, report.model
+    goodput, model = report.goodput, report.model
     apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
     # Young's formula needs the rate of stops of the whole run. With islands it was counted in the
     # trials.
-    rate = found.stop_rate if model.islands > 1 else model.failure_rate
+    rate = goodput.stop_rate if model.islands > 1 else model.failure_rate
     if rate:
         formulas = [each(rate, model.save) / model.pace for each in (young, daly)]
         yield (
@@ -150,7 +150,8 @@ def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
             f"{_number(formulas[0])} s, Daly's {_number(formulas[1])} s)."
         )
     elif model.failure_rate:
-        yield f"In none of the {len(found.outcomes)} runs were all islands absent at once; {apart}."
+        runs = len(goodput.outcomes)
+        yield f"In none of the {runs} runs were all islands absent at once; {apart}."
 
 
 def _on_islands(report: SimulationReport) -> Iterator[str]:
@@ -182,21 +183,21 @@ def _on_islands(report: SimulationReport) -> Iterator[str]:
 
 def as_json(report: SimulationReport) -> dict[str, Any]:
     """Return the report as plain values: seconds, and fractions of the wall time."""
-    found, model = report.found, report.model
+    goodput, model = report.goodput, report.model
     return {
         "on": str(report.cluster),
         "failures": report.failures.title,
-        "trials": len(found.outcomes),
-        "unfinished": found.unfinished,
-        "seed": report.asked.seed,
+        "trials": len(goodput.outcomes),
+        "unfinished": goodput.unfinished,
+        "seed": report.request.seed,
         "work_seconds": model.work,
         "interval_seconds": model.interval,
-        "wall_seconds": vars(found.wall),
-        "goodput": vars(found.goodput),
-        "lost": found.lost,
-        "failures_by_class": found.failures,
+        "wall_seconds": vars(goodput.wall),
+        "goodput": vars(goodput.goodput),
+        "lost": goodput.lost,
+        "failures_by_class": goodput.failures,
         "seconds_between_failures": 1 / model.failure_rate if model.failure_rate else None,
-        "seconds_between_stops": 1 / found.stop_rate if found.stop_rate else None,
+        "seconds_between_stops": 1 / goodput.stop_rate if goodput.stop_rate else None,
         "islands": model.islands,
         "equal_every": model.every if model.islands > 1 else None,
         "boundary_seconds": model.boundary,

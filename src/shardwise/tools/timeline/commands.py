@@ -38,19 +38,19 @@ def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | 
     events = reading.read(files)
     if merge is not None:
         reading.merge(events, merge)
-    found = {rank: own for rank, own in steps_of(events).items() if own}
-    if not found:
+    all_of_rank = {rank: own for rank, own in steps_of(events).items() if own}
+    if not all_of_rank:
         raise ConfigError(
             f"{files[0]} contains no complete step of an engine. Record at least one whole step."
         )
-    steps = counted(found)
+    steps = counted(all_of_rank)
     if as_json:
-        click.echo(json.dumps(tables.as_json(steps, found), indent=1))
+        click.echo(json.dumps(tables.as_json(steps, all_of_rank), indent=1))
         return 0
     console = plain_console()
     console.print(tables.per_rank(steps))
     console.print()
-    all_steps = [step for own in found.values() for step in own]
+    all_steps = [step for own in all_of_rank.values() for step in own]
     shown = all_steps if every else tables.longest(steps, SHOWN)
     console.print(tables.per_step(shown))
     if len(shown) < len(all_steps):

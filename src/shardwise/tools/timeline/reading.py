@@ -18,16 +18,16 @@ def read(paths: Sequence[Path]) -> list[Event]:
 
     Raises ConfigError if a file is not our timeline, or if files belong to different runs.
     """
-    found = {path.resolve(): _events(path) for path in paths}
-    runs = {_run(path, found[path.resolve()]) for path in paths}
+    by_path = {path.resolve(): _events(path) for path in paths}
+    runs = {_run(path, by_path[path.resolve()]) for path in paths}
     if len(runs) > 1:
         names = ", ".join(map(str, paths))
         raise ConfigError(f"{names} belong to different runs: give the files of one run.")
     # Each host writes its own file. Users often name only one of them.
     for beside in [other for path in paths for other in siblings(path)]:
-        if beside.resolve() not in found and _run_of(beside) in runs:
-            found[beside.resolve()] = _events(beside)
-    return [event for events in found.values() for event in events]
+        if beside.resolve() not in by_path and _run_of(beside) in runs:
+            by_path[beside.resolve()] = _events(beside)
+    return [event for events in by_path.values() for event in events]
 
 
 def merge(events: Iterable[Event], path: Path) -> None:
@@ -48,17 +48,17 @@ def _events(path: Path) -> list[Event]:
         why = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"The timeline {path} cannot be read: {why}.") from error
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except RecursionError:
-        found = None
+        content = None
     except ValueError:
-        found = _cut_off(text)
+        content = _cut_off(text)
     # Chrome's format also allows an object with the events inside.
-    if isinstance(found, dict):
-        found = found.get("traceEvents")
-    if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
+    if isinstance(content, dict):
+        content = content.get("traceEvents")
+    if not isinstance(content, list) or not all(isinstance(event, dict) for event in content):
         raise ConfigError(f"{path} is not a timeline: it is not a JSON array of events.")
-    return found
+    return content
 
 
 def _cut_off(text: str) -> object:

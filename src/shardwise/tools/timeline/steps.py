@@ -84,7 +84,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
     ended = sorted((_ends(event)[1], event["args"]["bytes"]) for event in launched)
     ends = [end for end, _ in ended]
     sent = [0, *accumulate(nbytes for _, nbytes in ended)]
-    found = []
+    steps = []
     for mark in sorted(marks, key=lambda mark: mark["ts"]):
         begin, end = _ends(mark)
         spent = {kind: _seconds(kinds[kind], begin, end) for kind in _FIRST}
@@ -92,7 +92,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
         # The kinds do not overlap, so the rest is the script's own code. Rounding may make it
         # negative.
         spent[OTHER] = max(0.0, seconds - sum(spent.values()))
-        found.append(
+        steps.append(
             StepTimes(
                 rank=rank,
                 number=mark["args"]["step"],
@@ -103,7 +103,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
                 nbytes=sent[bisect_right(ends, end)] - sent[bisect_right(ends, begin)],
             )
         )
-    return found
+    return steps
 
 
 def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -112,14 +112,14 @@ def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, f
     for event in events:
         if (kind := _kind(event)) is not None:
             covered[kind].append(_ends(event))
-    found: dict[str, list[tuple[float, float]]] = {}
+    intervals: dict[str, list[tuple[float, float]]] = {}
     taken: list[tuple[float, float]] = []
     for kind in _FIRST:
         whole = union(covered[kind])
-        found[kind] = minus(whole, taken)
+        intervals[kind] = minus(whole, taken)
         # Later kinds get only the moments that no earlier kind has.
         taken = union([*taken, *whole])
-    return found
+    return intervals
 
 
 def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
@@ -127,14 +127,14 @@ def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
 
     Waits of its communication thread count only while the rank waits for that thread.
     """
-    found = [_ends(event) for event in events if event["cat"] == WAIT]
+    waits = [_ends(event) for event in events if event["cat"] == WAIT]
     beside = union(_ends(event) for event in events if event["cat"] == WAIT_BESIDE)
     for event in events:
         if event["cat"] == Row.COMPUTE.title and event["name"] == _SYNCHRONIZE:
             # The communication thread may wait for others while the rank computes, which costs no
             # time.
-            found += clipped(beside, *_ends(event))
-    return union(found)
+            waits += clipped(beside, *_ends(event))
+    return union(waits)
 
 
 def _kind(event: Mapping[str, Any]) -> str | None:
@@ -163,40 +163,40 @@ Intervals = Sequence[Interval]
 
 def union(several: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals, sorted and disjoint."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for begin, end in sorted(several):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif begin < end:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def minus(whole: Intervals, taken: Intervals) -> list[Interval]:
     """Return the part of `whole` that `taken` does not cover."""
-    found = []
+    rest = []
     for begin, end in whole:
         for low, high in clipped(taken, begin, end):
             if begin < low:
-                found.append((begin, low))
+                rest.append((begin, low))
             begin = high
         if begin < end:
-            found.append((begin, end))
-    return found
+            rest.append((begin, end))
+    return rest
 
 
 def clipped(whole: Intervals, begin: float, end: float) -> list[Interval]:
     """Return the part of `whole` between `begin` and `end`."""
     # Start at the last interval that begins before `begin`: a timeline has too many to scan all.
     first = max(0, bisect_right(whole, (begin, float("inf"))) - 1)
-    found = []
+    parts = []
     for number in range(first, len(whole)):
         low, high = whole[number]
         if low >= end:
             break
         if high > begin:
-            found.append((max(low, begin), min(high, end)))
-    return found
+            parts.append((max(low, begin), min(high, end)))
+    return parts
 
 
 def length(whole: Intervals) -> float:

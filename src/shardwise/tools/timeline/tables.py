@@ -77,9 +77,9 @@ def words(steps: Steps) -> list[str]:
             f"({share:.0%}) hidden behind other work, {exposed * 1e3:.1f} ms exposed, "
             f"including {mean(s.waited for s in every) * 1e3:.1f} ms asleep"
         )
-    found = slowest(steps)
-    if found is not None:
-        lines.append(str(found))
+    last = slowest(steps)
+    if last is not None:
+        lines.append(str(last))
     elif len(steps) > 1:
         lines.append("no rank is slowest: all have about the same work")
     return lines
@@ -87,7 +87,7 @@ def words(steps: Steps) -> list[str]:
 
 def as_json(steps: Steps, every: Steps) -> dict[str, Any]:
     """Return all figures in seconds. `every` includes the steps that the means leave out."""
-    found = slowest(steps)
+    last = slowest(steps)
     return {
         "ranks": [
             {
@@ -102,7 +102,7 @@ def as_json(steps: Steps, every: Steps) -> dict[str, Any]:
             }
             for rank, own in steps.items()
         ],
-        "slowest": None if found is None else asdict(found) | {"why": str(found)},
+        "slowest": None if last is None else asdict(last) | {"why": str(last)},
         "steps": [
             asdict(step) | {"exposed": step.exposed} for own in every.values() for step in own
         ],

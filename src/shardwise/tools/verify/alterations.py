@@ -136,8 +136,8 @@ def _lr(rates: Mapping[str, list[list[float]]]) -> None:
         groups = _groups(engine)
         held[id(engine)] = [group["lr"] for group in groups]
         several = rates[str(number)]
-        wanted = several[min(engine.steps, len(several) - 1)]
-        for group, rate in zip(groups, wanted, strict=True):
+        reference_rates = several[min(engine.steps, len(several) - 1)]
+        for group, rate in zip(groups, reference_rates, strict=True):
             group["lr"] = rate
 
     # Restore the rate after the step: a scheduler multiplies the rate that it finds.
@@ -168,11 +168,11 @@ def _dropout(value: Any) -> None:
 
     F.scaled_dot_product_attention = whole
     engine: Any = shardwise.Engine
-    made = engine.__init__
+    init = engine.__init__
 
-    @wraps(made)
+    @wraps(init)
     def without(self: Any, models: Any, optimizers: Any, **kwargs: Any) -> None:
-        made(self, models, optimizers, **kwargs)
+        init(self, models, optimizers, **kwargs)
         for module in (inner for model in self.verified[0] for inner in model.modules()):
             if isinstance(module, torch.nn.RNNBase):
                 module.dropout = 0.0

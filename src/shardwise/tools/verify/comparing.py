@@ -134,7 +134,7 @@ def compare(
     reference: RecordedTraining, other: RecordedTraining, *, steps: int | None = None
 ) -> Comparison:
     """Compare `other` with `reference`, over at most `steps` steps."""
-    found: list[StepDifference] = []
+    differences: list[StepDifference] = []
     counts: dict[int, tuple[int, int]] = {}
     # Hooks on torch's optimizers record less than an engine does: what only one side recorded is
     # a difference only between two engines.
@@ -147,10 +147,10 @@ def compare(
         order = {name: place for place, name in enumerate(reference.order.get(engine, []))}
         least = _least(theirs)
         for one, two in zip(theirs, ours, strict=False):
-            found.append(_step(engine, one, two, order, renamed, least, known=known))
+            differences.append(_step(engine, one, two, order, renamed, least, known=known))
     # By time: later differences follow from the first one.
-    found.sort(key=lambda step: (step.number, step.engine))
-    return Comparison(found, counts)
+    differences.sort(key=lambda step: (step.number, step.engine))
+    return Comparison(differences, counts)
 
 
 def _least(steps: Sequence[Step]) -> tuple[float, float]:
@@ -242,8 +242,8 @@ def _relative(theirs: float, ours: float, least: float = 0.0, *, known: bool) ->
 def _ratio(apart: float, size: float) -> float:
     """Return `apart` / `size`, infinite if either is NaN."""
     # 0 / inf and 0 / nan must stay 0.
-    found = apart / size if apart else 0.0
-    return math.inf if math.isnan(found) else found
+    ratio = apart / size if apart else 0.0
+    return math.inf if math.isnan(ratio) else ratio
 
 
 def _fed_the_same(theirs: Step, ours: Step) -> bool:
@@ -322,14 +322,14 @@ def _group(key: Key) -> Key:
 
 def _floors(tensors: Mapping[Key, WholeTensor]) -> dict[Key, tuple[float, float]]:
     """Return `FLOOR` times the largest magnitude and the largest norm of each group."""
-    found: dict[Key, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    floors: dict[Key, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for key, whole in tensors.items():
-        largest, norm = found[_group(key)]
-        found[_group(key)] = (
+        largest, norm = floors[_group(key)]
+        floors[_group(key)] = (
             max(largest, FLOOR * whole.fingerprint.largest),
             max(norm, FLOOR * whole.fingerprint.norm),
         )
-    return found
+    return floors
 
 
 def _forward_key(name: str, order: Mapping[str, int]) -> tuple[int, list[str]]:

@@ -102,18 +102,18 @@ def _verify(
 
 def placement_of(text: str) -> Any:
     """Parse flags of `shardwise run` into a placement. Raises LaunchError for anything else."""
-    given = command().make_context("--also", _words_of(text, "--also")).params
-    if given["words"]:
+    flags = command().make_context("--also", _words_of(text, "--also")).params
+    if flags["words"]:
         raise LaunchError(
             f"--also takes flags of shardwise run without a script, not {text!r}. "
             'Example: --also "-n 2 --zero 3"'
         )
-    if given["adopt"] is not None:
+    if flags["adopt"] is not None:
         raise LaunchError(
             f"--also {text!r} contains --adopt, which belongs to the script: give --adopt once, "
             "outside of --also."
         )
-    return _placement(given)
+    return _placement(flags)
 
 
 def _words_of(text: str, flag: str) -> list[str]:

@@ -138,14 +138,14 @@ class Verification:
                 (_in_fp64(result.placement), f"values of {result.placement}", False),
             )
         ]
-        found = {
+        by_key = {
             (each.kind, each.name): each
             for step in compare(runs[0], runs[1], steps=steps).steps
             if (step.engine, step.number) == (first.engine, first.number)
             for each in step.tensors
             if each.exact
         }
-        exact = replace(first, tensors=[found.get((t.kind, t.name), t) for t in first.tensors])
+        exact = replace(first, tensors=[by_key.get((t.kind, t.name), t) for t in first.tensors])
         several = [exact if step is first else step for step in result.wide.steps]
         return replace(result, wide=replace(result.wide, steps=several))
 
@@ -155,8 +155,8 @@ class Verification:
         self, result: Result, reference: RecordedTraining, wide: RecordedTraining
     ) -> Result:
         """Return `result` with the smallest placement that still differs, and the cause."""
-        if (found := self._find_noise(reference)) is not None:
-            return replace(result, found=found)
+        if (found_causes := self._find_noise(reference)) is not None:
+            return replace(result, found=found_causes)
         assert result.wide is not None
         first = result.wide.first(TOLERANCE)
         # One step more than the first that differs: a state may differ one step before the loss.
@@ -166,15 +166,15 @@ class Verification:
 
         def differs(placement: RunPlacement) -> bool:
             try:
-                made = self._run(_in_fp64(placement), f"smaller: {placement}", steps=steps)
+                training = self._run(_in_fp64(placement), f"smaller: {placement}", steps=steps)
             except RunFailed:  # a smaller placement may not run at all, which proves nothing
                 return False
-            trainings[str(placement)] = made
-            return not compare(reference, made, steps=steps).within(TOLERANCE)
+            trainings[str(placement)] = training
+            return not compare(reference, training, steps=steps).within(TOLERANCE)
 
         smallest = placements.find_smallest(result.placement, differs)
-        found = self._cause(smallest, reference, trainings[str(smallest)], steps)
-        return replace(result, smallest=smallest, found=found)
+        found_causes = self._cause(smallest, reference, trainings[str(smallest)], steps)
+        return replace(result, smallest=smallest, found=found_causes)
 
     def _find_noise(self, reference: RecordedTraining) -> FoundCauses | None:
         """Return why two runs of the reference differ, or None if they agree."""
@@ -184,8 +184,8 @@ class Verification:
         ) -> tuple[bool, RecordedTraining]:
             # The other warm process has another hash seed, so an order of a set shows.
             server = int(before is not None)
-            made = self._run(self._alone(), words, against=True, server=server, **more)
-            return before is not None and compare(before, made).within(TOLERANCE), made
+            training = self._run(self._alone(), words, against=True, server=server, **more)
+            return before is not None and compare(before, training).within(TOLERANCE), training
 
         # Before anything else: if two equal runs differ, a difference between placements is noise.
         if same("the reference again", reference)[0]:
@@ -230,12 +230,12 @@ class Verification:
                         self._alone(), f"the reference {words}", steps, both, against=True
                     )
                 spread = _in_fp64(smallest).with_settings(**settings)
-                made = self._run(spread, f"{smallest} {words}", steps, alter)
+                training = self._run(spread, f"{smallest} {words}", steps, alter)
             except RunFailed:
                 return False
             # Without comparing weights and counts: an alteration such as a larger share of the
             # batch changes them.
-            seen = compare(base, made, steps=steps)
+            seen = compare(base, training, steps=steps)
             if self.plan.against is not None:  # hooks know too little about the original's losses
                 seen = seen.without_losses
             return seen.trains_the_same(TOLERANCE)
@@ -341,10 +341,10 @@ def clue(compared: Comparison, other: RecordedTraining, *, against: bool) -> str
     if apart := suspects.list_differing_tensors(other):
         names = ", ".join(name for _, name in apart[: suspects.MANY])
         return f"Workers have different values of {names}: look at how forward changes them."
-    if told := other.facts.get("losses"):
+    if losses := other.facts.get("losses"):
         return (
             f"weight={suspects.quote_lines(other.facts, 'weight')} does not match the graphs of "
-            f"the losses: {told[0]}. Give the number of items that each loss is a mean over."
+            f"the losses: {losses[0]}. Give the number of items that each loss is a mean over."
         )
     if summed := suspects.quote_lines(other.facts, "reduction sum"):
         return (

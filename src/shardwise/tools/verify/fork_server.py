@@ -127,8 +127,8 @@ class ForkServer:
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 4 * FREE) for fd in files]
         for fd in files:
             os.close(fd)
-        for fd, wanted in zip(high, request["files"], strict=True):
-            os.dup2(fd, wanted)
+        for fd, number in zip(high, request["files"], strict=True):
+            os.dup2(fd, number)
             os.close(fd)
         os.setpgid(0, 0)
         os.chdir(request["folder"])
@@ -143,12 +143,12 @@ class ForkServer:
     def _forward_signals(self, child: Child) -> None:
         """Forward signals to a rank. If the client has closed the socket, kill the rank."""
         try:
-            said = child.line.recv(64)
+            numbers = child.line.recv(64)
         except OSError:
-            said = b""
-        for number in said or bytes([signal.SIGKILL]):
+            numbers = b""
+        for number in numbers or bytes([signal.SIGKILL]):
             _signal(child.pid, number)
-        if not said:
+        if not numbers:
             self._selector.unregister(child.line)
 
     def _reap(self) -> None:
@@ -180,13 +180,13 @@ def _signal(group: int, number: int) -> bool:
 
 
 def _receive(line: socket.socket, length: int) -> bytes:
-    found = b""
-    while len(found) < length:
-        more = line.recv(length - len(found))
+    data = b""
+    while len(data) < length:
+        more = line.recv(length - len(data))
         if not more:
             raise OSError("it ended early")
-        found += more
-    return found
+        data += more
+    return data
 
 
 def main(fd: str, modules: str) -> None:

@@ -65,12 +65,12 @@ class Recorder:
     def write_facts(self) -> None:
         """Write what was noted about the script, at its end."""
         driver = "plain" if self._plain else "horovod"
-        known = {"driver": driver if self._optimizers else ""}
+        facts = {"driver": driver if self._optimizers else ""}
         if self._facts.engines:
-            known = {"driver": "engine"}
+            facts = {"driver": "engine"}
         folder = self._folder / f"rank-{self._rank}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "facts.json").write_text(json.dumps({**self._facts.plain(), **known}))
+        (folder / "facts.json").write_text(json.dumps({**self._facts.plain(), **facts}))
 
     def _follow_losses(self) -> None:
         """Sum the losses that backward is called on, and keep the norm that clipping returns."""
@@ -145,10 +145,10 @@ class Recorder:
         return None
 
     def _before_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = self._find(optimizer) if not self._facts.engines else None
-        if found is None or not (self._backwards or _has_closure(args, kwargs)):
+        match = self._find(optimizer) if not self._facts.engines else None
+        if match is None or not (self._backwards or _has_closure(args, kwargs)):
             return  # hvd.broadcast_optimizer_state calls step without any gradients
-        number, tracked = found
+        number, tracked = match
         tracked.is_stepping = True
         if not tracked.steps:
             self._write(number, tracked, {})
@@ -158,10 +158,10 @@ class Recorder:
             tracked.norm = math.nan  # the closure has not run yet: these gradients are old
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = self._find(optimizer) if not self._facts.engines else None
-        if found is None or not found[1].is_stepping:
+        match = self._find(optimizer) if not self._facts.engines else None
+        if match is None or not match[1].is_stepping:
             return
-        number, tracked = found
+        number, tracked = match
         tracked.is_stepping = False
         tracked.steps += 1
         loss = self._loss
@@ -254,20 +254,20 @@ def _named_models(trained: list[Tensor]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules that hold `trained`, with the names that an engine gives them."""
     # Optimizers do not know their models, so search all live modules. Their order is that of the
     # parameters in the optimizer, as sw.Engine([model, ...], optimizer) would have it.
-    wanted = {id(parameter): place for place, parameter in enumerate(trained)}
+    position = {id(parameter): number for number, parameter in enumerate(trained)}
     modules = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
-    found = []
+    models = []
     for module in modules:
         # Outermost only: an engine is given whole models, and names their parameters from there.
         if id(module) not in inner:
-            places = [wanted[id(p)] for p in module.parameters() if id(p) in wanted]
-            if places:
-                found.append((min(places), module))
-    found.sort(key=lambda pair: pair[0])
+            positions = [position[id(p)] for p in module.parameters() if id(p) in position]
+            if positions:
+                models.append((min(positions), module))
+    models.sort(key=lambda pair: pair[0])
     # As an engine names them: a single model has no prefix.
-    several = len(found) > 1
-    for number, (_, module) in enumerate(found):
+    several = len(models) > 1
+    for number, (_, module) in enumerate(models):
         yield f"models[{number}]" if several else "", module
 
 
@@ -278,8 +278,11 @@ def _without_wrapper(name: str) -> str:
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Return whether a step has a closure. The hook's `args` may start with the optimizer."""
-    given = [*(each for each in args if not isinstance(each, optim.Optimizer)), *kwargs.values()]
-    return any(callable(each) for each in given)
+    arguments = [
+        *(each for each in args if not isinstance(each, optim.Optimizer)),
+        *kwargs.values(),
+    ]
+    return any(callable(each) for each in arguments)
 
 
 def _norm(optimizer: optim.Optimizer) -> float:

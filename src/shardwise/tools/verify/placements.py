@@ -136,20 +136,22 @@ def find_smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
 def rows(placement: RunPlacement) -> Iterator[RunPlacement]:
     """Yield the placement with every lower row, and with the tiers that this row allows."""
     for level in range(placement.level):
-        found = placement.without("shard", "zero", "shard_within").with_settings(zero=str(level))
+        candidate = placement.without("shard", "zero", "shard_within").with_settings(
+            zero=str(level)
+        )
         for name in TIERS:
-            if not found.is_legal:
+            if not candidate.is_legal:
                 # A lower row may not allow offloading of a state that it does not shard.
-                found = found.without(name)
-        yield found
+                candidate = candidate.without(name)
+        yield candidate
 
 
 def tiers(placement: RunPlacement) -> Iterator[RunPlacement]:
     """Yield the placement without all tiers, then without each one."""
-    given = [name for name in TIERS if name in placement.settings]
-    for found in (placement.without(*given), *(placement.without(name) for name in given)):
-        if found.is_legal:
-            yield found
+    names = [name for name in TIERS if name in placement.settings]
+    for candidate in (placement.without(*names), *(placement.without(name) for name in names)):
+        if candidate.is_legal:
+            yield candidate
 
 
 def micro_batches(placement: RunPlacement) -> Iterator[RunPlacement]:
@@ -161,21 +163,21 @@ def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
     """Yield the placement with unsplit layers, then with one kind of split fewer."""
     for names in (LAYERS, *((name,) for name in LAYERS)):
         if any(name in placement.settings for name in names):
-            found = placement.without(*names)
+            candidate = placement.without(*names)
             if "pipeline" in names:
-                found = found.without("schedule", "stages", "microbatches")
+                candidate = candidate.without("schedule", "stages", "microbatches")
             # A flag that refines a split is refused without it.
             if "tensor" in names:
-                found = found.without("sequence_parallel")
-            yield found
+                candidate = candidate.without("sequence_parallel")
+            yield candidate
 
 
 def rest(placement: RunPlacement) -> Iterator[RunPlacement]:
     """Yield the placement without all other settings that distribute it, then without each one."""
     known = {*TRAINING, *LAYERS, *OF_LAYERS, "zero", "shard", *TIERS, *MICRO}
-    given = [name for name in placement.settings if name not in known]
-    yield placement.without(*given)
-    for name in given:
+    names = [name for name in placement.settings if name not in known]
+    yield placement.without(*names)
+    for name in names:
         yield placement.without(name)
 
 

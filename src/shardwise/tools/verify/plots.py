@@ -89,8 +89,8 @@ def _steps(axes: Any, report: VerifyReport) -> None:
     axes.set_yscale("log")
     for number, result in enumerate(report.results):
         color = COLORS[number % len(COLORS)]
-        known = [("as it is", result.own, "-"), ("fp64", result.wide, "--")]
-        for words, comparison, line in known:
+        curves = [("as it is", result.own, "-"), ("fp64", result.wide, "--")]
+        for words, comparison, line in curves:
             if comparison is None:
                 continue
             points = largest_by_step(comparison)
@@ -116,22 +116,22 @@ def _tensors(axes: Any, report: VerifyReport) -> None:
     """Plot the tensors of the placement with the worst verdict."""
     result = max(report.results, key=lambda each: each.verdict.value)
     # Reversed: barh draws from the bottom, and the largest difference belongs on top.
-    found = largest(result.judged, TENSORS)[::-1]
+    rows = largest(result.judged, TENSORS)[::-1]
     axes.set_title(f"tensors by difference{' in fp64' if result.wide is not None else ''}")
-    if not found:
+    if not rows:
         axes.axis("off")
         axes.text(0.5, 0.5, "no bit differs", ha="center", va="center", color=GREY)
         return
     axes.set_xscale("log")
     axes.barh(
-        [_tail(each.name) for _, each in found],
-        [min(max(each.relative, LEAST), 1e3) for _, each in found],
+        [_tail(each.name) for _, each in rows],
+        [min(max(each.relative, LEAST), 1e3) for _, each in rows],
         color=COLORS[list(report.results).index(result) % len(COLORS)],
         height=0.6,
     )
     axes.axvline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2)
     axes.set_xlim(LEAST, None)
-    axes.set_ylim(len(found) - TENSORS - 0.5, len(found) - 0.5)  # a few bars as thin as many
+    axes.set_ylim(len(rows) - TENSORS - 0.5, len(rows) - 0.5)  # a few bars as thin as many
     axes.set_xlabel(f"relative (dotted: {REQUIRED})")
     axes.grid(axis="y", visible=False)
     axes.tick_params(axis="y", labelsize=8.5)

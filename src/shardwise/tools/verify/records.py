@@ -44,8 +44,8 @@ class WholeTensor:
         """The ranks whose copy differs from the first one."""
         return [
             rank
-            for copy, found in self.copies.items()
-            if not found.same_bits(self.fingerprint)
+            for copy, fingerprint in self.copies.items()
+            if not fingerprint.same_bits(self.fingerprint)
             for rank in self.ranks[copy]
         ]
 
@@ -103,8 +103,8 @@ class RecordedTraining:
 
 def count_steps(folder: Path) -> int:
     """Return how many steps rank 0 has recorded so far."""
-    found = list((folder / "rank-0").glob("engine-0-step-*.pt"))
-    return max(len(found) - 1, 0)
+    files = list((folder / "rank-0").glob("engine-0-step-*.pt"))
+    return max(len(files) - 1, 0)
 
 
 def read(folder: Path) -> RecordedTraining:
@@ -113,8 +113,8 @@ def read(folder: Path) -> RecordedTraining:
     files: dict[tuple[int, int], list[tuple[int, Path]]] = defaultdict(list)
     for number, rank in enumerate(ranks):
         for path in rank.glob("engine-*-step-*.pt"):
-            _, of, _, made = path.stem.split("-")
-            files[int(of), int(made)].append((number, path))
+            _, of, _, step_number = path.stem.split("-")
+            files[int(of), int(step_number)].append((number, path))
     engines: dict[int, list[Step]] = defaultdict(list)
     order: dict[int, list[str]] = {}
     parameters: dict[int, Any] = {}
@@ -133,22 +133,22 @@ def read(folder: Path) -> RecordedTraining:
     return RecordedTraining(_dense(engines), _dense(order), _dense(parameters), _facts(ranks))
 
 
-def _dense(found: Mapping[int, T]) -> dict[int, T]:
-    """Return `found` with its keys replaced by 0, 1, 2, ... in order."""
-    return {number: found[engine] for number, engine in enumerate(sorted(found))}
+def _dense(by_engine: Mapping[int, T]) -> dict[int, T]:
+    """Return `by_engine` with its keys replaced by 0, 1, 2, ... in order."""
+    return {number: by_engine[engine] for number, engine in enumerate(sorted(by_engine))}
 
 
 def _facts(ranks: list[Path]) -> dict[str, Any]:
     """Return the notes of all ranks. Lists are merged; other values are taken from rank 0."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for rank in ranks:
         for path in sorted(rank.glob("*.json")):
             for name, value in json.loads(path.read_text()).items():
                 if isinstance(value, list):
-                    found[name] = list(dict.fromkeys([*found.get(name, []), *value]))
+                    facts[name] = list(dict.fromkeys([*facts.get(name, []), *value]))
                 else:
-                    found.setdefault(name, value)
-    return found
+                    facts.setdefault(name, value)
+    return facts
 
 
 def _step(number: int, rows: list[tuple[int, dict[str, Any]]]) -> Step:
@@ -195,9 +195,9 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, WholeTensor]:
             # One record per shard. A fingerprint is a sum over elements, so the shards of a copy
             # add up to the fingerprint of the whole tensor.
             key, copy = (tensor["kind"], tensor["name"]), tensor["copy"]
-            found = read_fingerprint(tensor)
+            fingerprint = read_fingerprint(tensor)
             before = prints[key].get(copy)
-            prints[key][copy] = found if before is None else before + found
+            prints[key][copy] = fingerprint if before is None else before + fingerprint
             values[key][copy] += tensor["values"]
             ranks[key][copy].append(rank)
     return {
@@ -208,10 +208,10 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, WholeTensor]:
     }
 
 
-def _assemble(parts: list[tuple[int, Tensor]], known: Fingerprint) -> Tensor | None:
+def _assemble(parts: list[tuple[int, Tensor]], fingerprint: Fingerprint) -> Tensor | None:
     """Return the values of a tensor, shape (numel,), or None if some were not recorded."""
     # Only small tensors are recorded with values, unless `values` of the run names them.
-    if sum(values.numel() for _, values in parts) != known.numel:
+    if sum(values.numel() for _, values in parts) != fingerprint.numel:
         return None
     ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]
     return torch.cat(ordered) if ordered else None

@@ -60,12 +60,12 @@ class VerifyReport:
 
 def largest(comparison: Comparison, count: int = SHOWN) -> list[tuple[int, TensorDifference]]:
     """Return the tensors with the largest differences over all steps, each with its step."""
-    found: dict[str, tuple[int, TensorDifference]] = {}
+    worst: dict[str, tuple[int, TensorDifference]] = {}
     for step in comparison.steps:
         for each in step.tensors:
-            if each.name not in found or found[each.name][1].relative < each.relative:
-                found[each.name] = step.number, each
-    return sorted(found.values(), key=lambda pair: -pair[1].relative)[:count]
+            if each.name not in worst or worst[each.name][1].relative < each.relative:
+                worst[each.name] = step.number, each
+    return sorted(worst.values(), key=lambda pair: -pair[1].relative)[:count]
 
 
 def as_json(report: VerifyReport) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def make(
 def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
     """Return the command line of a run that records into `folder`."""
     where = str(folder.resolve())
-    given = {
+    options = {
         "record": where,
         "steps": run.steps,
         "module": run.script.module or bool(run.script.adopting),
@@ -127,7 +127,7 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
         "plain": run.placement is None,
         "precision": run.precision,
     }
-    arguments = [json.dumps(given), *(run.script.adopting or run.script.words)]
+    arguments = [json.dumps(options), *(run.script.adopting or run.script.words)]
     shim = ["-m", RANK_SCRIPT, *arguments]
     # Fork from a warm process, unless the run sets variables that the interpreter reads at its
     # start (PYTHONHASHSEED), or has ranks on other hosts, which have no warm process.
@@ -229,7 +229,7 @@ def large_imports(script: ScriptCommand) -> list[str]:
     paths = (path for folder in (Path(name).parent, Path()) for path in folder.iterdir())
     beside = {path.stem: path for path in paths if path.stem.isidentifier()}
     large, read, texts = set(LARGE_PACKAGES), set[str](), [program.text_of(name)]
-    found: set[str] = set()
+    packages: set[str] = set()
     while texts:
         text = texts.pop()
         # The variable may matter for any import, so import nothing early.
@@ -240,5 +240,5 @@ def large_imports(script: ScriptCommand) -> list[str]:
             files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
             texts.append("\n".join(program.text_of(str(file)) for file in files))
         read |= imported
-        found |= imported & large
-    return sorted(found - beside.keys())
+        packages |= imported & large
+    return sorted(packages - beside.keys())

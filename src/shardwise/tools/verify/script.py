@@ -93,34 +93,34 @@ class PromoteToFp64(TorchFunctionMode):
 
 def main(arguments: list[str]) -> None:
     """Run the program that `arguments` name, until it ends."""
-    given: dict[str, Any] = json.loads(arguments[0])
+    options: dict[str, Any] = json.loads(arguments[0])
     words = arguments[1:]
-    if not Path(given["record"]).is_dir():
+    if not Path(options["record"]).is_dir():
         sys.exit(
-            f"shardwise: host {platform.node()} does not see {given['record']}, where each rank "
+            f"shardwise: host {platform.node()} does not see {options['record']}, where each rank "
             "records its training. On several hosts give a folder that all hosts share: --out DIR."
         )
     sys.argv = words
     facts = watching.Facts()
     watching.watch(facts)
-    if not given["module"] and "horovod" in Path(words[0]).read_text(errors="replace"):
+    if not options["module"] and "horovod" in Path(words[0]).read_text(errors="replace"):
         # Importing shardwise.horovod patches nothing, but costs time: only for scripts that use it.
         watching.watch_horovod(facts)
     # Casts only what no engine trains. An engine casts its models itself.
-    preset = PRESETS[given["precision"]]
+    preset = PRESETS[options["precision"]]
     recorder = outside.Recorder(
-        Path(given["record"]),
-        rank=0 if given["plain"] else launcher_detection.identify().rank,
-        stop_after=given["steps"],
+        Path(options["record"]),
+        rank=0 if options["plain"] else launcher_detection.identify().rank,
+        stop_after=options["steps"],
         preset=preset,
         facts=facts,
-        plain=given["plain"],
+        plain=options["plain"],
     )
     # After watching: alterations replace functions that already note their callers.
-    alterations.apply(given["alter"])
+    alterations.apply(options["alter"])
     with PromoteToFp64() if preset.widens else nullcontext():
         try:
-            _run(words[0], facts, module=given["module"])
+            _run(words[0], facts, module=options["module"])
         finally:
             # In `finally`, because the verdict on a failed run needs the facts, too.
             for library in ADOPTED:

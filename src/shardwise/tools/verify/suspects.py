@@ -55,21 +55,21 @@ def list_suspects(
 def list_differing_tensors(training: RecordedTraining) -> list[tuple[str, str]]:
     """Return kind and name of buffers and plain tensors that differ between ranks after a step."""
     # A dict rather than a set keeps each pair once.
-    found = {
+    names = {
         key: None
         for steps in training.engines.values()
         for step in steps
         for key, whole in step.tensors.items()
         if key[0] in ("buffer", "attribute") and whole.strays
     }
-    return sorted(found)
+    return sorted(names)
 
 
 def quote_lines(facts: Mapping[str, Any], name: str) -> str:
     """Return the noted lines as " at a.py:3, a.py:9", or "" without any."""
-    found = list(facts.get(name, ()))
-    more = f" and {len(found) - MANY} more" if len(found) > MANY else ""
-    return f" at {', '.join(found[:MANY])}{more}" if found else ""
+    lines = list(facts.get(name, ()))
+    more = f" and {len(lines) - MANY} more" if len(lines) > MANY else ""
+    return f" at {', '.join(lines[:MANY])}{more}" if lines else ""
 
 
 def _of_data(

@@ -90,12 +90,14 @@ def _verdict(result: Result) -> list[str]:
             "optimizer state."
         ]
     if result.verdict is TrainingVerdict.ROUNDING:
-        asked, own = format_difference(TOLERANCE), format_difference(result.own.largest)
+        required, own = format_difference(TOLERANCE), format_difference(result.own.largest)
         if result.wide is None:
-            return [f"Equal within rounding over {steps}: it agrees to {own} (required: {asked})."]
+            return [
+                f"Equal within rounding over {steps}: it agrees to {own} (required: {required})."
+            ]
         return [
             f"Equal within rounding over {steps}: in fp64 the same script agrees to "
-            f"{format_difference(result.wide.largest)} (required: {asked}). So the largest "
+            f"{format_difference(result.wide.largest)} (required: {required}). So the largest "
             f"difference in its own precision, {own}, is rounding and nothing else."
         ]
     if result.verdict is TrainingVerdict.UNPROVED:
@@ -103,30 +105,30 @@ def _verdict(result: Result) -> list[str]:
             f"Not proved: it differs by at most {format_difference(result.own.largest)} over "
             f"{steps}. This may be rounding, but the script does not run in fp64: {result.why}"
         ]
-    said = _differs(result)
+    sentences = _differs(result)
     if result.smallest is not None and result.smallest != result.placement:
-        said.append(f"The smallest placement that differs: {result.smallest}")
+        sentences.append(f"The smallest placement that differs: {result.smallest}")
     if result.found is not None:
-        said += [f"Cause: {cause.words}" for cause in result.found.causes] or [
+        sentences += [f"Cause: {cause.words}" for cause in result.found.causes] or [
             "No trial removed the difference. " + result.found.clue
         ]
-    return said
+    return sentences
 
 
 def _differs(result: Result) -> list[str]:
     comparison = result.judged
     in_fp64 = " in fp64" if result.wide is not None else ""
-    said = []
+    sentences = []
     if (first := comparison.first(result.tolerance)) is not None:
-        said = [
+        sentences = [
             f"Differs{in_fp64}, first {name_step(first)}. {describe_step(first, result.tolerance)}"
         ]
     # A script may stop early on some placement, with equal steps until then.
     if not comparison.same_counts:
         one, other = next(pair for pair in comparison.counts.values() if pair[0] != pair[1])
-        begin = "It" if said else "Differs: it"
-        said.append(f"{begin} makes {other} steps, and {one} in the reference.")
-    return said
+        begin = "It" if sentences else "Differs: it"
+        sentences.append(f"{begin} makes {other} steps, and {one} in the reference.")
+    return sentences
 
 
 def name_step(step: StepDifference) -> str:
@@ -151,31 +153,31 @@ def describe_step(step: StepDifference, tolerance: float) -> str:
         if not value <= tolerance
     ]
     listed = " and ".join([", ".join(figures[:-1]), figures[-1]] if figures[1:] else figures)
-    said = [f"It differs in {listed}."] if figures else []
+    sentences = [f"It differs in {listed}."] if figures else []
     if step.skipped:
-        said.insert(0, "One of the two skipped this step and the other did not.")
+        sentences.insert(0, "One of the two skipped this step and the other did not.")
     if any(step.samples):
-        said.append(describe_samples(*step.samples))
+        sentences.append(describe_samples(*step.samples))
     if tensors := step.beyond(tolerance):
         first, worst = tensors[0], max(tensors, key=lambda each: each.relative)
         several = f"{len(tensors)} tensors differ; the" if len(tensors) > 1 else "The"
         # The first in order of the forward is closest to the cause; the worst may be a late effect.
-        said.append(f"{several} first in order of the forward is {describe_tensor(first)}.")
+        sentences.append(f"{several} first in order of the forward is {describe_tensor(first)}.")
         if worst is not first:
-            said.append(f"The largest difference is in {describe_tensor(worst)}.")
-    return " ".join(said)
+            sentences.append(f"The largest difference is in {describe_tensor(worst)}.")
+    return " ".join(sentences)
 
 
 def describe_samples(missing: Sequence[int], more: Sequence[int]) -> str:
     """Return which samples of the dataset only one of the two runs trains on."""
-    said = [
+    parts = [
         f"{words} {_some(numbers)}"
         for words, numbers in (("not on", missing), ("but also on", more))
         if numbers
     ]
     if not missing:
-        said = [f"also on {_some(more)}"]
-    return f"It trains on different samples of the dataset: {', '.join(said)}."
+        parts = [f"also on {_some(more)}"]
+    return f"It trains on different samples of the dataset: {', '.join(parts)}."
 
 
 def _some(numbers: Sequence[int]) -> str:
@@ -183,19 +185,18 @@ def _some(numbers: Sequence[int]) -> str:
     return shown + (f" and {len(numbers) - SAMPLES} more" if len(numbers) > SAMPLES else "")
 
 
-def describe_tensor(found: TensorDifference) -> str:
+def describe_tensor(difference: TensorDifference) -> str:
     """Return the name of a tensor that differs, its difference, and the ranks that stray."""
-    if found.missing:
-        return f"{found.name}, which only one of the two runs has"
-    said = f"{found.name}, by {format_difference(found.relative)}"
-    if found.exact and found.worst >= 0 and not found.strays:
-        said += f" (element {found.worst}: {found.ours:.9g}, not {found.theirs:.9g})"
-    if found.strays:
-        ranks = ", ".join(map(str, found.strays))
-        said += (
-            f", whose value on rank{'s' * (len(found.strays) > 1)} {ranks} is not that on rank 0"
-        )
-    return said
+    if difference.missing:
+        return f"{difference.name}, which only one of the two runs has"
+    text = f"{difference.name}, by {format_difference(difference.relative)}"
+    if difference.exact and difference.worst >= 0 and not difference.strays:
+        text += f" (element {difference.worst}: {difference.ours:.9g}, not {difference.theirs:.9g})"
+    if difference.strays:
+        ranks = ", ".join(map(str, difference.strays))
+        several = "s" * (len(difference.strays) > 1)
+        text += f", whose value on rank{several} {ranks} is not that on rank 0"
+    return text
 
 
 def format_difference(value: float) -> str:

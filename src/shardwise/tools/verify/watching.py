@@ -245,6 +245,6 @@ def _follow_engines(facts: Facts) -> None:
     engine.__init__ = made
 
 
-def _several(given: Any) -> tuple[Any, ...]:
-    one = isinstance(given, nn.Module | torch.optim.Optimizer)
-    return (given,) if one else tuple(given)
+def _several(value: Any) -> tuple[Any, ...]:
+    one = isinstance(value, nn.Module | torch.optim.Optimizer)
+    return (value,) if one else tuple(value)
