@@ -1,4 +1,4 @@
-"""The catalogue of devices and links, and clusters as they are written."""
+"""The catalogue of devices and links, and clusters as text."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def _file(folder: Path, text: str) -> Path:
     return file
 
 
-def test_the_catalogue_of_the_package_is_whole_and_each_value_has_a_source() -> None:
+def test_package_catalogue_is_complete_and_sourced() -> None:
     catalogue = read_catalogue(user=False)
     assert {"A100", "H100", "H200", "B200", "TPU-v5e", "TPU-v5p", "TPU-v6e"} <= set(
         catalogue.devices
@@ -57,7 +57,7 @@ def test_the_catalogue_of_the_package_is_whole_and_each_value_has_a_source() -> 
     assert len(list(OWN.glob("*.toml"))) == 7
 
 
-def test_a_users_file_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_file_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     user_folder().mkdir(parents=True)
     _file(user_folder(), GOOD)
@@ -92,7 +92,7 @@ def test_a_users_file_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.Monk
         ("us = { value = 5", "us = { value = " + "9" * 400, "must be a number above 0"),
     ],
 )
-def test_a_mistake_is_one_sentence(tmp_path: Path, old: str, new: str, says: str) -> None:
+def test_error_in_a_file_is_one_sentence(tmp_path: Path, old: str, new: str, says: str) -> None:
     assert old in GOOD
     with pytest.raises(ConfigError, match=says) as caught:
         read_file(_file(tmp_path, GOOD.replace(old, new, 1)))
@@ -111,7 +111,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, old: str, new: str, says: str
         ("4xTPU-v5p", 1, 4),
     ],
 )
-def test_clusters(text: str, hosts: int, per_host: int) -> None:
+def test_parses_clusters(text: str, hosts: int, per_host: int) -> None:
     cluster = parse_cluster(text, read_catalogue(user=False))
     assert (cluster.hosts, cluster.per_host) == (hosts, per_host)
     assert cluster.devices == hosts * per_host
@@ -128,12 +128,12 @@ def test_clusters(text: str, hosts: int, per_host: int) -> None:
         ("here", "shardwise plan --calibrate"),
     ],
 )
-def test_what_is_no_cluster_is_refused(text: str, says: str) -> None:
+def test_refuses_text_that_is_no_cluster(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_cluster(text, read_catalogue(user=False))
 
 
-def test_a_curve_is_linear_in_the_logarithm() -> None:
+def test_curve_is_linear_in_the_logarithm() -> None:
     curve = Curve(((1.0, 0.2), (100.0, 0.8)))
     assert [curve.at(size) for size in (0.1, 1, 100, 1e6)] == [0.2, 0.2, 0.8, 0.8]
     assert curve.at(10) == pytest.approx(0.5)

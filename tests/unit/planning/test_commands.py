@@ -1,4 +1,4 @@
-"""A printed command is one that the launcher takes: every placement, and words of every kind."""
+"""Printed commands are accepted by the launcher, for every placement and any words."""
 
 import random
 import shlex
@@ -26,7 +26,7 @@ WORDS = (
 SCRIPTS = ("train.py", "my train.py", "-odd.py", "it's.py", "tab\t.py", "ü/träin.py")
 FLAGS = ((), ("--precision", "bf16-mixed"), ("--units", "Block*,head.?"), ("--seed", "3"))
 SHOW = "shardwise() { printf '%s\\0' \"$@\" ==; }\n"
-"""A command of bash that prints its arguments; == ends them."""
+"""A bash command that prints its arguments, with == after the last."""
 
 
 def plan_of(script, on):
@@ -36,7 +36,7 @@ def plan_of(script, on):
 
 
 def typed(commands):
-    """The words that bash makes of each."""
+    """Return the words that bash makes of each command."""
     text = SHOW + "\n".join(f"shardwise {each}" for each in commands)
     shell = ["bash", "-c", text.encode("utf-8", "surrogateescape")]
     found = subprocess.run(shell, capture_output=True, timeout=30, check=True).stdout
@@ -45,7 +45,7 @@ def typed(commands):
 
 
 def drawn(rng, folder):
-    """A line that a search may make, for up to 8 devices."""
+    """Return a line that a search may produce, for up to 8 devices."""
     data, tensor, pipeline = rng.choice([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
     level = rng.choice([0, 1, 2, 3]) if data > 1 else 0
     row, tier = Placement.zero(level), rng.choice([Tier("cpu"), Tier("nvme", folder)])
@@ -71,7 +71,7 @@ def drawn(rng, folder):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_printed_command_is_taken_as_it_is_typed(seed, tmp_path, monkeypatch, capsys):
+def test_printed_command_is_accepted_as_typed(seed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("ü").mkdir()
     for name in SCRIPTS:
@@ -117,9 +117,7 @@ def test_a_printed_command_is_taken_as_it_is_typed(seed, tmp_path, monkeypatch, 
         (["--hardware", "none.toml"], "none.toml"),
     ],
 )
-def test_what_cannot_be_planned_is_said_before_the_script_runs(
-    words, said, tmp_path, monkeypatch, capsys
-):
+def test_refuses_bad_arguments_before_the_script_runs(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("open('ran', 'w')")
     Path("list.json").write_text("[]")
