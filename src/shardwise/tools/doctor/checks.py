@@ -104,6 +104,7 @@ def _memory() -> Check:
     # MemAvailable includes caches that the kernel can drop; MemFree would look alarming on any
     # host.
     free, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    # Advice rather than a fault: a small script runs with less.
     few = free < LEAST_MEMORY
     advice = "little memory is free: end other programs on this host." if few else ""
     return Check("free memory", f"{free / GIB:.1f} of {total / GIB:.1f} GB", advice=advice)
@@ -126,6 +127,7 @@ def _limit(which: int, unit: int, name: str) -> str:
 
 
 def _shared_memory() -> Check:
+    # Outside of Linux DataLoader workers use other shared memory.
     if not Path("/dev/shm").is_dir():
         return Check("/dev/shm", "none")
     free = shutil.disk_usage("/dev/shm").free

@@ -27,6 +27,7 @@ def table(hosts: Hosts) -> Table:
     grid.add_column("")
     for host in hosts:
         grid.add_column(Text(printable(host)), overflow="fold")
+    # In order of first appearance. Hosts may have different checks, such as offload folders.
     names = dict.fromkeys(check.name for checks in hosts.values() for check in checks)
     for name in names:
         shown = [

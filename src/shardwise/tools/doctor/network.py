@@ -84,9 +84,11 @@ def _exchange(identity: Identity, store: Store, what: str, value: Any) -> list[A
 
 def _unreachable_from(mine: ListeningHost, hosts: list[ListeningHost]) -> list[str]:
     """Return a line for each host that this host cannot connect to."""
+    # Every host tries all others, because a firewall may block one direction only.
     others = [host for host in hosts if host != mine]
     ports = "-".join(_RANGE.read_text().split()) if _RANGE.exists() else "that the kernel chooses"
     with ThreadPoolExecutor(min(64, len(others))) as pool:
+        # In parallel: an unreachable host takes REACH seconds to find out.
         failures = list(pool.map(_failure, others))
     return [
         f"{mine.host} cannot connect to {host.host} at {host.address}, port {host.port}: "

@@ -104,6 +104,7 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
         for kind, points in rates.items()
         if kind.startswith("matmul_")
     }
+    # The peak is the best measured rate, not the data sheet's: efficiency is then at most 1.
     numbers["memory_gib"] = values["memory bytes"] / GIB
     numbers["memory_tb_per_s"] = max(rate for _, rate in rates["memory"]) / 1e12
     numbers["disk_gb_per_s"] = rates["disk"][0][1] / 1e9
@@ -156,6 +157,7 @@ def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
 
 def _curve(points: Sequence[tuple[float, float]], unit: float) -> str:
     """Return fractions of the best rate, by size in `unit`."""
+    # The catalogue keeps the peak separately, so a curve has fractions of it.
     best = max(rate for _, rate in points)
     pairs = [f"[{size / unit:.6g}, {max(1e-6, rate / best):.4g}]" for size, rate in points]
     return f"[{', '.join(pairs)}]"

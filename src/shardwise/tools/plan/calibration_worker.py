@@ -100,6 +100,7 @@ def _wait(device: torch.device) -> None:
 
 def _launch(device: torch.device) -> float:
     """Return the seconds that the host needs to launch an operation."""
+    # One element: the kernel itself takes no time.
     small = torch.ones(1, device=device)
 
     def many() -> None:
@@ -154,6 +155,7 @@ def _hidden(world: World) -> float:
             torch.mm(left, left)
         _wait(world.device)
 
+    # The minimum over repetitions, since other load can only slow a measurement down.
     def elapsed(work: Callable[[], object]) -> float:
         times = []
         for _ in range(5):
@@ -182,6 +184,7 @@ def _hidden(world: World) -> float:
 
 def _disk() -> float:
     """Return the seconds to write and sync a file in the working folder, and to read it back."""
+    # Random, because some file systems and disks compress.
     chunk = os.urandom(2**20) * 8
     with tempfile.NamedTemporaryFile(dir=".") as file:
         start = time.perf_counter()

@@ -164,6 +164,7 @@ class Catalogue:
         names = {word.lower(): each for each in devices for word in (each.name, *each.aliases)}
         if (device := names.get(name.lower())) is not None:
             return device
+        # Names and aliases compare in lower case, and the hint shows the real name.
         near = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f" Did you mean {names[near[0]].name}?" if near else ""
         raise ConfigError(
@@ -195,6 +196,7 @@ def read_catalogue(added: Iterable[Path | str] = (), *, user: bool = True) -> Ca
     """
     devices: dict[str, Device] = {}
     links: dict[str, NetworkLink] = {}
+    # In order of precedence: package, user, --hardware.
     files = [*sorted(OWN.glob("*.toml"))]
     files += sorted(user_folder().glob("*.toml")) if user else []
     for path in added:

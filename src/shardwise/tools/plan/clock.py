@@ -83,6 +83,7 @@ def bytes_of(record: StepRecord, bucket_mb: float) -> Bytes:
     """
     trained = [each for each in record.parameters if each.group >= 0]
     elements = sum(each.numel for each in trained) or 1
+    # The mean over all parameters, which may have several dtypes.
     stored = sum(each.nbytes for each in trained) / elements
     master = max(4.0, stored)
     moments = sum(each.numel * len(record.groups[each.group].moments) for each in trained)
@@ -105,6 +106,7 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
     used += [unit for unit, _ in placed] + [each.unit for each in record.parameters]
     order = [BEFORE, *dict.fromkeys(unit for unit in used if unit >= 0), AFTER]
     outputs = _outputs(record)
+    # Elements, not bytes: `Bytes` has the sizes by purpose.
     held, trained = _parameters(record)
     group = run.tensor_group(cluster)
     # The record of a tensor-parallel part is already split.
@@ -142,6 +144,8 @@ def _placed(record: StepRecord) -> dict[tuple[int, str], list[Operation]]:
         unit = each.unit
         if unit < 0:
             unit = BEFORE if number < first or number > last else AFTER
+        # Operations between units have no unit. They count as AFTER, except before the first unit
+        # and after the last.
         placed[unit, each.phase].append(each)
     return placed
 

@@ -51,6 +51,8 @@ def reduce_scatter_seconds(count: float, group: Group) -> float:
     """Return the seconds to reduce `count` bytes in total to one shard per rank."""
     if group.ranks == 1 or not count:
         return 0.0
+    # Inside each host first. Then each rank exchanges its slice with the ranks that hold the same
+    # slice on other hosts.
     near = _ring(count, group.inside, group.near)
     return near + _ring(count / group.inside, group.hosts, group.far)
 

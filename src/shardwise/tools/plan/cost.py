@@ -43,6 +43,7 @@ def cost_of(
     They run on `devices` devices of `cluster`, or on all if that is None. Hosts are rented whole.
     `error` is the error band of the estimate, as a fraction.
     """
+    # Idle devices of a rented host are paid for, too.
     rented = cluster if devices is None else cluster.part(devices)
     device = rented.device
     total = seconds * steps

@@ -145,6 +145,7 @@ def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter])
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter in replaced:
             module._parameters[key] = replaced[parameter]
+    # RNNs keep their weights in a list as well, and read them from there.
     for key, value in vars(module).items():
         if isinstance(value, list) and any(isinstance(each, nn.Parameter) for each in value):
             vars(module)[key] = [
@@ -157,6 +158,8 @@ class AbsentRanks(Solo):
     """A group of `size` ranks of which only the first exists."""
 
     def __init__(self, size: int) -> None:
+        # A group of one rank, whose collectives return their input: shapes are right, and no other
+        # process is needed.
         super().__init__()
         self.size = size
 

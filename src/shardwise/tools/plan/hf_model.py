@@ -62,6 +62,7 @@ def _arguments() -> argparse.Namespace:
 
 def _config(path: Path) -> tuple[Any, Any]:
     """Return the configuration in a file, and the function that builds its model."""
+    # An optional package, which must not be imported by `shardwise plan` itself.
     transformers: Any = __import__("transformers")
     content = json.loads(path.read_text())
     config = transformers.AutoConfig.for_model(**content)

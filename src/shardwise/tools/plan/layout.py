@@ -76,6 +76,7 @@ class StateLayout:
         share = bucket.share(rank)
         updated = share if self.row.is_sharded("optimizer") else bucket.layout.numel
         held = share if self.row.is_sharded("parameters") else bucket.layout.numel
+        # Sharded gradients are kept only for the shard that this rank updates.
         kept = updated if self.row.is_sharded("gradients") else bucket.layout.numel
         # Gradients on a disk are summed there, so they are kept in fp32.
         on_disk = self.row.tier("gradients").kind == "nvme" and self.row.is_sharded("gradients")
@@ -83,6 +84,7 @@ class StateLayout:
         assert bucket.group is not None
         mastered = self._has_master(bucket)
         size = bucket.master_size if mastered else bucket.itemsize
+        # The master belongs to the optimizer state.
         optimizer = updated * size * (len(bucket.group.moments) + mastered)
         return held * bucket.itemsize, kept * (FP32 if wide else bucket.itemsize), optimizer
 
@@ -104,6 +106,7 @@ class StateLayout:
         if self.row.tier(state).kind != "nvme":
             return 0
         lengths = [each.share(rank) for each in self.buckets]
+        # A span in memory holds one tensor of state, in the dtype of the update.
         sizes = [
             each.master_size if state != "parameters" else each.itemsize for each in self.buckets
         ]
@@ -124,6 +127,7 @@ class StateLayout:
     @property
     def unlaid_bytes(self) -> int:
         """Bytes of frozen parameters outside of buckets, which are whole on every rank."""
+        # Frozen parameters are in buckets only if they are gathered like the others.
         laid = self.row.is_sharded("parameters")
         return sum(
             each.nbytes
@@ -148,6 +152,7 @@ def lay_out(
     apart: bool = False,
 ) -> StateLayout:
     """Return the buckets of `record` under `row`, over `ranks` ranks."""
+    # Units are gathered one by one, so a bucket must not contain parameters of two units.
     by_unit = row.is_sharded("parameters")
     trained = [each for each in record.parameters if each.group >= 0]
     frozen = [each for each in record.parameters if each.group < 0 and each.is_float]

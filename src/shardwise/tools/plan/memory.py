@@ -158,6 +158,7 @@ def predict(
     # Index `count` is the update. The batch is still alive, because the loop variable refers to it.
     parts["batch"][count] = parts["batch"][count - 1] if count else 0
     parts["temporary"][count] = _update_temporaries(layout, rank)
+    # Shape (operations + 1,): the last entry is the update.
     curve = np.sum(list(parts.values()), axis=0)
     at = int(curve.argmax())
     return MemoryPlan(
@@ -197,7 +198,9 @@ def _add_tensors(parts: Parts, record: StepRecord, hardware: Hardware) -> None:
     """Add the tensors of the step, each over its lifetime."""
     for life in record.tensors:
         kind = _kind(life)
+        # Rounded up, as CUDA's allocator does. The C library's overhead is not counted.
         nbytes = -(-life.nbytes // ROUNDING) * ROUNDING if hardware.apart else life.nbytes
+        # Including `died`: its inputs are alive while an operation runs.
         parts[kind][max(life.born, 0) : life.died + 1] += nbytes
         # The script's variable refers to the tensor until the next step assigns it, so in the next
         # step both are alive up to that operation.
@@ -271,6 +274,8 @@ def _update_temporaries(layout: StateLayout, rank: int) -> int:
         numel = bucket.share(rank) if sharded else bucket.layout.numel
         # The update of a 16-bit bucket works on an fp32 copy of its gradient.
         copies = bucket.dtype in NARROW
+        # A fused kernel computes in registers. A loop of operations makes tensors of the bucket's
+        # length.
         loops = 0 if bucket.group.fused else UPDATE_TEMPORARIES
         most = max(most, numel * bucket.master_size * (copies + loops))
         if on_disk:
@@ -324,6 +329,7 @@ def predict_pipeline(record: StepRecord, choice: Choice, hardware: Hardware) -> 
     """
     stages = choice.pipeline * choice.stages_per_rank
     rows = stage_layers(record, stages)
+    # Ranks differ: early ones hold more micro-batches, the first and last one larger layers.
     plans = (_rank(record, choice, hardware, rows, rank) for rank in range(choice.pipeline))
     return max(plans, key=lambda plan: plan.peak)
 
@@ -335,6 +341,7 @@ def _rank(
     # Stage s runs on rank s % pipeline, as in the engine.
     own = list(range(rank, len(rows), choice.pipeline))
     parts = [part_of(record, rows[stage]) for stage in own]
+    # Whichever stage runs, the rank holds the states of all its stages.
     held = tuple(p for part in parts for p in part.parameters)
     saved = [saved_bytes(part) for part in parts]
     plans = []

@@ -26,6 +26,7 @@ class AxisSizes:
 
 def tensor_sizes(cluster: Cluster) -> list[int]:
     """Return the numbers of ranks that may split each layer: powers of two within a host."""
+    # Only within a host: a layer sums its output several times per step, too often for slow links.
     return [size for size in _powers(cluster.per_host) if cluster.devices % size == 0]
 
 

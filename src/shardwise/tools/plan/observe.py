@@ -121,6 +121,7 @@ def observe_sizes(
 def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> StepRecord:
     """Run `script` up to its first step, with `samples` as its Loader's batch size if given."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
+        # A file rather than a pipe: the script's own output must not mix with the record.
         path = Path(folder) / "record.json"
         # On the CPU for every cluster: fake tensors have the same shapes on all devices.
         command = [
@@ -156,6 +157,7 @@ def _why(script: Script, error: Path, output: bytes, code: int) -> str:
 def _advice(why: str) -> str:
     """Return what to do about a script that could not be observed, for the reason `why`."""
     missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", why)
+    # The library is not installed, but --adopt brings the classes that the script needs.
     if missing and missing[1] in ADOPTED:
         return f"Observe a script of {missing[1]} with --adopt {missing[1]}."
     if missing:

@@ -103,6 +103,7 @@ class ObservedEngine(Engine):
             named.parameter = new
             if new.requires_grad:
                 new.register_post_accumulate_grad_hook(self._arrival(each))  # type: ignore[no-untyped-call]
+        # Tied weights are replaced everywhere by the same new parameter.
         for module in (m for model in self._spec.models for m in model.modules()):
             replace_in(module, replaced)
         for optimizer in self._spec.optimizers:
@@ -221,6 +222,7 @@ class ObservedEngine(Engine):
         current = self.world.current_batch
         batch = current.batch_of_loss(weighted=weighted, anew=anew)
         observation = self._observation
+        # The first batch defines the micro-batch. Later ones of the step are not recorded.
         if batch is not None and observation.batch is None:
             observation.batch, observation.samples = batch, batch.samples
             stream = next((s for s in current.streams if s.batch is batch), None)
@@ -233,6 +235,7 @@ class ObservedEngine(Engine):
         if self._observation.first_backward < 0:
             self._observation.first_backward = len(recorder.operations)
         # With several engines, the graph may also contain parameters of another one.
+        # With one engine all leaves of the graph are its own, and `inputs` is not necessary.
         own = None
         if len(self._observation.engines) > 1:
             located = (each.parameter for each in self._spec.located())

@@ -60,6 +60,7 @@ class Busy:
 
 def matmul_seconds(flops: float, dtype: str, device: Device) -> float:
     """Return the seconds of a matrix product of `flops` FLOPs."""
+    # A dtype without a measured curve uses the general one.
     curve = device.curves.get(f"matmul_{dtype}") or device.curves["matmul"]
     return flops / (device.flops(dtype) * curve.at(flops / 1e9))
 
@@ -76,9 +77,11 @@ def busy(works: Iterable[Work], device: Device) -> Busy:
     for work in works:
         arithmetic = matmul_seconds(work.flops, work.dtype, device) if work.flops else 0.0
         traffic = memory_seconds(work.bytes, device)
+        # The device overlaps both, so an operation takes the longer one and counts under it.
         if arithmetic >= traffic:
             matmul += work.count * arithmetic
         else:
             memory += work.count * traffic
         launches += work.count
+    # The host launches ahead while the device works: only what exceeds that work adds time.
     return Busy(matmul, memory, max(0.0, launches * device.launch - matmul - memory))

@@ -91,6 +91,7 @@ def _ready(
 ) -> float | None:
     """Return when the inputs of an action exist, or None if they have not been computed."""
     stage, micro = action.stage, action.micro
+    # The weight part of a split backward needs only its own input part.
     if action.kind == "W":
         return ends.get((stage, "B", micro))
     if action.kind == "F":
@@ -98,6 +99,7 @@ def _ready(
             return 0.0
         before = ends.get((stage - 1, "F", micro))
         return None if before is None else before + send
+    # A backward needs its own forward, and the gradient from the next stage.
     own = ends.get((stage, "F", micro))
     if stage == stages - 1 or own is None:
         return own

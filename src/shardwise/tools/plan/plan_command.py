@@ -115,6 +115,7 @@ def _print(result: Plan, console: Console) -> None:
     )
     if fitting:
         console.print(_table(result, fitting))
+        # Below the table, because a narrow terminal would break commands inside of it.
         for line in fitting:
             console.print(f"  {in_shell(result.command_words(line))}", soft_wrap=True)
     for line in others:

@@ -140,6 +140,8 @@ class Plan:
                 "micro-batches were not tried: the script's loop runs one backward per batch "
                 "(use loader.steps() in the loop to change that)"
             )
+        # Then the number of rows per worker is the script's own, and may depend on the number of
+        # workers.
         if not record.total_batch:
             yield (
                 "no sw.Loader divides the batch: the plan gives every worker as many rows as one "

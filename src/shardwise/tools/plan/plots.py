@@ -149,6 +149,7 @@ def _bars(placement: TimedPlacement) -> list[tuple[str, dict[str, float]]]:
     ranks = placement.estimate.per_rank
     if len(ranks) <= 1:
         return [(placement.label, placement.estimate.parts)]
+    # Neighbouring stages look alike, so evenly spaced ones show the shape.
     every = -(-len(ranks) // MOST_RANKS)
     return [
         (f"{placement.label}, stage {stage}", ranks[stage]) for stage in range(0, len(ranks), every)

@@ -184,6 +184,8 @@ class StepRecord:
     @cached_property
     def parts(self) -> dict[range, StepRecord]:
         """The parts of the record by range of layers, as cached by `stage_records.part_of`."""
+        # Not a field: the cache is neither compared nor written. A cached property may be mutable
+        # although the class is frozen.
         return {}
 
     @property
@@ -203,6 +205,7 @@ class StepRecord:
             raise LaunchError(
                 f"{path} was written by another version of shardwise: observe the script again."
             )
+        # JSON has neither tuples nor dataclasses.
         lists = {
             name: tuple(kind(**{k: _frozen(v) for k, v in each.items()}) for each in content[name])
             for name, kind in _KINDS.items()

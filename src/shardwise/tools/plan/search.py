@@ -123,6 +123,8 @@ class Question:
         # Rounded up: the replica with the most samples decides whether the placement fits.
         share = -(-record.total_batch // mesh.data) if record.total_batch else record.batch_size
         counts = [min(share, PER_STAGE * mesh.pipeline) if mesh.pipeline > 1 else 1]
+        # Both kinds of loop can split a batch: one with loader.steps(), one with
+        # engine.forward_backward.
         cuts = bool(record.total_batch) and (record.accumulates or not record.no_pipeline)
         while cuts and 2 * counts[-1] <= share:
             counts.append(2 * counts[-1])
@@ -160,6 +162,7 @@ def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
     separable = all(group.separable for group in question.step.large.groups)
     tiers = [HOST] if question.hardware.apart else []
     tiers += [Tier("nvme", question.disk)] if question.disk else []
+    # Without data parallelism there is nothing to shard, so all rows are equal.
     for level in range(4) if mesh.data > 1 else (0,):
         row = Placement.zero(level)
         # The engine refuses zero-bubble with sharded parameters, and an optimizer that is not
@@ -187,6 +190,7 @@ def _largest_that_fits(
         if not question.steps[way].knows(samples) or _is_excluded(mesh, way, count):
             continue
         line = measure(question, mesh, row, way, (samples, count))
+        # Sizes are tried from the largest: fewer micro-batches of the same batch are faster.
         if line.fits:
             return line
     return line
@@ -228,6 +232,7 @@ def measure(
             if choice.row.tier("optimizer").kind != "nvme":
                 raise
     host = device.number("host_memory_gib")
+    # All ranks of a host share its memory.
     on_host = memory.tiers.get("cpu", 0) * min(cluster.per_host, choice.devices)
     return Line(
         choice,
@@ -263,6 +268,7 @@ def command_of(
     line: Line, cluster: Cluster, flags: Sequence[str], words: Sequence[str]
 ) -> list[str]:
     """Return the words of the command that trains with `line`. `words` are the script's."""
+    # The plan cannot know the hosts' names: the user writes that file.
     several = ["--hostfile", "hosts"] if cluster.hosts > 1 else []
     run = ["shardwise", "run", "-n", str(line.choice.devices), *several, *flags_of(line), *flags]
     # Without "--" a script named -x.py would be read as a flag of `shardwise run`.

@@ -47,6 +47,7 @@ class SourcedFile:
         """Read the file, which may contain `tables` and sources. Raises ConfigError."""
         try:
             tree = tomllib.loads(self.file.read_text(encoding="utf-8"))
+        # tomllib parses nested arrays recursively.
         except RecursionError:
             raise ConfigError(f"{self.file} is not TOML: it is nested too deeply.") from None
         except (OSError, ValueError) as error:  # ValueError also for integers of too many digits
@@ -113,6 +114,7 @@ class SourcedFile:
 
 def as_float(value: object) -> float | None:
     """Return a TOML number as a float (infinity if it is too large), or None for anything else."""
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

@@ -90,9 +90,11 @@ def step_times(
     `stages` are the units of each stage; stage s runs on rank s % run.pipeline. `boundary` is the
     number of bytes sent between two stages.
     """
+    # First each stage alone, then the schedule of all stages, then what remains at the end.
     passes = [_StagePasses(units, run, cluster, size) for units in stages]
     send = 0.0
     if run.pipeline > 1:
+        # If a replica fits on one host, its stages send over the host's fast link.
         link = cluster.inside if run.stages_on_hosts(cluster) else cluster.between
         send = send_seconds(boundary, link)
     # A blocking send delays the sender and the receiver: half of both counts in each pass.
@@ -109,6 +111,7 @@ def step_times(
     rank_times = []
     for rank, held in enumerate(ranks):
         kinds = _computed(held, run.micros)
+        # Sends that do not block overlap computation, and appear only as waits.
         kinds[SEND] = blocked * len(held) * run.micros
         kinds[REDUCE] += tails[rank]
         kinds |= updates[rank]
@@ -200,6 +203,7 @@ def _update(
     # With a sharded optimizer each rank updates its shard only.
     own = trained / run.data if row.is_sharded("optimizer") else trained
     seconds = {UPDATE: memory_seconds(own * size.update, device), PUBLISH: 0.0, OFFLOAD: 0.0}
+    # Sharded parameters are gathered before their next use instead.
     if row.is_sharded("optimizer") and not row.is_sharded("parameters"):
         group = run.data_group(cluster)
         seconds[PUBLISH] = _by_bucket(all_gather_seconds, trained, size.parameter, group, size)

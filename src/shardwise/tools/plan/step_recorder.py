@@ -235,6 +235,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key is not None and key not in before and key not in self._alive:
                 self._be_born(key, tensor, number, name, place.unit, place.line)
         # Bytes read and written. A tensor changed in place is both, so it counts twice.
+        # A lower bound of the traffic: a kernel may read an input more than once.
         moved = sum(each.numel() * each.element_size() for each in (*call.inputs, *call.outputs))
         dtype = str(call.outputs[0].dtype).removeprefix("torch.") if call.outputs else ""
         self.operations.append(
@@ -272,6 +273,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the end of storage `key` after the last operator. `kept`: it is still alive."""
         memory = self._alive.pop(key, None)
         self._references.pop(key, None)
+        # Ignored storages have no entry. Empty ones take no memory.
         if memory is None or memory.nbytes == 0:
             return
         self.tensors.append(
@@ -321,6 +323,8 @@ def _is_users(path: str) -> bool:
 def _key(tensor: Tensor) -> int | None:
     """Return the identity of a tensor's storage, or None for a sparse tensor."""
     try:
+        # The address of the C++ storage: equal for all views of it, and free to be reused after its
+        # end.
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse
         return None

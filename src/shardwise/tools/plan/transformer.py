@@ -54,6 +54,7 @@ class Transformer:
     @property
     def layer_parameters(self) -> int:
         """The number of elements of one layer."""
+        # Gated models (Llama) have neither biases nor a shift in their norms.
         h, matrices = self.hidden, 3 if self.gated else 2
         attention = 2 * h * h + 2 * h * self.key_values
         biases = 0 if self.gated else 3 * h + 2 * self.key_values + self.feed_forward
@@ -67,6 +68,7 @@ class Transformer:
         It counts layers, word embeddings, the last norm, and position embeddings unless `gated`.
         Gated models have a separate output head.
         """
+        # GPT learns an embedding of positions. Llama rotates queries and keys instead.
         places = 0 if self.gated else self.sequence * self.hidden
         words = self.vocabulary * self.hidden * (2 if self.gated else 1)
         last = self.hidden if self.gated else 2 * self.hidden
@@ -81,6 +83,7 @@ class Transformer:
         h, s = self.hidden, self.sequence
         matrices = 3 if self.gated else 2
         weights = 2 * h * h + 2 * h * self.key_values + matrices * h * self.feed_forward
+        # Scores and their product with the values: s * h multiplications each per token.
         attention = 2 * s * h * (0.5 if self.causal else 1.0)
         return 6.0 * batch * s * (self.layers * (weights + attention) + self.vocabulary * h)
 
@@ -107,6 +110,9 @@ class Transformer:
         whole = t if sequence_parallel else 1  # norms and dropouts are split, or whole on each rank
         qkv = h + 2 * self.key_values
         wide = self.feed_forward * (2 if self.gated else 1)
+        # In order: norm, queries with keys and values, their bias or rotation, projection, dropout
+        # with residual; norm, feed-forward in, activation, out, dropout with residual. Elements
+        # have 2 bytes, so the traffic 4 n is one read and one write of n elements.
         return [
             _traffic(4 * tokens * h / whole),
             _product(tokens, h, qkv / t),
@@ -126,9 +132,11 @@ class Transformer:
         Selective recomputation repeats these operations.
         """
         s, h = self.sequence, self.hidden
+        # Queries with keys, or scores with values: both products are equally large.
         flops = 2.0 * batch * s * s * h / t / self.context * (0.5 if self.causal else 1.0)
         if self.flash:
             return [Work(2 * flops, 0.0)]
+        # Without flash attention the scores, shape (batch, heads, s, s), pass through memory.
         scores = batch * self.heads * s * s / t / self.context
         product = Work(flops, 2 * scores + 4 * batch * s * h / t)
         return [product, _traffic(4 * scores), _traffic(5 * scores), product]
@@ -142,6 +150,8 @@ class Transformer:
         self, batch: int, tensor: int, recompute: str, *, sequence_parallel: bool
     ) -> float:
         """Return the 16-bit bytes that a layer keeps for backward: Korthikanti et al., table 2."""
+        # Bytes per element of s * b * h, by the table: 34 in a layer outside of the scores, of
+        # which tensor parallelism alone divides 24.
         sbh, t = float(self.sequence * batch * self.hidden), tensor
         scores = 5 * self.heads * self.sequence / self.hidden
         if recompute == FULL:
@@ -163,6 +173,7 @@ def _traffic(count: float) -> Work:
 
 def _reversed(work: Work) -> Work:
     """Return the backward of an operation."""
+    # The gradient of a product's inputs is two products of the same size.
     return Work(work.flops, 1.5 * work.bytes, count=2 if work.flops else 1)
 
 
@@ -187,6 +198,7 @@ def transformer_times(
     stages = run.pipeline * run.stages_per_rank
     layer = _layer(model, run, cluster, software)
     units = [[layer] * count for count in _layers_of(model.layers, stages)]
+    # The first stage also has the embedding, and the last one the output head.
     units[0].insert(0, _embedding(model, run, cluster))
     units[-1].append(_head(model, run, cluster))
     sbh = 2.0 * run.micro_batch * model.sequence / model.context * model.hidden
@@ -223,12 +235,14 @@ def _layer(model: Transformer, run: Parallelism, cluster: Cluster, software: Sof
         each = all_reduce_seconds(whole, group)
     keys = 4.0 * b * model.sequence * model.key_values / t  # keys and values, 2 bytes each
     context = all_gather_seconds(keys, group_of(cluster, model.context, t))
+    # A layer has two tensor-parallel collectives per pass: after attention and after feed-forward.
     host = software.host + (2 * software.collective_host if t > 1 else 0.0)
     passes = 2  # backward launches twice as many operations as forward
     if run.recompute == FULL:
         backward, passes = backward + forward, passes + 1
     elif run.recompute == SELECTIVE:
         backward += busy(model.attention(b, t), device)
+    # Full recomputation repeats the two collectives of forward inside backward.
     spent = (4 if run.recompute == FULL else 2) * each
     return UnitWork(
         _hosted(forward, host, 2 * each),

@@ -35,6 +35,7 @@ def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
     # One group has no spread.
     if groups < 2:
         return Rate(value, math.nan, math.nan)
+    # Contiguous groups of almost equal length: correlation reaches only into the next group.
     cuts = [len(seconds) * group // groups for group in range(groups + 1)]
     # The ratio estimator: its error is the spread of samples - rate * seconds over the groups.
     residuals = [
@@ -56,6 +57,7 @@ def student(p: float, degrees: int) -> float:
         return math.tan(math.pi * (p - 0.5))
     if degrees == 2:
         return (2 * p - 1) * math.sqrt(1 / (2 * p * (1 - p)))
+    # An expansion in 1 / degrees around the normal quantile.
     z = NormalDist().inv_cdf(p)
     terms = (
         (z**3 + z) / 4,

@@ -23,6 +23,7 @@ def measure(plan: ScalingPlan) -> int:
     """
     check_can_draw("shardwise scale")  # before minutes of runs, not after them
     console = Console(highlight=False, markup=False)
+    # Before the first run: a folder that cannot be made must not show only after hours.
     plan.out.mkdir(parents=True, exist_ok=True)
     finished: list[MeasuredRun] = []
     with exit_on_sigterm():

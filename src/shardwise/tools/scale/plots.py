@@ -44,6 +44,7 @@ def draw(report: ScalingReport, folder: Path) -> dict[str, str]:
 
 def _plots(report: ScalingReport) -> Iterator[tuple[str, Draw]]:
     measured = [run.measured for run in report.runs if run.measured]
+    # All runs failed: a page without plots, but with their errors.
     if not measured:
         return
     yield "throughput", _throughput
@@ -121,6 +122,7 @@ def _curves(
     """Plot a line for each size by `unit`, which is epoch or step."""
     # Lines may coincide: the first one is the widest, and each further one is thinner, on top.
     sizes = sorted(report.plan.sizes)
+    # Less for many sizes, so that the first line stays narrower than its plot.
     wider = min(1.6, 6 / len(sizes))
     for style, kind in zip(STYLES, report.plan.kinds, strict=False):
         for row in report.rows(kind):

@@ -83,6 +83,7 @@ class ScalingReport:
 
     def notes(self) -> list[str]:
         """Return notes on how to read the figures."""
+        # The cores of this process, which a job may limit.
         cores, most = usable_cores(), max(self.plan.sizes)
         lines = [
             "engine.resume, save and export do nothing during the runs (--trial): every size "

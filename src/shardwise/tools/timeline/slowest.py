@@ -64,12 +64,14 @@ def slowest(steps: Mapping[int, Sequence[StepTimes]]) -> Slowest | None:
     A rank with less work waits longer, so ranks are compared by their time without waiting.
     """
     ranks = [rank for rank, own in steps.items() if own]
+    # Nobody waits for a rank that is alone.
     if len(ranks) < 2:
         return None
     busy = {rank: mean(step.busy for step in steps[rank]) for rank in ranks}
     # By work rather than by time: all steps end together, so all ranks take equally long.
     last = max(busy, key=lambda rank: busy[rank])
     others = [rank for rank in ranks if rank != last]
+    # The median, because several ranks of a slow host may be slow.
     behind = busy[last] - median(busy[rank] for rank in others)
     if behind < NOTABLE * mean(step.seconds for step in steps[last]):
         return None

@@ -65,6 +65,8 @@ def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[StepTimes]]:
     """Return the steps of each rank in order. With several engines, only the first one counts."""
     complete: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
+        # Complete events. Others are counters, metadata, and events of other tools in a merged
+        # file.
         if event.get("ph") == "X" and "cat" in event:
             complete[event["pid"]].append(event)
     return {rank: _of_rank(rank, complete[rank]) for rank in sorted(complete)}
