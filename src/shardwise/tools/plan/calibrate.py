@@ -99,12 +99,12 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
         for kind in dict.fromkeys(line["kind"] for line in lines if "size" in line)
     }  # fmt: skip
     name = name_here(ranks)
+    # The peak is the best measured rate, not the data sheet's: efficiency is then at most 1.
     numbers = {
         f"{kind.removeprefix('matmul_')}_tflops": max(rate for _, rate in points) / 1e12
         for kind, points in rates.items()
         if kind.startswith("matmul_")
     }
-    # The peak is the best measured rate, not the data sheet's: efficiency is then at most 1.
     numbers["memory_gib"] = values["memory bytes"] / GIB
     numbers["memory_tb_per_s"] = max(rate for _, rate in rates["memory"]) / 1e12
     numbers["disk_gb_per_s"] = rates["disk"][0][1] / 1e9

@@ -157,7 +157,7 @@ def _why(script: Script, error: Path, output: bytes, code: int) -> str:
 def _advice(why: str) -> str:
     """Return what to do about a script that could not be observed, for the reason `why`."""
     missing = re.match(r"ModuleNotFoundError: No module named '(\w+)", why)
-    # The library is not installed, but --adopt brings the classes that the script needs.
+    # A script of a known library only runs with our classes in place of the library's.
     if missing and missing[1] in ADOPTED:
         return f"Observe a script of {missing[1]} with --adopt {missing[1]}."
     if missing:
