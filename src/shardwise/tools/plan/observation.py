@@ -43,7 +43,7 @@ class Observation:
     batch: Any = None
     samples: int = 0
     total: int = 0
-    asked: int = 0
+    script_batch_size: int = 0
     """The batch size that the script gave its last Loader, before `observer` replaced it."""
     accumulates: bool = False
     """Whether the loop can take a step in several micro-batches."""

@@ -106,16 +106,16 @@ def observe_sizes(
     With `tensor` > 1, observe the part of the first of that many tensor-parallel ranks. Raises
     LaunchError with the line of the script if it cannot be observed.
     """
-    set_so = replace(script, flags=(*script.flags, "--activations", activations))
+    configured = replace(script, flags=(*script.flags, "--activations", activations))
     how = f"activations {activations}" + (f", --tensor {tensor}" if tensor > 1 else "")
     on_run(f"its own batch, {how}")
-    large = observe(set_so, tensor=tensor)
+    large = observe(configured, tensor=tensor)
     half = large.batch_size // 2
     # Without an sw.Loader only the script itself can change the batch size.
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
     on_run(f"half of the batch, {how}")
-    return ObservedStep(large, observe(set_so, half, tensor=tensor))
+    return ObservedStep(large, observe(configured, half, tensor=tensor))
 
 
 def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> StepRecord:

@@ -227,7 +227,7 @@ class ObservedEngine(Engine):
             observation.batch, observation.samples = batch, batch.samples
             stream = next((s for s in current.streams if s.batch is batch), None)
             stream_batch = (stream.plan.batch_size or 0) if stream is not None else 0
-            observation.total = observation.asked or stream_batch
+            observation.total = observation.script_batch_size or stream_batch
 
     def _run_backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         recorder = self._observation.recorder

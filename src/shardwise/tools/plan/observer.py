@@ -72,15 +72,18 @@ def _replace_loader(observation: Observation, samples: int) -> None:
 
     class ObservedLoader(Loader):
         def __init__(self, dataset: Any, batch_size: int | None = None, **options: Any) -> None:
-            self.asked = batch_size
+            self.script_batch_size = batch_size
             super().__init__(dataset, samples or batch_size if batch_size else None, **options)
 
         def __iter__(self) -> Any:
-            observation.asked = self.asked or 0
+            observation.script_batch_size = self.script_batch_size or 0
             return super().__iter__()
 
         def steps(self) -> Any:
-            observation.asked, observation.accumulates = self.asked or 0, True
+            observation.script_batch_size, observation.accumulates = (
+                self.script_batch_size or 0,
+                True,
+            )
             return super().steps()
 
     import_module("shardwise.data.loader").Loader = ObservedLoader  # type: ignore[attr-defined]

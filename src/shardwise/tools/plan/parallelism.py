@@ -1,4 +1,4 @@
-"""How a step is distributed: data, tensor and pipeline axes, micro-batches, recomputation."""
+"""The distribution of a step: data, tensor and pipeline axes, micro-batches, recomputation."""
 
 from __future__ import annotations
 

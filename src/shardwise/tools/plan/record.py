@@ -69,8 +69,8 @@ class ParameterRecord:
     """A parameter, in registration order.
 
     `group` is an index into StepRecord.groups, or -1 if no optimizer trains it. `arrived` is the
-    operation after which its gradient was complete, or -1 if it got no gradient. `master` is the
-    dtype in which it is updated.
+    operation after which its gradient was complete, or -1 if it got no gradient. `itemsize` is
+    bytes per element. `is_float`: its dtype is floating-point or complex, so it can be sharded.
     """
 
     name: str

@@ -285,8 +285,8 @@ def remedy(line: Line, lines: Sequence[Line]) -> str:
         largest = max(line.memory.at_peak().items(), key=lambda pair: pair[1])
         return f"the largest part is {largest[0]}, {in_bytes(largest[1])}"
     best = others[0]
-    so = shlex.join(flags_of(best)) or "no sharding"
-    return f"{so}: {in_bytes(best.memory.peak)}" + ("" if best.fits else ", still too much")
+    flags = shlex.join(flags_of(best)) or "no sharding"
+    return f"{flags}: {in_bytes(best.memory.peak)}" + ("" if best.fits else ", still too much")
 
 
 def _changes(one: Line, other: Line) -> int:

@@ -23,7 +23,7 @@ OF_LAYERS = ("sequence_parallel", "schedule", "stages", "microbatches")
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlacement:
-    """How a script is distributed: over `size` ranks, or the launcher's default if that is None.
+    """A placement on `size` ranks, or on the launcher's default number if that is None.
 
     `settings` maps names to their text, and `launcher` holds launcher flags such as -H.
     """

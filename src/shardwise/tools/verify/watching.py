@@ -39,7 +39,7 @@ DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "
 
 
 class Facts:
-    """Lines of the script, or words about the model, by what they are evidence for."""
+    """Notes on a script by topic: lines of code, or names of layers."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, None]] = defaultdict(dict)
