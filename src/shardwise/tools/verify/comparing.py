@@ -138,7 +138,7 @@ def compare(
     counts: dict[int, tuple[int, int]] = {}
     # Hooks on torch's optimizers record less than an engine does: what only one side recorded is
     # a difference only between two engines.
-    known = reference.driver == other.driver == "engine"
+    is_complete = reference.driver == other.driver == "engine"
     for engine in sorted(reference.engines.keys() | other.engines.keys()):
         theirs = reference.engines.get(engine, [])[: _end(steps)]
         ours = other.engines.get(engine, [])[: _end(steps)]
@@ -147,7 +147,9 @@ def compare(
         order = {name: place for place, name in enumerate(reference.order.get(engine, []))}
         least = _least(theirs)
         for one, two in zip(theirs, ours, strict=False):
-            differences.append(_step(engine, one, two, order, renamed, least, known=known))
+            differences.append(
+                _step(engine, one, two, order, renamed, least, is_complete=is_complete)
+            )
     # By time: later differences follow from the first one.
     differences.sort(key=lambda step: (step.number, step.engine))
     return Comparison(differences, counts)
@@ -188,21 +190,22 @@ def _step(
     renamed: Mapping[str, str],
     least: tuple[float, float],
     *,
-    known: bool,
+    is_complete: bool,
 ) -> StepDifference:
-    """Return the differences in a step. `known`: both sides recorded all that an engine has."""
+    """Return the differences in a step. `is_complete`: engines recorded both sides."""
     before = {
         (kind, _renamed(name, renamed)): whole for (kind, name), whole in theirs.tensors.items()
     }
     tensors = sorted(
-        _tensors(before, ours.tensors, known=known),
+        _tensors(before, ours.tensors, is_complete=is_complete),
         key=lambda each: (_forward_key(each.name, order), each.kind),
     )
     numbers = {_renamed(name, renamed): value for name, value in theirs.numbers.items()}
     tensors += [
         TensorDifference("optimizer", name, relative, (), True, 0, value, ours.numbers[name])
         for name, value in numbers.items()
-        if name in ours.numbers and (relative := _relative(value, ours.numbers[name], known=True))
+        if name in ours.numbers
+        and (relative := _relative(value, ours.numbers[name], is_complete=True))
     ]
     # Sample numbers are compared only if both sides recorded them.
     known_samples = bool(theirs.samples and ours.samples)
@@ -210,13 +213,13 @@ def _step(
     return StepDifference(
         engine=engine,
         number=ours.number,
-        loss=_relative(theirs.loss, ours.loss, least[0], known=known),
-        grad_norm=_relative(theirs.grad_norm, ours.grad_norm, least[1], known=known),
-        weight=_relative(theirs.weight, ours.weight, known=known),
+        loss=_relative(theirs.loss, ours.loss, least[0], is_complete=is_complete),
+        grad_norm=_relative(theirs.grad_norm, ours.grad_norm, least[1], is_complete=is_complete),
+        weight=_relative(theirs.weight, ours.weight, is_complete=is_complete),
         fed=_fed_the_same(theirs, ours),
         rows=(theirs.fed.rows, ours.fed.rows),
         tensors=tensors,
-        skipped=math.inf if known and theirs.skipped != ours.skipped else 0.0,
+        skipped=math.inf if is_complete and theirs.skipped != ours.skipped else 0.0,
         samples=(tuple((one - two).elements()), tuple((two - one).elements())),
     )
 
@@ -229,12 +232,12 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
     return f"{renamed[head]}.{key}" if head in renamed else name
 
 
-def _relative(theirs: float, ours: float, least: float = 0.0, *, known: bool) -> float:
+def _relative(theirs: float, ours: float, least: float = 0.0, *, is_complete: bool) -> float:
     """Return the relative difference of two numbers, with `least` as the smallest scale.
 
-    A NaN in the reference counts as equal unless the value is `known`: then it was not recorded.
+    A NaN in the reference was not recorded, and counts as equal, unless the records are complete.
     """
-    if theirs == ours or (math.isnan(theirs) and (math.isnan(ours) or not known)):
+    if theirs == ours or (math.isnan(theirs) and (math.isnan(ours) or not is_complete)):
         return 0.0
     return _ratio(abs(theirs - ours), max(abs(theirs), least, 1e-300))
 
@@ -265,11 +268,11 @@ def _fed_the_same(theirs: Step, ours: Step) -> bool:
 
 
 def _tensors(
-    theirs: Mapping[Key, WholeTensor], ours: Mapping[Key, WholeTensor], *, known: bool
+    theirs: Mapping[Key, WholeTensor], ours: Mapping[Key, WholeTensor], *, is_complete: bool
 ) -> Iterator[TensorDifference]:
     """Yield the tensors whose bits differ, or whose copies differ between ranks.
 
-    If everything is `known`, also yield those that only one side has.
+    If the records are complete, also yield tensors that only one side has.
     """
     floors = _floors(theirs)
     for key in theirs.keys() | ours.keys():
@@ -278,7 +281,7 @@ def _tensors(
         if kind not in COUNTED:
             continue
         if key not in theirs or key not in ours:
-            if known or kind == "model":
+            if is_complete or kind == "model":
                 yield TensorDifference(kind, name, math.inf, missing=True)
             continue
         one, two = theirs[key], ours[key]

@@ -61,9 +61,9 @@ def _verify(
     out: str | None,
     module: bool,
     adopt: tuple[str, ...] | None,
-    **given: Any,
+    **run_flags: Any,
 ) -> int:
-    """Run the command `verify`. `given` holds the flags of the first placement."""
+    """Run the command `verify`. `run_flags` holds the flags of the first placement."""
     if not words:
         raise LaunchError("No script given. Example: shardwise verify -n 2 train.py")
     program.command(words[0], words[1:], module=module)  # raises if the program does not exist
@@ -79,7 +79,7 @@ def _verify(
         program.command(name, original[1:], module=False)  # raises if the script does not exist
     # Imported here: these modules import torch, and `shardwise --help` must start without it.
     placements = import_module("shardwise.tools.verify.placements")
-    first = _placement(given)
+    first = _placement(run_flags)
     # --also describes a placement only. All placements take the training (precision, seed, batch)
     # from the first one, because they are compared with the same reference.
     shared = {k: v for k, v in first.settings.items() if k in placements.TRAINING}
@@ -124,24 +124,24 @@ def _words_of(text: str, flag: str) -> list[str]:
         raise LaunchError(f"{flag} {text!r} cannot be split into words: {error}.") from None
 
 
-def _placement(given: dict[str, Any]) -> Any:
-    """Return the placement that the flags `given` describe.
+def _placement(run_flags: dict[str, Any]) -> Any:
+    """Return the placement that `run_flags` describe.
 
     Without a number of workers it has one per GPU, or two.
     """
     settings = {
         name: command_line.as_text(value)
-        for name, value in given.items()
+        for name, value in run_flags.items()
         if value is not None and name in ("config", *config.FIELDS)
     }
     command_line.check_settings(settings)
     launcher: list[str] = []
     for name, flag in LAUNCHER.items():
-        value = given[name]
+        value = run_flags[name]
         several = value if isinstance(value, tuple) else () if value is None else (value,)
         launcher += [word for each in several for word in (flag, str(each))]
-    size = given["size"]
-    if size is None and all(given[name] is None for name in ("hosts", "hostfile", "per_host")):
+    size = run_flags["size"]
+    if size is None and all(run_flags[name] is None for name in ("hosts", "hostfile", "per_host")):
         size = resources.gpu_count(os.environ) or 2
     kind = import_module("shardwise.tools.verify.placements").RunPlacement
     return kind(size=size, settings=settings, launcher=tuple(launcher))

@@ -130,9 +130,9 @@ class Verification:
         names = [] if first is None else [t.name for t in first.beyond(TOLERANCE) if not t.exact]
         if first is None or not names:
             return result
-        steps, wanted = max(first.number, 1), names[:VALUES]
+        steps, names = max(first.number, 1), names[:VALUES]
         runs = [
-            self._run(placement, words, steps, against=against, values=wanted)
+            self._run(placement, words, steps, against=against, values=names)
             for placement, words, against in (
                 (self._alone(), "values of the reference", True),
                 (_in_fp64(result.placement), f"values of {result.placement}", False),

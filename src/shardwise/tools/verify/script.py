@@ -81,11 +81,11 @@ class PromoteToFp64(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         first = next(each for each in pytree.tree_leaves(args) if isinstance(each, Tensor))
-        wanted = first.dtype if writes else torch.float64
+        dtype = first.dtype if writes else torch.float64
         with torch._C.DisableTorchFunction():
             args, kwargs = pytree.tree_map_only(
                 Tensor,
-                lambda each: each.to(wanted) if each.is_floating_point() else each,
+                lambda each: each.to(dtype) if each.is_floating_point() else each,
                 (args, kwargs),
             )
         return func(*args, **kwargs)
