@@ -192,7 +192,7 @@ class TestVerify:
         ran = shardwise.finish(shardwise.start(*words, env={"OMP_NUM_THREADS": "1"}), 300)
         assert ran.code == 1, ran.out + ran.err
         assert f"host node3 does not see {out}" in ran.out
-        assert "a folder that all of them share: --out DIR" in ran.out
+        assert "a folder that all hosts share: --out DIR" in ran.out
 
 
 class TestWhatRanksAreTold:

@@ -143,11 +143,11 @@ def test_interrupt_leaves_no_process(shardwise: Launcher) -> None:
 def test_refuses_impossible_placements_before_any_run(shardwise: Launcher) -> None:
     ran = verify(shardwise, "-n", "2", "--also", "-n 2 train.py", script("measured"))
     assert ran.code == 2
-    assert "flags of shardwise run, without a script" in ran.err
+    assert "flags of shardwise run without a script" in ran.err
     flags = ("-n", "2", "--also", "-n 2 --adopt accelerate")
     ran = verify(shardwise, *flags, script("measured"))
     assert ran.code == 2
-    assert "has --adopt, which is about the script" in ran.err
+    assert "contains --adopt, which belongs to the script" in ran.err
 
 
 @pytest.mark.full
