@@ -79,7 +79,7 @@ def assert_same_training(
         out=folder,
     )
     try:
-        with WarmRanks(plan.script, plan.most) as warm:
+        with WarmRanks(plan.script, plan.max_size) as warm:
 
             def run_training(run: Run, words: str) -> RecordedTraining:
                 return runs.make(run, words, folder / "output.txt", lambda steps: None, warm)

@@ -192,7 +192,7 @@ class TestVerify:
         ran = shardwise.finish(shardwise.start(*words, env={"OMP_NUM_THREADS": "1"}), 300)
         assert ran.code == 1, ran.out + ran.err
         assert f"host node3 does not see {out}" in ran.out
-        assert "a folder that all of them share: --out DIR" in ran.out
+        assert "a folder that all hosts share: --out DIR" in ran.out
 
 
 class TestWhatRanksAreTold:
@@ -299,7 +299,7 @@ class TestDoctor:
         assert ran.code == 0, ran.out + ran.err
         row = next(line for line in ran.out.splitlines() if "open ports" in line)
         assert row.count("others connect to 10.77.0.") == 2
-        assert "Nothing here would make a run fail." in ran.out
+        assert "Found nothing that would make a run fail." in ran.out
 
     def test_two_hosts_of_which_one_cannot_connect_to_the_other(
         self, shardwise: Launcher, hosts: Lab

@@ -270,7 +270,7 @@ def test_the_doctor_of_one_host(here: Launcher) -> None:
     assert ran.code == 1
     assert "[0] 2 ranks on 1 host(s), started by shardwise run" in ran.lines()
     assert "all-reduce of 2 ranks over shared memory: " in ran.out
-    assert "/no/where: there is no folder /no/where to offload to: make it." in ran.out
+    assert "/no/where: no such folder to offload to: /no/where. Create it." in ran.out
 
 
 @WARM

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwise.tools.verify.rank_client import SEATS, socket_path
+from shardwise.tools.verify.rank_client import SERVERS, socket_path
 from tests.disk import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ class WarmPython:
     numbers of their own too, `enter` are the words that start a warm process there.
     """
 
-    def __init__(self, *modules: str, processes: int = SEATS, enter: Sequence[str] = ()) -> None:
+    def __init__(self, *modules: str, processes: int = SERVERS, enter: Sequence[str] = ()) -> None:
         self._modules = modules
         self._enter = enter
         self._processes = processes
@@ -56,7 +56,7 @@ class WarmPython:
     def _start(self) -> None:
         paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
         environ = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        sockets = [socket_path(self._folder.name, seat) for seat in range(SEATS)]
+        sockets = [socket_path(self._folder.name, server) for server in range(SERVERS)]
         command = [*self._enter, sys.executable, str(FOLDER / "server.py")]
         self._servers = [
             subprocess.Popen(

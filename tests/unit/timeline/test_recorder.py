@@ -328,7 +328,7 @@ class TestReading:
     def test_files_of_two_runs_are_refused(self, tmp_path: Path) -> None:
         one = self.written(tmp_path / "1.json", "a", "x")
         two = self.written(tmp_path / "2.json", "b", "x")
-        with pytest.raises(ConfigError, match="are of different runs"):
+        with pytest.raises(ConfigError, match="belong to different runs"):
             reading.read([one, two])
 
     @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ class TestReading:
     def test_what_another_tool_wrote(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "t.json"
         path.write_text(text)
-        with pytest.raises(ConfigError, match=r"t\.json is no timeline of ours"):
+        with pytest.raises(ConfigError, match=r"t\.json is not a timeline of shardwise"):
             reading.read([path])
         assert self.names(self.written(tmp_path / "t", "a", "ours")) == ["ours"]
 
