@@ -640,7 +640,7 @@ def test_what_gives_a_setting_its_effect_may_be_a_keyword_of_the_engine(
     assert (taken.code, taken.out, taken.err) == (0, "[0] 2\n", "")
     refused = shardwise.run(*flag)
     assert refused.code == 1
-    assert "--shard-within host has no effect where nothing is sharded" in refused.err
+    assert "--shard-within host has no effect when nothing is sharded" in refused.err
     (shardwise.folder / "shared.toml").write_text('schedule = "gpipe"\n')
     shared = {"SHARDWISE_SHARD_WITHIN": "host", "SHARDWISE_CONFIG": "shared.toml"}
     told = shardwise.run("run", "-n", "2", str(path), env=shared)

@@ -85,7 +85,7 @@ class TestTypes:
             ("ema_decay", "1", "a number between 0 and 1"),
             ("overlap", "maybe", "on or off"),
             ("precision", "fp8", "one of fp32, bf16-mixed"),
-            ("shard", "weights", "names out of parameters, gradients, optimizer, not 'weights'"),
+            ("shard", "weights", "one or more of parameters, gradients, optimizer, not 'weights'"),
         ],
     )
     def test_refused(self, name: str, text: str, message: str) -> None:
@@ -103,7 +103,7 @@ class TestTypos:
         [
             ({"SHARDWISE_ZREO": "2"}, {}, "SHARDWISE_ZREO: .* 'zreo'. Did you mean zero"),
             ({}, {"precison": "fp32"}, "the script: .* 'precison'. Did you mean precision"),
-            ({}, {"qqqqqq": 1}, "Known are: device, transport, rendezvous, "),
+            ({}, {"qqqqqq": 1}, "Known settings: device, transport, rendezvous, "),
         ],
     )
     def test_named(self, environ: dict[str, str], keywords: Any, message: str) -> None:
@@ -115,8 +115,8 @@ class TestTypos:
         [
             ("zreo = 2", "file .*: there is no setting 'zreo'. Did you mean zero"),
             ("bucketmb = 2", "no setting 'bucketmb'. Did you mean bucket-mb"),
-            ("log_dir = 'x'", "no setting 'log_dir'. --log-dir is a flag of shardwise run alone"),
-            ("n = 2", "-n is a flag of shardwise run alone"),
+            ("log_dir = 'x'", "no setting 'log_dir'. --log-dir is only a flag of shardwise run"),
+            ("n = 2", "-n is only a flag of shardwise run"),
             ("[zero]\nstage = 2", "zero takes one value"),
             ("zero =", "is not TOML"),
             (None, "cannot be read: No such file"),

@@ -67,7 +67,7 @@ def test_values_that_can_be(name: str, value: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"micro-batch-size = 1\nmicro_batch_size = 1", "are one setting"),
+        (b"micro-batch-size = 1\nmicro_batch_size = 1", "the same setting"),
         (b"zero = '\xff'", "is not UTF-8"),
         (b"zero = " + b"[" * 5000 + b"]" * 5000, "is not TOML"),
         (b"zero = " + b"9" * 5000, "is not TOML|takes a whole number"),
@@ -129,7 +129,7 @@ class TestWithoutEffect:
     ) -> None:
         (refusal,) = told(flags, {}, {})
         assert refusal.startswith("refused: --")
-        assert refusal.endswith(f": leave it out, or give {give}.")
+        assert refusal.endswith(f": leave it out, or add {give}.")
         environ = {f"SHARDWISE_{name.upper()}": value for name, value in flags.items()}
         (line,) = told({}, environ, {})
         assert "(environment) has no effect here, w" in line
@@ -145,7 +145,7 @@ class TestWithoutEffect:
             *("equal_every", "outer", "wire", "late", "behind"),
         }
         assert {need.name for need in config.OF_AN_ENGINE} == {"shard_within"}
-        with pytest.raises(ConfigError, match="pipeline is no setting of the engine"):
+        with pytest.raises(ConfigError, match="pipeline is not a setting of the engine"):
             config.refuse_elsewhere({"pipeline": 2}, "engine")
 
     @pytest.mark.parametrize(
