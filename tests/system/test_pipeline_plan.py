@@ -89,7 +89,7 @@ def test_the_old_name_goes_on_and_says_the_new_one(shardwise: Launcher) -> None:
     ran = shardwise.run("split", "--pipeline", "2", env=QUICK)
     assert ran.code == 2
     assert "`shardwise split` is now called `shardwise pipeline-plan`." in ran.err
-    assert "Which model? For example: shardwise pipeline-plan" in ran.err
+    assert "No script given. Example: shardwise pipeline-plan" in ran.err
     shown = shardwise.run("--help", env=QUICK)
     assert "pipeline-plan" in shown.out
     assert "split" not in shown.out

@@ -152,7 +152,7 @@ class TestOutput:
         assert ran.lines() == ["[0] last 0", "[0] out 0", "[1] last 1", "[1] out 1"]
         assert ran.err.endswith(unjoined_copies(2))
         first, *said = sorted(ran.err.removesuffix(unjoined_copies(2)).splitlines(), reverse=True)
-        assert "streams.py names neither shardwise nor horovod: unless what it imports" in first
+        assert "streams.py imports neither shardwise nor horovod. Unless one of its modules" in first
         assert said == ["[1] err 1", "[0] err 0"]
 
     def test_closed_errors_are_lost_and_nothing_else(self, shardwise: Launcher) -> None:
@@ -511,7 +511,7 @@ class TestRefusing:
             (["run", "-m", "no.such"], "There is no module 'no' for"),
             (["run", "temporary"], "temporary is a directory"),
             (["run", "nosuchprogram"], "There is no program nosuchprogram on PATH"),
-            (["run"], "What shall be run"),
+            (["run"], "No script given"),
             (["run", "--shard", "gradients", "train.py"], "sharded gradients need a sharded opt"),
             (["run", "--zero", "7", "train.py"], "There is no row ZERO_7"),
             (["run", "--zreo", "2", "train.py"], "no flag --zreo. Did you mean --zero?"),
@@ -524,7 +524,7 @@ class TestRefusing:
             (["env"], "no command 'env'. Did you mean: shardwise run env"),
             (
                 ["budget", "train.py"],
-                "no command 'budget'. There are: checkpoint, deepspeed, doctor",
+                "no command 'budget'. The commands are: checkpoint, deepspeed, doctor",
             ),
         ],
     )
@@ -595,7 +595,7 @@ class TestHelp:
     def test_alone_it_lists_its_commands(self, shardwise: Launcher) -> None:
         ran = shardwise.run()
         assert ran.code == 0
-        assert re.search(r"run +Train on N workers as on one\.", ran.out)
+        assert re.search(r"run +Train on N workers exactly as on one\.", ran.out)
 
 
 def test_our_flag_after_the_script_is_mentioned(tmp_path: Path) -> None:
@@ -608,7 +608,7 @@ def test_our_flag_after_the_script_is_mentioned(tmp_path: Path) -> None:
         timeout=60,
         check=True,
     )
-    assert "--zero=2 -n stands after the script" in done.stderr
+    assert "--zero=2 -n comes after the script" in done.stderr
     assert "--epochs" not in done.stderr
 
 
@@ -709,7 +709,7 @@ def test_a_script_for_accelerate_is_told_how_ours_takes_its_place(tmp_path: Path
         timeout=120,
         check=True,
     )
-    assert "train.py trains by accelerate alone" in done.stderr
+    assert "train.py trains with accelerate alone" in done.stderr
     assert "shardwise run --adopt accelerate" in done.stderr
 
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from shardwise.cli import main as cli
 from shardwise.errors import LaunchError
 from shardwise.launch import deepspeed_flags, start
-from shardwise.launch.deepspeed_flags import Asked, adopts, run_words, with_local_rank
+from shardwise.launch.deepspeed_flags import DeepSpeedCommand, adopts, run_words, with_local_rank
 from shardwise.net.hosts import from_file
 
 HOSTS = "node1 slots=4\nalice@node2 slots=4\n"
@@ -17,7 +17,7 @@ HOSTS = "node1 slots=4\nalice@node2 slots=4\n"
 
 def translated(hostfile="", **flags):
     hosts = from_file(hostfile, "hostfile") if hostfile else []
-    return " ".join(run_words(Asked(flags, ["train.py"], hosts)))
+    return " ".join(run_words(DeepSpeedCommand(flags, ["train.py"], hosts)))
 
 
 @pytest.mark.parametrize(
@@ -70,20 +70,20 @@ def test_localhost_in_a_hostfile():
 @pytest.mark.parametrize(
     ("hostfile", "flags", "said"),
     [
-        ("", {"num_nodes": 2}, "--num_nodes 2 needs to know the hosts"),
-        ("", {"include": "node1"}, "localhost alone"),
+        ("", {"num_nodes": 2}, "--num_nodes 2 needs the names of the hosts"),
+        ("", {"include": "node1"}, "only localhost is known"),
         ("", {"exclude": "node1"}, "give --hostfile FILE"),
         ("", {"master_addr": "node9"}, "ranks meet on the first host, localhost"),
-        ("", {"node_rank": 1}, "--node_rank is for --no_ssh"),
+        ("", {"node_rank": 1}, "--node_rank needs --no_ssh"),
         ("", {"no_ssh": True}, "--no_ssh needs --node_rank N and --master_addr"),
         (HOSTS, {"num_nodes": 3}, "the hostfile has 2 hosts"),
         (HOSTS, {"num_gpus": 5}, "node1 has 4 slots"),
         (HOSTS, {"include": "node3"}, "node3 is not in the hostfile"),
-        (HOSTS, {"include": "node1:4"}, "slots 0 to 3, and no 4"),
-        (HOSTS, {"include": "node1:a"}, "is not understood"),
-        (HOSTS, {"include": "node1", "exclude": "node1"}, "say one of them"),
+        (HOSTS, {"include": "node1:4"}, "slots 0 to 3, not 4"),
+        (HOSTS, {"include": "node1:a"}, "is not a host with its slots"),
+        (HOSTS, {"include": "node1", "exclude": "node1"}, "contradict each other"),
         (HOSTS, {"include": "node1", "num_gpus": 2}, "give one"),
-        (HOSTS, {"exclude": "node1:0"}, "other GPUs on each host"),
+        (HOSTS, {"exclude": "node1:0"}, "different GPUs on each host"),
         ("node1 slots=2", {"exclude": "node1"}, "leaves no slot"),
         ("", {"module": True, "no_python": True}, "contradict each other"),
         ("", {"launcher": "slurm"}, "srun -n N python SCRIPT"),

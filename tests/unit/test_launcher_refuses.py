@@ -51,7 +51,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["-H", "a:2,b:1", "--elastic-islands", "--islands", "host"],
             "--islands host needs as many workers on every host; these have 2, 1",
         ),
-        (["--nnodes", "1", "--elastic-islands"], "--elastic-islands is for ranks that we start"),
+        (["--nnodes", "1", "--elastic-islands"], "--elastic-islands needs ranks that shardwise run starts itself"),
         (["-H", "a" * 300], "is longer than the name of any host"),
         (["-x", "RANK=1"], "shardwise run tells each rank who it is"),
         (["-x", "A=1", "-x", "A=2"], "-x A is given twice"),

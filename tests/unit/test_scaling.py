@@ -339,7 +339,7 @@ def test_losses_are_drawn_by_step_where_there_is_one_epoch(
     [
         (["-n", "2,x", "train.py"], "numbers of workers such as 1,2,4,8"),
         (["-n", "0", "train.py"], "numbers of workers"),
-        ([], "What shall be measured?"),
+        ([], "No script given. Example: shardwise scale"),
         (["--zero", "7", "train.py"], "zero"),
     ],
 )

@@ -127,7 +127,7 @@ class Settings:
     )
     pipeline: int = _setting(
         "spread",
-        "pipeline parallel: run the model in stages on P workers",
+        "pipeline parallel: stages of layers on P workers",
         values.whole(1, values.MOST_RANKS),
         "P",
         default=1,
@@ -263,7 +263,7 @@ class Settings:
     )
     timeout: float = _setting(
         "watch",
-        "seconds a collective waits for a rank before it fails",
+        "seconds that a collective waits for a rank",
         values.number(0, values.LONGEST, above=True),
         "SECONDS",
         default=300.0,

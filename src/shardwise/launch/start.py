@@ -34,15 +34,15 @@ GRACE = 5.0
 HOST_TIMEOUT = 10.0
 """Default seconds of silence after which a host counts as lost."""
 
-Asked = SimpleNamespace
+LaunchRequest = SimpleNamespace
 """The launcher's own flags by name (see flags.py), None for a flag that was not given. `words` are
 the program and its arguments, `settings` the texts of all other flags."""
 
 
-def run(asked: Asked) -> int:
+def run(request: LaunchRequest) -> int:
     """Run the command line and return the exit code. Raises LaunchError if it cannot start."""
-    named = asked.hosts is not None or asked.hostfile is not None
-    if asked.nnodes is None:
+    named = request.hosts is not None or request.hostfile is not None
+    if request.nnodes is None:
         outer = launcher_detection.around_command()
         is_service = outer.launcher in launcher_detection.SERVICES
         if outer.launcher == platforms.SKYPILOT.launcher and not named and outer.rank:
@@ -53,125 +53,127 @@ def run(asked: Asked) -> int:
         has_hosts = named or outer.launcher == platforms.SKYPILOT.launcher
         if not (is_service and has_hosts and outer.rank == 0):
             _refuse_in_every_rank(outer)
-    by_srun = asked.nnodes is None and not named and slurm.needs_srun(os.environ)
-    heeded = environment.MASTER if by_srun and not asked.port else ()
-    passed = environment.passed_variables(os.environ, asked.pass_on, asked.interface, heeded)
-    if asked.nnodes is not None:
-        return _by_torch(asked, passed)
+    by_srun = request.nnodes is None and not named and slurm.needs_srun(os.environ)
+    heeded = environment.MASTER if by_srun and not request.port else ()
+    passed = environment.passed_variables(os.environ, request.pass_on, request.interface, heeded)
+    if request.nnodes is not None:
+        return _by_torch(request, passed)
     for flag in ("node_rank", "rdzv_endpoint"):
-        if getattr(asked, flag) is not None:
+        if getattr(request, flag) is not None:
             raise LaunchError(f"--{flag.replace('_', '-')} needs --nnodes, the number of hosts.")
     if by_srun:
-        return _by_srun(asked, passed)
-    return _by_ourselves(asked, passed)
+        return _by_srun(request, passed)
+    return _by_ourselves(request, passed)
 
 
-def _by_ourselves(asked: Asked, passed: Mapping[str, str]) -> int:
+def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     """Start the ranks here, and over ssh."""
     allocation = None
-    if asked.hosts is None and asked.hostfile is None:
-        allocation = _allocation(asked)
-    shares = _shares(asked, allocation)
+    if request.hosts is None and request.hostfile is None:
+        allocation = _allocation(request)
+    shares = _shares(request, allocation)
     here = [share for share in shares if network.is_here(share.host)]
     is_alone = list(shares) == here[:1]
-    if is_alone and asked.hosts is None and asked.hostfile is None:
-        flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(asked), **asked.settings})
+    if is_alone and request.hosts is None and request.hostfile is None:
+        flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(request), **request.settings})
     size = sum(share.count for share in shares)
-    parts, settings = 0, asked.settings
-    if asked.part_runner is not None:
+    parts, settings = 0, request.settings
+    if request.part_runner is not None:
         counts = [share.count for share in shares]
-        parts, settings = asked.part_runner.checked(counts, settings)
+        parts, settings = request.part_runner.checked(counts, settings)
     spec = RunSpec(
-        words=asked.words,
-        module=asked.module,
+        words=request.words,
+        module=request.module,
         flags=settings,
         passed=passed,
         size=size,
         shares=shares,
-        port=asked.port or 0,
-        interface=asked.interface,
+        port=request.port or 0,
+        interface=request.interface,
         folder=environment.working_folder(os.environ),
-        python=asked.python or sys.executable,
-        ssh=_ssh(asked.ssh or (None if allocation is None else allocation.ssh)),
-        ssh_port=asked.ssh_port,
-        patience=asked.host_timeout or HOST_TIMEOUT,
-        grace=GRACE if asked.grace is None else asked.grace,
-        restarts=asked.restarts,
+        python=request.python or sys.executable,
+        ssh=_ssh(request.ssh or (None if allocation is None else allocation.ssh)),
+        ssh_port=request.ssh_port,
+        patience=request.host_timeout or HOST_TIMEOUT,
+        grace=GRACE if request.grace is None else request.grace,
+        restarts=request.restarts,
         parts=parts,
-        shown=None if asked.shown is None else hosts.ranks(asked.shown, size, "--show"),
-        log_dir=asked.log_dir,
+        shown=None if request.shown is None else hosts.ranks(request.shown, size, "--show"),
+        log_dir=request.log_dir,
     )
-    if allocation is not None and "quiet" not in asked.settings:
+    if allocation is not None and "quiet" not in request.settings:
         named = ", ".join(f"{share.host.login}:{share.count}" for share in shares)
         print(f"shardwise: hosts of {allocation}: {named}", file=sys.stderr, flush=True)
-    if asked.dry_run:
+    if request.dry_run:
         print(dry_run_words(spec, here))
         return 0
     run = one_host.run if is_alone else many_hosts.run
-    return run(spec, asked.part_runner)
+    return run(spec, request.part_runner)
 
 
-def _by_srun(asked: Asked, passed: Mapping[str, str]) -> int:
+def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     """Leave the hosts of a Slurm allocation to srun; returns only from a dry run."""
-    flags.refuse_without_effect(flags.BY_SRUN, vars(asked))
-    if asked.part_runner is not None:
+    flags.refuse_without_effect(flags.BY_SRUN, vars(request))
+    if request.part_runner is not None:
         raise flags.started_by_others("inside a Slurm allocation")
-    if asked.shown is not None or asked.log_dir is not None:
+    if request.shown is not None or request.log_dir is not None:
         raise LaunchError(
             "--show and --log-dir are of our own launcher, but the hosts of this Slurm job "
             "are srun's, which writes each line with its rank. Leave them out."
         )
-    command = program.command(asked.words[0], asked.words[1:], module=asked.module)
-    if asked.restarts:
+    command = program.command(request.words[0], request.words[1:], module=request.module)
+    if request.restarts:
         raise LaunchError(
             "--restarts is of our own launcher, but the hosts of this Slurm job are srun's. Leave "
             "it out, and let Slurm start the job again: sbatch --requeue."
         )
     environ = slurm.srun_environment(
-        _with_secret({**os.environ, **passed}), asked.settings, asked.port or 0
+        _with_secret({**os.environ, **passed}), request.settings, request.port or 0
     )
-    words = slurm.srun_command(environ, command, size=asked.size, per_host=asked.per_host)
-    if not asked.dry_run:
+    words = slurm.srun_command(environ, command, size=request.size, per_host=request.per_host)
+    if not request.dry_run:
         slurm.become_srun(words, environ)
     print(shlex.join(words))
     return 0
 
 
-def _by_torch(asked: Asked, passed: Mapping[str, str]) -> int:
+def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     """Become torch's elastic agent, which starts the ranks of this host. Returns from a dry run."""
-    assert asked.nnodes is not None
-    if asked.hosts is not None or asked.hostfile is not None or asked.shown is not None:
+    assert request.nnodes is not None
+    if request.hosts is not None or request.hostfile is not None or request.shown is not None:
         raise LaunchError(
             "--nnodes is for a command that is started on each host by itself; -H, --hostfile and "
             "--show are for one that starts all. Give the one or the other."
         )
-    flags.refuse_without_effect(flags.BY_TORCH, {**vars(asked), **asked.settings})
-    if asked.part_runner is not None:
+    flags.refuse_without_effect(flags.BY_TORCH, {**vars(request), **request.settings})
+    if request.part_runner is not None:
         raise flags.started_by_others("with --nnodes")
-    if asked.size is not None:
+    if request.size is not None:
         raise LaunchError(
-            f"-n {asked.size} counts all ranks, which --nnodes leaves open: say how many each "
+            f"-n {request.size} counts all ranks, which --nnodes leaves open: say how many each "
             "host has, with --nproc-per-node."
         )
-    name = asked.rdzv_id or "shardwise"
-    meeting = elastic.ElasticRendezvous.of(asked.nnodes, asked.rdzv_endpoint, asked.node_rank, name)
-    command = program.command(asked.words[0], asked.words[1:], module=asked.module)
-    address = elastic.own_address(meeting, asked.interface)
+    name = request.rdzv_id or "shardwise"
+    meeting = elastic.ElasticRendezvous.of(
+        request.nnodes, request.rdzv_endpoint, request.node_rank, name
+    )
+    command = program.command(request.words[0], request.words[1:], module=request.module)
+    address = elastic.own_address(meeting, request.interface)
     words = elastic.agent_command(
         meeting,
         command,
-        per_host=asked.per_host or _ranks_of_a_host(asked),
-        restarts=asked.restarts,
+        per_host=request.per_host or _ranks_of_a_host(request),
+        restarts=request.restarts,
         address=address,
-        log_dir=asked.log_dir,
+        log_dir=request.log_dir,
     )
-    if not asked.dry_run:
+    if not request.dry_run:
         leads = None if address is None else network.interface_of(address)
         base = {**os.environ, **passed}
         print(f"shardwise: {elastic.exposed(meeting, base)}", file=sys.stderr)
         if meeting.most == 1:
             base = _with_secret(base)
-        elastic.run(words, elastic.agent_environment(base, asked.settings, leads))
+        elastic.run(words, elastic.agent_environment(base, request.settings, leads))
     print(shlex.join(words))
     return 0
 
@@ -195,13 +197,13 @@ def _ssh(text: str | None) -> tuple[str, ...]:
     return words
 
 
-def _allocation(asked: Asked) -> Allocation | None:
+def _allocation(request: LaunchRequest) -> Allocation | None:
     """Return the hosts of this job, if it has any. A list that cannot be read is no hindrance to a
     run whose number of ranks is given."""
     try:
         return allocations.find(os.environ)
     except LaunchError as error:
-        if asked.size is None and asked.per_host is None:
+        if request.size is None and request.per_host is None:
             raise
         print(f"shardwise: {error} All ranks start on this host.", file=sys.stderr, flush=True)
         return None
@@ -220,46 +222,48 @@ def _refuse_in_every_rank(outer: Identity) -> None:
     )
 
 
-def _shares(asked: Asked, allocation: Allocation | None) -> tuple[Share, ...]:
+def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Share, ...]:
     """Return which ranks run on which host."""
-    size, each = asked.size, asked.per_host
-    if asked.hosts is not None and asked.hostfile is not None:
-        raise LaunchError(f"-H {asked.hosts} and --hostfile {asked.hostfile}: give one of the two.")
-    if asked.hosts is not None:
-        return tuple(hosts.spread(hosts.from_list(asked.hosts), total=size, per_host=each))
-    if asked.hostfile is not None:
-        return tuple(hosts.spread(hosts.read(Path(asked.hostfile)), total=size, per_host=each))
+    size, each = request.size, request.per_host
+    if request.hosts is not None and request.hostfile is not None:
+        raise LaunchError(
+            f"-H {request.hosts} and --hostfile {request.hostfile}: give one of the two."
+        )
+    if request.hosts is not None:
+        return tuple(hosts.spread(hosts.from_list(request.hosts), total=size, per_host=each))
+    if request.hostfile is not None:
+        return tuple(hosts.spread(hosts.read(Path(request.hostfile)), total=size, per_host=each))
     if allocation is not None:
-        return tuple(_shares_of(allocation, asked))
+        return tuple(_shares_of(allocation, request))
     if None not in (size, each) and size != each:
         raise LaunchError(f"-n {size} and --nproc-per-node {each} are of one host: give one.")
     if size is None and each is None:
-        size = slurm.tasks_here(os.environ) or _ranks_of_a_host(asked)
+        size = slurm.tasks_here(os.environ) or _ranks_of_a_host(request)
     return tuple(hosts.spread([Host("localhost", each or size)], total=size))
 
 
-def _shares_of(allocation: Allocation, asked: Asked) -> list[Share]:
+def _shares_of(allocation: Allocation, request: LaunchRequest) -> list[Share]:
     """Return the ranks of each host of `allocation`: its slots or GPUs, unless the user says."""
-    if asked.per_host is not None:
+    if request.per_host is not None:
         named = [Host(host.name) for host in allocation.hosts]
-        return hosts.spread(named, total=asked.size, per_host=asked.per_host)
-    on_cpu = asked.settings.get("device") == "cpu"
+        return hosts.spread(named, total=request.size, per_host=request.per_host)
+    on_cpu = request.settings.get("device") == "cpu"
     slots = allocation.with_ranks(0 if on_cpu else resources.gpu_count(os.environ))
-    if asked.size is not None and asked.size > sum(host.slots or 1 for host in slots):
+    if request.size is not None and request.size > sum(host.slots or 1 for host in slots):
         # More than there are GPUs, but no more than the job asked for.
         slots = allocation.with_ranks(0)
-    lacks = asked.size is not None and asked.size > sum(host.slots or 1 for host in slots)
+    lacks = request.size is not None and request.size > sum(host.slots or 1 for host in slots)
     if lacks and (len(slots) == 1 or {host.slots for host in slots} == {1}):
         # The job has not asked for slots, so the ranks are spread evenly.
-        assert asked.size is not None
-        each = -(-asked.size // len(slots))
+        assert request.size is not None
+        each = -(-request.size // len(slots))
         slots = tuple(Host(host.name, each) for host in slots)
-    return hosts.spread(slots, total=asked.size)
+    return hosts.spread(slots, total=request.size)
 
 
-def _ranks_of_a_host(asked: Asked) -> int:
+def _ranks_of_a_host(request: LaunchRequest) -> int:
     """Return the default number of ranks of this host: one for each visible GPU, or 1."""
-    on_cpu = asked.settings.get("device") == "cpu"
+    on_cpu = request.settings.get("device") == "cpu"
     return 1 if on_cpu else max(1, resources.gpu_count(os.environ))
 
 

@@ -77,7 +77,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Document:
-    """The values of a JSON that have a meaning here, by dotted name, and the keys that have none."""
+    """The values of a JSON that have a meaning here, by dotted name, and the ignored keys."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
