@@ -179,7 +179,7 @@ class TestFailures:
 
         found = sw.launch(fails_once, workers=2, start_method="fork", restarts=1)
         assert found == [0, 1]
-        assert "Starting again, 1 of 1" in capsys.readouterr().err
+        assert "Restart 1 of 1" in capsys.readouterr().err
 
 
 class TestRefusals:

@@ -451,9 +451,9 @@ class TestFaults:
         assert ran.code == 0, ran.err
         assert ran.out.count("[1] started") == 2
         assert ran.err.endswith(
-            "shardwise: rank 1 of 2 failed at step 7 (ValueError: bad sample). Starting again, 1 "
-            "of 2, from the beginning, for the script calls no engine.resume(folder): 7 steps are "
-            "lost.\n"
+            "shardwise: rank 1 of 2 failed at step 7 (ValueError: bad sample). Restart 1 of 2, "
+            "from the beginning, because the script does not call engine.resume(folder): 7 steps "
+            "are lost.\n"
         )
 
     def test_asked_to_end_ranks_elsewhere_save_first(self, shardwise: Launcher, hosts: Lab) -> None:

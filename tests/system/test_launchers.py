@@ -144,7 +144,7 @@ def test_a_rank_that_fails_before_it_joins_ends_mpirun(here: Launcher, component
     assert ran.code != 0
     assert "rank 1 has no data" in ran.err
     if component == "mpich":  # Open MPI ends the others itself
-        assert "Rank 1 of the 2 that MPICH started did not come to rank 0" in ran.err
+        assert "Rank 1 of the 2 that MPICH started did not reach rank 0" in ran.err
         assert "has ended: look for what it said" in ran.err
 
 
@@ -172,7 +172,7 @@ def test_two_processes_of_one_rank_do_not_train(here: Launcher) -> None:
     each = "SHARDWISE_RANK=$r SHARDWISE_SIZE=3 SHARDWISE_RENDEZVOUS=$PWD/"
     line = f"for r in 0 1 1; do {each} {sys.executable} {script('parity')} & done; wait"
     ran = run(here, "sh", "-c", line, SHARDWISE_TIMEOUT="20")
-    assert "Two processes say that they are rank 1 of 3" in ran.err
+    assert "Two processes claim to be rank 1 of 3" in ran.err
     assert ran.out == ""
 
 

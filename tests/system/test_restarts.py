@@ -69,7 +69,7 @@ class TestRestarts:
         assert started_at(ran) == [0, 4]
         lines = [line for line in ran.err.splitlines() if line.startswith("shardwise: ")]
         assert lines == [
-            "shardwise: rank 1 of 2 was ended at step 7 (SIGKILL). Starting again, 1 of 2, from "
+            "shardwise: rank 1 of 2 was ended at step 7 (SIGKILL). Restart 1 of 2, from "
             "the checkpoint of step 4: 3 steps are lost."
         ]
 
@@ -78,11 +78,11 @@ class TestRestarts:
         ran = shardwise.run("run", "-n", "2", "--max-restarts", "9", script("tells"), "fails", "9")
         assert ran.code == 1
         assert ran.out.count("[1] started") == 3
-        line = "shardwise: rank 1 of 2 failed at step 7 (ValueError: bad sample). Starting again, "
+        line = "shardwise: rank 1 of 2 failed at step 7 (ValueError: bad sample). Restart "
         assert ran.err.count(f"\n{line}") == 2
         assert ran.err.endswith(
-            "ValueError: bad sample\n\nshardwise: 3 failures in a row at step 7, and no newer "
-            "checkpoint in between: not starting again.\n"
+            "ValueError: bad sample\n\nshardwise: 3 failures in a row at step 7, without a newer "
+            "checkpoint in between: not restarting.\n"
         )
 
     @WARM
@@ -92,7 +92,7 @@ class TestRestarts:
         words = ("run", "-n", "2", "--restarts", "1", "--log-dir", "logs", script("tells"))
         ran = shardwise.run(*words, "fails", "2", name)
         assert ran.code == 1
-        said = "rank 1 of 2 failed at step 7 (ValueError: caf\\udce9.jpg). Starting again, 1 of 1"
+        said = "rank 1 of 2 failed at step 7 (ValueError: caf\\udce9.jpg). Restart 1 of 1"
         assert said in ran.err
         assert "shardwise: rank 1 of 2 failed (exit code 1)." in ran.err
         log = (shardwise.folder / "logs" / "rank1.log").read_text()
@@ -119,8 +119,8 @@ class TestAskedToEnd:
         assert ran.code == 130
         assert ran.err.endswith(
             "shardwise: Ctrl-C ended the run at step 7 without a save. A new start continues from "
-            "the beginning, for the script calls no engine.resume(folder): 7 steps are lost. To "
-            "save before the end, send SIGTERM instead.\n"
+            "the beginning, because the script does not call engine.resume(folder): 7 steps are "
+            "lost. To save before the end, send SIGTERM instead.\n"
         )
 
     def test_the_launcher(self, shardwise: Launcher) -> None:

@@ -101,7 +101,8 @@ def test_words():
     assert IslandRule(every=50).in_words() == "parameters synchronised every 50 steps (mean)"
     late = IslandRule(every=30, outer=Outer(0.7, 0.9), wire="int8", late=5)
     assert late.in_words() == (
-        "parameters synchronised every 30 steps (nesterov:0.7,0.9), sent as int8, used 5 steps later"
+        "parameters synchronised every 30 steps (nesterov:0.7,0.9), sent as int8, "
+        "used 5 steps later"
     )
 
 

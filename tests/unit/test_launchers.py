@@ -527,7 +527,7 @@ def test_other_numbers_are_no_signs(environ: dict[str, str]) -> None:
             "PET_NPROC_PER_NODE=2 processes in each pod",
         ),
         (environments.TRAIN_JOB | {"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8"),
-        (environments.SAGEMAKER | {"SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1', which is no list"),
+        (environments.SAGEMAKER | {"SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1', which is not a list"),
         (environments.SAGEMAKER | {"SM_CURRENT_HOST": "x"}, "SM_CURRENT_HOST='x'"),
         # half of what an inner launcher says is not taken for the outer one's
         (STEP | {"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK is not set"),
@@ -558,15 +558,15 @@ def test_a_file_of_another_run_is_neither_taken_nor_removed(tmp_path: Path, mine
     pid = os.getpid()
     file = RendezvousFile(addresses=("b",), port=2, host=host, pid=pid)
     # The number is of another process by now, so its file is an old one.
-    with rendezvous_file.written(place, file):
+    with rendezvous_file.publish(place, file):
         assert rendezvous_file.read(place) == file
         if not mine:
             private_files.write(place, json.dumps(asdict(of_init)))
     assert place.exists() != mine
-    living = replace(of_init, began=rendezvous_file.began(1))
+    living = replace(of_init, began=rendezvous_file.start_time(1))
     private_files.write(place, json.dumps(asdict(living)))
-    refused = pytest.raises(LaunchError, match="Process 1 is rank 0 of a run that meets")
-    with refused, rendezvous_file.written(place, file):
+    refused = pytest.raises(LaunchError, match="Process 1 is rank 0 of another run")
+    with refused, rendezvous_file.publish(place, file):
         pass
 
 
@@ -580,7 +580,7 @@ def test_what_we_tell_is_what_we_read() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        (TORCHRUN | {"RANK": "eight"}, "RANK='eight', set by torchrun, is not a number"),
+        (TORCHRUN | {"RANK": "eight"}, "RANK='eight', set by torchrun, is not a valid number"),
         (TORCHRUN | {"RANK": "8"}, "rank 8 of 8"),
         ({"SHARDWISE_LAUNCH_RANK": "0"}, "SHARDWISE_LAUNCH_SIZE is not set"),
     ],
@@ -602,9 +602,9 @@ def test_nonsense_is_refused(environ: dict[str, str], message: str) -> None:
         (OPENMPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK='x', set by Open MPI"),
         (HYDRA | {"PMI_RANK": "2"}, r"rank 2 of 2 and local rank 1 of 2 \(PMI_RANK, PMI_SIZE"),
         ({"HOROVOD_RANK": "1"}, "horovodrun.*HOROVOD_SIZE is not set"),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_TASKS_PER_NODE=2,1: check"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "'2;1' is no list of tasks"),
-        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, r"'n\[1-' is no list of nodes"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_TASKS_PER_NODE=2,1: find out"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2;1"}, "the list of tasks '2;1'"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-"}, r"the list of nodes 'n\[1-'"),
     ],
 )
 def test_contradictions_are_quoted(environ: dict[str, str], message: str) -> None:

@@ -63,17 +63,17 @@ class TestHosts:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("", "-H : '' is no host. Write for example node1:4"),
-            ("h1,,h2", "-H h1,,h2: '' is no host"),
-            ("h1:4 h2:4", "'h1:4 h2:4' is no host"),
-            ("h1:0", "'h1:0': the number of slots is '0', which is no number above 0"),
-            ("h1:-2", "the number of slots is '-2'"),
-            ("h1:four", "the number of slots is 'four'"),
-            ("h1:", "the number of slots is ''"),
+            ("", "-H : '' is not a host. Write for example node1:4"),
+            ("h1,,h2", "-H h1,,h2: '' is not a host"),
+            ("h1:4 h2:4", "'h1:4 h2:4' is not a host"),
+            ("h1:0", "'h1:0': the number of slots takes a number above 0, not '0'"),
+            ("h1:-2", "takes a number above 0, not '-2'"),
+            ("h1:four", "takes a number above 0, not 'four'"),
+            ("h1:", "takes a number above 0, not ''"),
             ("fd00::2", r"write an IPv6 address in brackets, such as \[fd00::2\]:4"),
-            ("-oProxyCommand=x", "is no host"),
-            ("-l@h", "is no host"),
-            ("a@b@c", "is no host"),
+            ("-oProxyCommand=x", "is not a host"),
+            ("-l@h", "is not a host"),
+            ("a@b@c", "is not a host"),
         ],
     )
     def test_a_list_that_is_wrong(self, text: str, message: str) -> None:
@@ -83,13 +83,13 @@ class TestHosts:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("h1 slots=4\nh2 slot=4", "^F:2: 'slot=4' is not understood after h2. Write slots=4"),
-            ("\n\nh1 4", "^F:3: '4' is not understood after h1"),
-            ("h1:4 slots=2", "^F:1: h1 has :4 and slots=2: write one of the two"),
-            ("h1 slots=x", "^F:1: 'slots=x': the number of slots is 'x'"),
-            ("h1 slots=4 max_slots=2", "^F:1: h1 has 4 slots, which is more than max_slots=2"),
+            ("h1 slots=4\nh2 slot=4", "^F:2: 'slot=4' is not an option of host h2. Write slots=4"),
+            ("\n\nh1 4", "^F:3: '4' is not an option of host h1"),
+            ("h1:4 slots=2", "^F:1: h1 has :4 and slots=2: write only one of them"),
+            ("h1 slots=x", "^F:1: 'slots=x': the number of slots takes a number above 0, not 'x'"),
+            ("h1 slots=4 max_slots=2", "^F:1: h1 has 4 slots, more than max_slots=2"),
             ("h1:4\n::1:4", "^F:2: .* in brackets"),
-            ("# none\n", "^F names no host. Write one on each line"),
+            ("# none\n", "^F names no host. Write one per line"),
         ],
     )
     def test_a_file_that_is_wrong(self, text: str, message: str) -> None:
@@ -130,7 +130,7 @@ class TestHosts:
         [
             (9, None, r"-n 9: the 2 hosts have 8 slots in all. Give them more \(h1:5\)"),
             (0, None, "-n 0: a run has at least one rank"),
-            (None, 2, "--nproc-per-node 2, but h1 is given 4 slots"),
+            (None, 2, "--nproc-per-node 2 contradicts the 4 slots of h1"),
         ],
     )
     def test_spread_that_cannot_be(
@@ -151,9 +151,9 @@ class TestHosts:
         [
             ("4", "--show 4: the 4 ranks of this run are 0 to 3"),
             ("3-1", "'3-1' ends before it begins. Write 1-3."),
-            ("", "'' is no rank"),
-            ("-1", "'-1' is no rank"),
-            ("all", "'all' is no rank"),
+            ("", "'' is not a rank"),
+            ("-1", "'-1' is not a rank"),
+            ("all", "'all' is not a rank"),
         ],
     )
     def test_ranks_that_are_none(self, text: str, message: str) -> None:
@@ -192,10 +192,10 @@ class TestInterface:
 
     def test_what_is_not_there(self) -> None:
         with pytest.raises(
-            LaunchError, match=r"no such interface here. Known are: .*\(127.0.0.1\)"
+            LaunchError, match=r"no such interface here. The interfaces are: .*\(127.0.0.1\)"
         ):
             network.address_of_interface("nope0")
-        with pytest.raises(LaunchError, match=r"No route leads from this host to no-such"):
+        with pytest.raises(LaunchError, match=r"There is no route from this host to no-such"):
             network.address_towards("no-such-host.invalid")
 
 
@@ -224,7 +224,7 @@ class TestPassing:
         assert environment.passed_variables(ENVIRON, asked, name) == always | found
 
     def test_a_name_that_is_not_set(self) -> None:
-        with pytest.raises(LaunchError, match="there is no such variable here"):
+        with pytest.raises(LaunchError, match="this variable is not set here"):
             environment.passed_variables({}, ["WANDB_KEYS"], None)
         with pytest.raises(LaunchError, match="Did you mean WANDB_KEY"):
             environment.passed_variables(ENVIRON, ["WANDB_KEYS"], None)

@@ -53,7 +53,7 @@ class TestNote:
     def test_it_lies_there_as_long_as_it_is_needed(self, tmp_path: Path) -> None:
         place = tmp_path / "note"
         assert rendezvous_file.read(place) is None
-        with rendezvous_file.written(place, NOTE):
+        with rendezvous_file.publish(place, NOTE):
             assert rendezvous_file.read(place) == NOTE
         assert list(tmp_path.iterdir()) == []
 
@@ -62,7 +62,7 @@ class TestNote:
             pytest.raises(
                 LaunchError, match=r"cannot write the rendezvous file in .*: No such file"
             ),
-            rendezvous_file.written(tmp_path / "none" / "note", NOTE),
+            rendezvous_file.publish(tmp_path / "none" / "note", NOTE),
         ):
             pass
 
@@ -71,7 +71,7 @@ class TestNote:
             "import sys, time; from pathlib import Path\n"
             "from shardwise.net import rendezvous_file as files\n"
             "note = files.RendezvousFile(addresses=(), port=1, host='h', pid=1)\n"
-            "with files.written(Path(sys.argv[1]), note): print('left', flush=True); time.sleep(60)"
+            "with files.publish(Path(sys.argv[1]), note): print('left', flush=True); time.sleep(60)"
         )
         words = [sys.executable, "-c", code, str(tmp_path / "note")]
         with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
@@ -100,7 +100,7 @@ class TestNote:
             os.utime(place, (1, 1))
         fresh = old.with_name(old.name + "e")
         fresh.write_text(json.dumps(asdict(replace(NOTE, pid=ended.pid))))
-        with rendezvous_file.written(tmp_path / "note", NOTE):
+        with rendezvous_file.publish(tmp_path / "note", NOTE):
             left = {place.name for place in tmp_path.iterdir()}
         kept = {place.name for place in (mine, theirs, broken, fresh)}
         assert left == {"note", *kept}
@@ -115,7 +115,7 @@ class TestNote:
         old.write_text(json.dumps(asdict(NOTE)))
         os.utime(old, (1, 1))
         monkeypatch.setattr(os, "kill", refuse)
-        with rendezvous_file.written(tmp_path / "note", NOTE):
+        with rendezvous_file.publish(tmp_path / "note", NOTE):
             assert old.exists()
 
     def test_what_is_no_note_is_not_read(self, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ class TestMeeting:
         monkeypatch.setattr(rendezvous, "WARN", 0.1)
         with pytest.raises(LaunchError, match=r"Ranks 1, 2 of the 3 .*share .*SHARDWISE_REND"):
             rendezvous.meet(replace(FIRST, size=3), 0.3, folder)
-        assert "Waiting on." in capsys.readouterr().err
+        assert "Still waiting." in capsys.readouterr().err
 
     def test_rank_0_does_not_come(self, folder: str) -> None:
         with pytest.raises(
@@ -184,7 +184,7 @@ class TestMeeting:
         note = replace(NOTE, addresses=("127.0.0.1", "no.such.host.invalid"), port=port)
         began = time.monotonic()
         with (
-            rendezvous_file.written(place, note),
+            rendezvous_file.publish(place, note),
             pytest.raises(
                 LaunchError,
                 match=rf"at 127.0.0.1 or no.such.*, port {port}, within 0.2 s",
@@ -218,7 +218,7 @@ class TestMeeting:
             second = pool.submit(rendezvous.meet, replace(told, rank=1), 1.0, None)
             error = second.exception()
             assert isinstance(error, LaunchError)
-            assert "came to rank 0, but rank 2 did not come within 1 s" in str(error)
+            assert "reached rank 0, but rank 2 did not within 1 s" in str(error)
             assert error.at_fault == (2,)
             error = first.exception()
             assert isinstance(error, LaunchError)

@@ -25,13 +25,13 @@ class TestTheLine:
     @pytest.mark.parametrize(
         ("failed", "said"),
         [
-            (failure(57, 40), "at step 57 (SIGKILL). Starting again, 1 of 3, from the checkpoint"),
+            (failure(57, 40), "at step 57 (SIGKILL). Restart 1 of 3, from the checkpoint"),
             (failure(57, 40), "of step 40: 17 steps are lost.\n"),
             (failure(41, 40), ": 1 step is lost.\n"),
             (failure(57), "from the beginning: there is no checkpoint yet, and 57 steps are lost"),
-            (failure(57, 40, resumes=False), "calls no engine.resume(folder): 57 steps are lost"),
-            (failure(0), "before the first step (SIGKILL). Starting again, 1 of 3, from the begin"),
-            (Failure(what="x", why="y", progress=None), "x before the first step (y). Starting"),
+            (failure(57, 40, resumes=False), "not call engine.resume(folder): 57 steps are lost"),
+            (failure(0), "before the first step (SIGKILL). Restart 1 of 3, from the begin"),
+            (Failure(what="x", why="y", progress=None), "x before the first step (y). Restart"),
         ],
     )
     def test_tells_cause_and_loss(self, failed: Failure, said: str) -> None:
@@ -47,7 +47,7 @@ class TestTheLine:
         assert several.after(failure(2))[0]
         assert several.after(failure(3)) == (
             False,
-            "\nshardwise: it was started again 2 times, and no more.\n",
+            "\nshardwise: the limit of 2 restarts (--restarts) is reached.\n",
         )
         assert Restarts(0).after(failure(1)) == (False, "")
 
@@ -59,15 +59,15 @@ class TestTheLine:
         assert several.after(failure(7, 6))[0]
         again, line = several.after(failure(7, 6))
         assert not again
-        assert "3 failures in a row at step 7, and no newer checkpoint" in line
+        assert "3 failures in a row at step 7, without a newer checkpoint" in line
 
     def test_islands_that_were_started_again_count(self) -> None:
         several = Restarts(2)
         several.island_started()
         assert (several.number, several.is_spent) == (2, False)
-        assert "Starting again, 2 of 2" in several.after(failure(1))[1]
+        assert "Restart 2 of 2" in several.after(failure(1))[1]
         assert several.is_spent
-        assert "it was started again 2 times, and no more." in several.after(failure(9))[1]
+        assert "the limit of 2 restarts (--restarts) is reached." in several.after(failure(9))[1]
 
 
 class TestRepeated:
@@ -84,7 +84,8 @@ class TestRepeated:
             Restarts(1), lambda: Ending(code=7, words="why\n", failure=failure(3)), said.append
         )
         assert code == 7
-        assert "".join(said).endswith("why\n\nshardwise: it was started again once, and no more.\n")
+        limit = "shardwise: the limit of 1 restart (--restarts) is reached.\n"
+        assert "".join(said).endswith(f"why\n\n{limit}")
 
     def test_a_start_that_is_refused(self) -> None:
         endings = [Ending(code=7, failure=failure(3))]
@@ -96,7 +97,7 @@ class TestRepeated:
 
         said: list[str] = []
         assert restarts.repeated(Restarts(3), once, said.append) == 7
-        assert "it cannot start again. node2 is gone." in said[-1]
+        assert "the restart failed. node2 is gone." in said[-1]
 
 
 class TestProgress:

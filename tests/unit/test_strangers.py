@@ -91,7 +91,7 @@ class TestFolder:
             make = place.mkdir if kind == "folder" else lambda: place.symlink_to(temporary)
             with another_user(make):
                 pass
-        with pytest.raises(LaunchError, match=rf"{place} is to be .* Remove it, .*TMPDIR=FOLDER"):
+        with pytest.raises(LaunchError, match=rf"{place} must be .* Remove it, .*TMPDIR=FOLDER"):
             private_files.folder()
 
     def test_it_comes_again_when_another_run_has_tidied(self, temporary: Path) -> None:
