@@ -215,7 +215,7 @@ class TestRefusals:
             sw.launch(function, **{"workers": 1, "start_method": "fork"} | keywords)
 
     def test_arguments_are_checked_first(self, function):
-        with pytest.raises(UsageError, match="cannot be called so: too many positional arguments"):
+        with pytest.raises(UsageError, match="cannot be called with these arguments: too many"):
             sw.launch(function, 1, workers=1)
         with pytest.raises(UsageError, match=r"takes a function .*, not 'train\.py'"):
             sw.launch("train.py", workers=1)

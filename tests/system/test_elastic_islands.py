@@ -160,7 +160,7 @@ def test_an_island_that_hangs(shardwise: Launcher) -> None:
     stop = ["--die", "3:6", "--signal", str(int(signal.SIGSTOP))]
     ran = shardwise.run(*words(*more, *stop))
     assert ran.code == 0, ran.err
-    assert "island 1 has ended at step 6 (rank 3 of 4 did not come: " in ran.err
+    assert "island 1 has ended at step 6 (rank 3 of 4 did not arrive: " in ran.err
     assert back_at(ran, 1) in (16, 20)
     ends(shardwise.folder / "ck")
     assert shardwise.wait_until_gone() == []
@@ -178,7 +178,7 @@ def test_an_island_of_one_that_hangs(shardwise: Launcher) -> None:
     assert (
         "Rank 0 has waited 6 s in the boundary after step 8 for rank 1 of another island" in ran.err
     )
-    assert "rank 1 of 2 did not come" in ran.err
+    assert "rank 1 of 2 did not arrive" in ran.err
     assert shardwise.wait_until_gone() == []
 
 

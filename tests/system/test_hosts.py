@@ -275,7 +275,7 @@ class TestRefusing:
         shardwise.enter = hosts.nodes[0].enter(hidden / "sub")
         ran = shardwise.run(*over(hosts, "-H", "node1,node3"), "true")
         assert (ran.code, ran.out) == (2, "")
-        assert f"shardwise: node3 has no folder {hidden}/sub, where this run starts" in ran.err
+        assert f"shardwise: node3 has no folder {hidden}/sub, where this run was started" in ran.err
 
     def test_one_host_by_two_names(self, shardwise: Launcher, hosts: Lab) -> None:
         ran = shardwise.run(*over(hosts, "-H", "node2:2,node1,10.77.0.2"), "true")
@@ -336,7 +336,9 @@ class TestEnding:
         process.send_signal(signal.SIGINT)
         ran = shardwise.finish(process, 30)
         assert ran.code == 130
-        assert ran.err == "shardwise: Ctrl-C: stopping 2 ranks. Once more kills them at once.\n"
+        assert (
+            ran.err == "shardwise: Ctrl-C: stopping 2 ranks. A second one kills them immediately.\n"
+        )
 
     def test_kill_9_of_the_launcher(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts))
@@ -356,7 +358,7 @@ class TestEnding:
             hosts.mend(2)
         assert ran.code == 1
         assert took < 20
-        assert "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s" in ran.err
+        assert "shardwise: node2 (rank 1) is lost: no sign of life for 3 s" in ran.err
 
     def stopped_agent(self, hosts: Lab) -> int:
         """Stop the agent of node2 (SIGSTOP); its process."""
@@ -374,7 +376,7 @@ class TestEnding:
         ran = shardwise.finish(process, 30)
         assert ran.code == 1
         assert (
-            "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s, although the "
+            "shardwise: node2 (rank 1) is lost: no sign of life for 3 s, although the "
             f"connection stands. Is its agent (process {agent}) stopped, or the host too busy?"
         ) in ran.err
         assert hosts.left() == []
@@ -387,7 +389,7 @@ class TestEnding:
         process.send_signal(signal.SIGINT)
         ran = shardwise.finish(process, 30)
         assert ran.code == 130
-        assert "shardwise: node2 (rank 1) is lost: nothing was heard of it for 3 s" in ran.err
+        assert "shardwise: node2 (rank 1) is lost: no sign of life for 3 s" in ran.err
         assert hosts.left() == []
 
     def test_says_that_an_agent_was_killed(self, shardwise: Launcher, hosts: Lab) -> None:
@@ -409,7 +411,7 @@ class TestEnding:
         os.kill(beats, signal.SIGSTOP)
         ran = shardwise.finish(process, 30)
         assert ran.code == 1
-        assert re.search(r"On node[12]: nothing has come from the launcher for 3 s", ran.err)
+        assert re.search(r"On node[12]: the agent received nothing from the launcher", ran.err)
 
     @pytest.mark.full
     def test_a_cut_cable_is_told_of_while_ranks_wait(self, shardwise: Launcher, hosts: Lab) -> None:
@@ -465,7 +467,8 @@ class TestFaults:
         assert ran.code == SAVED
         assert ran.err == (
             "shardwise: SIGTERM: stopping 2 ranks.\n"
-            "shardwise: SIGTERM: ranks save after this step first. Once more kills them at once.\n"
+            "shardwise: SIGTERM: the ranks save after this step. "
+            "A second one kills them immediately.\n"
         )
 
 

@@ -131,7 +131,7 @@ class TestAskedToEnd:
         process.send_signal(signal.SIGTERM)
         ran = shardwise.finish(process)
         assert ran.code == SAVED, ran.err
-        assert "shardwise: SIGTERM: ranks save after this step first. Once more kills" in ran.err
+        assert "shardwise: SIGTERM: the ranks save after this step. A second one kills" in ran.err
         (saved,) = re.findall(r"SIGTERM: saved checkpoints/step-(\d+), ending with", ran.err)
         assert complete(shardwise.folder / "checkpoints")[-1].step == int(saved) in range(6, 9)
 
@@ -174,7 +174,7 @@ class TestAskedToEnd:
         reach(process, "step 1")
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
-        while "ranks save after this step first" not in process.stderr.readline():
+        while "the ranks save after this step" not in process.stderr.readline():
             pass
         process.send_signal(signal.SIGTERM)
         assert shardwise.finish(process).code == 128 + signal.SIGTERM

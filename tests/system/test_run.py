@@ -299,7 +299,7 @@ class TestFailing:
         """It was ended by the launcher, while it tidied up after an error of its own."""
         ran = shardwise.run("run", "-n", "2", script("slow_to_leave"))
         assert ran.code == 1
-        assert "\nshardwise: rank 0 of 2 failed (exit code 1). Its last words:" in ran.err
+        assert "\nshardwise: rank 0 of 2 failed (exit code 1). Its last output:" in ran.err
         assert ran.err.endswith("\nValueError: no such token\n")
 
     def test_a_script_that_shows_its_help(self, shardwise: Launcher) -> None:
@@ -390,7 +390,7 @@ class TestFailing:
         assert (
             "rank 1 of 2 was ended by SIGKILL, by the out-of-memory killer: the kernel" in ran.err
         )
-        assert "Against a lack of memory: a smaller --micro-batch-size" in ran.err
+        assert "To use less memory: a smaller --micro-batch-size" in ran.err
 
     def test_the_code_of_the_failing_rank_even_if_others_resist(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "--grace", "0.5", script("stubborn"))
@@ -421,11 +421,11 @@ class TestFailing:
         assert ran.code == 1
         # The test's own script is the user's.
         assert ran.err.endswith(
-            "shardwise: rank 1 of 2 did not come, nor say anything until it was ended. Rank 0 was "
-            "waiting for it:\n\nCollectiveError: Rank 0 of 2 waited 600 s in all-reduce number 7 "
-            "over NCCL for a rank that did not come. Every rank must make the same calls in the "
-            "same order; --timeout sets how long to wait, --warn-after when the ranks' lines are "
-            "shown. [" + script("nccl_aborted") + ":11: os.abort()]\n"
+            "shardwise: rank 1 of 2 did not arrive, and reported nothing until it was ended. "
+            "Rank 0 was waiting for it:\n\nCollectiveError: Rank 0 of 2 waited 600 s in "
+            "all-reduce number 7 over NCCL for a rank that did not arrive. Every rank must make "
+            "the same calls in the same order. --timeout sets how long to wait, --warn-after when "
+            "to show the ranks' lines. [" + script("nccl_aborted") + ":11: os.abort()]\n"
         )
 
     def test_one_rank_has_said_all_itself(self, shardwise: Launcher) -> None:
@@ -447,7 +447,7 @@ class TestStopping:
         process.send_signal(signal.SIGINT)
         ran = shardwise.finish(process)
         assert ran.code == 130
-        said = "shardwise: Ctrl-C: stopping 2 ranks. Once more kills them at once."
+        said = "shardwise: Ctrl-C: stopping 2 ranks. A second one kills them immediately."
         assert ran.err.splitlines()[1:] == [said]  # the first tells of two copies
         assert shardwise.wait_until_gone(limit=1.0) == []
 
@@ -505,8 +505,14 @@ class TestRefusing:
                 ["run", "--restarts", "-1", "train.py"],
                 "--restarts takes a whole number of 0 or more",
             ),
-            (["run", "--nnodes", "2", "-n", "4", "train.py"], "-n 4 counts all ranks, which"),
-            (["run", "--nnodes", "2", "-H", "h1", "train.py"], "--nnodes is for a command that"),
+            (
+                ["run", "--nnodes", "2", "-n", "4", "train.py"],
+                "-n 4 cannot be combined with",
+            ),
+            (
+                ["run", "--nnodes", "2", "-H", "h1", "train.py"],
+                "--nnodes cannot be combined with",
+            ),
             (["run", "trian.py"], "There is no script trian.py in .* Did you mean train.py?"),
             (["run", "-m", "no.such"], "There is no module 'no' for"),
             (["run", "temporary"], "temporary is a directory"),
@@ -608,7 +614,7 @@ def test_our_flag_after_the_script_is_mentioned(tmp_path: Path) -> None:
         timeout=60,
         check=True,
     )
-    assert "--zero=2 -n comes after the script" in done.stderr
+    assert "--zero=2 -n follows the script" in done.stderr
     assert "--epochs" not in done.stderr
 
 

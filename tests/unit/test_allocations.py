@@ -72,9 +72,9 @@ def test_without_a_list_there_is_none(environ: dict[str, str]) -> None:
     ("environ", "message"),
     [
         ({"PBS_NODEFILE": "/nowhere"}, "PBS_NODEFILE='/nowhere'.*No such file"),
-        ({"LSB_MCPU_HOSTS": "n1 2 n2"}, "LSB_MCPU_HOSTS='n1 2 n2', set by LSF, is no list"),
-        ({"LSB_MCPU_HOSTS": "n1 two"}, "is no list of hosts as LSF writes it"),
-        ({"LSB_HOSTS": "n1 -oProxyCommand=x"}, "is no list of hosts"),
+        ({"LSB_MCPU_HOSTS": "n1 2 n2"}, "LSB_MCPU_HOSTS='n1 2 n2', set by LSF, is not a list"),
+        ({"LSB_MCPU_HOSTS": "n1 two"}, "is not a list of hosts as LSF writes it"),
+        ({"LSB_HOSTS": "n1 -oProxyCommand=x"}, "is not a list of hosts"),
     ],
 )
 def test_what_is_no_list_is_quoted(environ: dict[str, str], message: str) -> None:

@@ -113,9 +113,9 @@ class TestProgram:
         [
             ("trian.py", False, "There is no script trian.py in .* Did you mean train.py"),
             ("none/x.py", False, r"no script none/x.py \(nor a directory none\)"),
-            ("pack", False, "pack is a directory; give the script in it, such as pack/__init__.py"),
+            ("pack", False, "pack is a directory: give the script in it, such as pack/__init__.py"),
             ("train", False, "There is no program train on PATH. Did you mean train.py"),
-            ("./notes", False, "not executable. Write chmod"),
+            ("./notes", False, "not executable: run chmod"),
             ("nope", True, "There is no module 'nope' for"),
             ("pack.nope", True, "There is no module 'pack.nope' for"),
             ("pack.mod.nope", True, "There is no module 'pack.mod.nope' for"),
@@ -308,20 +308,20 @@ class TestCause:
         ("code", "kills", "words"),
         [
             (3, 1, "exit code 3"),
-            (137, 1, "exit code 137 (a shell's word for SIGKILL)"),
+            (137, 1, "exit code 137 (a shell's code for SIGKILL)"),
             (255, 1, "exit code 255"),
             (
                 -9,
                 1,
                 "SIGKILL, most likely by the out-of-memory killer (if nobody typed kill -9). "
-                "Its memory had reached 2.5 GB; the host has 16.0 GB, of which 12.0 GB are free",
+                "Its memory had reached 2.5 GB; the host has 16.0 GB, and 12.0 GB are free",
             ),
-            (-9, 2, "SIGKILL, by the out-of-memory killer: the kernel has counted it."),
+            (-9, 2, "SIGKILL, by the out-of-memory killer, according to the kernel."),
             (-9, None, "SIGKILL, most likely by the out-of-memory killer"),
             (-11, 1, "SIGSEGV: a crash in native code"),
             (-7 if sys.platform == "linux" else -10, 1, "SIGBUS: shared memory may be full"),
-            (-6, 1, "SIGABRT: native code gave up"),
-            (-15, 1, "SIGTERM: something outside asked it to end"),
+            (-6, 1, "SIGABRT: native code aborted"),
+            (-15, 1, "SIGTERM: something outside ended it"),
             (-int(signal.SIGUSR1), 1, "SIGUSR1"),
         ],
     )
@@ -349,7 +349,7 @@ class TestClosingWords:
         judged = Verdict(rank=1, exit_code=1)
         said = failure_report.closing_words(judged, "exit code 1", "ValueError: boom", size=2)
         assert said == (
-            "\nshardwise: rank 1 of 2 failed (exit code 1). Its last words:\n\nValueError: boom\n"
+            "\nshardwise: rank 1 of 2 failed (exit code 1). Its last output:\n\nValueError: boom\n"
         )
 
     def test_a_killed_rank_without_words(self) -> None:
@@ -371,7 +371,7 @@ class TestClosingWords:
         said = failure_report.closing_words(
             judged, "SIGKILL", "CollectiveError: rank 1 is stopped", size=2
         )
-        assert "rank 1 of 2 did not come, nor say anything until it was ended. Rank 0 was" in said
+        assert "rank 1 of 2 did not arrive, and reported nothing until it was ended. Rank 0" in said
         assert said.endswith("\n\nCollectiveError: rank 1 is stopped\n")
 
     def test_a_refusal_is_all_that_is_said(self) -> None:

@@ -204,8 +204,7 @@ def test_what_the_system_refuses_is_a_sentence() -> None:
         "a: No space left on device; free some space on that disk."
     )
     assert (
-        failure_report.os_error_sentence(OSError("odd"))
-        == "odd. Check that this place can be used."
+        failure_report.os_error_sentence(OSError("odd")) == "odd. Check that this file can be used."
     )
 
 
@@ -215,4 +214,4 @@ def test_a_log_that_cannot_be_written_ends_no_run() -> None:
     with open("/dev/full", "ab", buffering=0) as log._file:
         log.feed(1, b"a\n")
         log.feed(1, b"b\n")
-    assert log.fault == "/dev/full is written no more: No space left on device."
+    assert log.fault == "the log /dev/full ends here: No space left on device."

@@ -515,7 +515,7 @@ def test_other_numbers_are_no_signs(environ: dict[str, str]) -> None:
     [
         (environments.PALS_PMIX, "PALS_RANKID=1.*PMI_SIZE is not set"),
         ({"SHARDWISE_RANK": "1"}, "the user .*SHARDWISE_RANK=1.*SHARDWISE_SIZE is not set"),
-        ({"SHARDWISE_ALONE": "false"}, "SHARDWISE_ALONE='false': write 1"),
+        ({"SHARDWISE_ALONE": "false"}, "SHARDWISE_ALONE takes 0 or 1, not 'false': write 1"),
         # exported once, for all ranks of a launcher
         (
             OPENMPI | {"SHARDWISE_RANK": "0", "SHARDWISE_SIZE": "1"},
@@ -705,7 +705,7 @@ class TestSrun:
         assert "SLURM_NTASKS_PER_NODE" not in environ
 
     def test_no_srun(self) -> None:
-        with pytest.raises(LaunchError, match=r"Slurm job 19, .* but no-srun cannot be started"):
+        with pytest.raises(LaunchError, match=r"Slurm job 19 .* but no-srun cannot be started"):
             slurm.become_srun(("no-srun",), SALLOC)
 
 

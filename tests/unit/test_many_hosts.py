@@ -295,7 +295,7 @@ class TestSsh:
     @pytest.mark.parametrize(
         ("code", "said", "message"),
         [
-            (81, "cd: no", "h2 has no folder /home/me/my work, where this run starts. Put"),
+            (81, "cd: no", "h2 has no folder /home/me/my work, where this run was started. Put"),
             (127, "", "h2 has no /opt/py. Install the same Python there"),
             (1, "/opt/py: No module named 'shardwise'", "/opt/py on h2 cannot import shardwise.l"),
             (
@@ -307,11 +307,11 @@ class TestSsh:
             (
                 255,
                 "ssh: connect to h2: refused",
-                "ssh to h2 fails: ssh: connect to h2: refused. Is",
+                "ssh to h2 fails: ssh: connect to h2: refused. Check",
             ),
-            (255, "", "ssh to h2 fails: no reason given. Is it spelt so"),
-            (-9, "", "The agent on h2 ended (signal 9). Look at: ssh alice@h2 /opt/py -m"),
-            (3, "oh", "The agent on h2 ended (exit code 3): oh. Look at"),
+            (255, "", "ssh to h2 fails: no reason given. Check its spelling"),
+            (-9, "", "The agent on h2 ended (signal 9). Try: ssh alice@h2 /opt/py -m"),
+            (3, "oh", "The agent on h2 ended (exit code 3): oh. Try"),
             (None, "", "The agent on h2 ended (exit code 0)"),
         ],
     )
@@ -321,13 +321,13 @@ class TestSsh:
     def test_a_loss_in_words(self) -> None:
         share = Share(Host("h2"), 4, 2)
         assert command.lost_host(WAY, share, 255, "", 9.0).startswith(
-            "h2 (ranks 4-5) is lost: nothing was heard of it for 10 s. Did the host go down"
+            "h2 (ranks 4-5) is lost: no sign of life for 10 s. The host or the network"
         )
         assert command.lost_host(WAY, share, -9, "", 9.0).startswith(
             "h2 (ranks 4-5) is lost: the agent on h2 e"
         )
         assert command.lost_host(WAY, share, 255, "", 0.66).startswith(
-            "h2 (ranks 4-5) is lost: its agent ended 0.7 s after its last sign of life. Was it"
+            "h2 (ranks 4-5) is lost: its agent ended 0.7 s after its last sign of life. It or"
         )
 
 
@@ -376,7 +376,7 @@ class TestPreview:
         )
         lines = start.dry_run_words(spec, shares[:1]).splitlines()
         assert lines[0] == (
-            "3 ranks on 2 hosts; rank 0 listens on h1, on a port that is free of interface ib0"
+            "3 ranks on 2 hosts; rank 0 listens on h1, on a free port of interface ib0"
         )
         assert lines[1] == "  h1   ranks 0-1  here"
         assert lines[2].startswith("  h22  rank 2     ssh -T -x -o BatchMode=yes")

@@ -73,14 +73,14 @@ def said(tails: dict[int, str], size: int = 2) -> dict[int, str]:
 def test_a_rank_that_waited_says_in_what_and_what_to_do() -> None:
     assert said({0: late(), 1: "nothing"}) == {
         0: "CollectiveError: Rank 0 of 2 waited 600 s in all-reduce number 7 over NCCL for a rank "
-        "that did not come. Every rank must make the same calls in the same order; --timeout sets "
-        "how long to wait, --warn-after when the ranks' lines are shown."
+        "that did not arrive. Every rank must make the same calls in the same order. --timeout "
+        "sets how long to wait, --warn-after when to show the ranks' lines."
     }
 
 
 def test_ranks_in_different_calls_say_so() -> None:
     found = said({0: late(), 1: late(1, 9, "BROADCAST"), 2: late(2)}, 3)
-    assert "did not come. Meanwhile rank 1 waited in broadcast number 9. Every" in found[0]
+    assert "did not arrive. Meanwhile rank 1 waited in broadcast number 9. Every" in found[0]
     assert "Meanwhile rank 0 waited in all-reduce number 7, rank 2 waited in all" in found[1]
 
 

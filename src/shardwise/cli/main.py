@@ -71,7 +71,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first word names. Raises LaunchError if there is none."""
+        """Return the command that the first word names. Raises LaunchError."""
         word = args[0]
         if word not in self.commands and not word.startswith("-"):
             raise LaunchError(f"There is no command {word!r}. {self._suggest(args)}")

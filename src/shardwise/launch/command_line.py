@@ -50,7 +50,7 @@ def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
     ]
     if misplaced:
         click.echo(
-            f"shardwise: {' '.join(misplaced)} comes after the script, so the script gets it. "
+            f"shardwise: {' '.join(misplaced)} follows the script, so the script gets it. "
             "If it is meant for shardwise, put it before the script.",
             err=True,
         )

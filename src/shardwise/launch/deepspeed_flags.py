@@ -68,7 +68,7 @@ def options() -> Iterator[click.Parameter]:
         (["-H", "--hostfile"], None, f"hosts as node1 slots=4 (default {HOSTFILE} if it exists)"),
         (["-i", "--include"], None, "use only these hosts and slots: node1@node2:0,2"),
         (["-e", "--exclude"], None, "use all except these hosts and slots: node1@node2:0,2"),
-        (["--master_addr"], None, "with --no_ssh: address where ranks meet"),
+        (["--master_addr"], None, "with --no_ssh: address of rank 0"),
         (["--master_port"], Typed(values.whole(1, 65535)), "port of rank 0"),
         (["--node_rank"], Typed(values.whole(0)), "with --no_ssh: number of this host"),
         (["--ssh_port"], Typed(values.whole(1, 65535)), "port of the ssh server on the hosts"),

@@ -149,7 +149,7 @@ WHERE = (
     ),
     row(
         "--rdzv-endpoint HOST:PORT",
-        "with --nnodes: the host and port where the hosts meet",
+        "with --nnodes: meeting place, one of the hosts",
         names="--rdzv-endpoint --rdzv_endpoint",
         rare=True,
     ),

@@ -1,6 +1,6 @@
 """Runs the command line: chooses the hosts, and the program that starts the ranks.
 
-nothing, or -n N            this host                     one_host.py
+no hosts, or -n N           this host                     one_host.py
 -H, --hostfile              ssh to each                   ssh/many_hosts.py
 a Slurm allocation          srun                          slurm.py
 another allocation          ssh to each of its hosts      allocations.py, ssh/many_hosts.py
@@ -35,8 +35,8 @@ HOST_TIMEOUT = 10.0
 """Default seconds of silence after which a host counts as lost."""
 
 LaunchRequest = SimpleNamespace
-"""The launcher's own flags by name (see flags.py), None for a flag that was not given. `words` are
-the program and its arguments, `settings` the texts of all other flags."""
+"""The launcher's own flags by name (see flag_table.py); None for a flag that was not given. `words`
+are the program and its arguments, `settings` the texts of all other flags."""
 
 
 def run(request: LaunchRequest) -> int:
@@ -46,16 +46,19 @@ def run(request: LaunchRequest) -> int:
         outer = launcher_detection.around_command()
         is_service = outer.launcher in launcher_detection.SERVICES
         if outer.launcher == platforms.SKYPILOT.launcher and not named and outer.rank:
-            # SkyPilot runs the same commands on every node.
+            # SkyPilot runs the same commands on every node. Node 0 starts all ranks over ssh.
             print(f"shardwise: node 0 of {outer.size} starts the ranks of this node.")
             return 0
-        # The first host of a service may start the ranks of all others.
+        # On a service, the first host may start the ranks of all hosts.
         has_hosts = named or outer.launcher == platforms.SKYPILOT.launcher
         if not (is_service and has_hosts and outer.rank == 0):
             _refuse_in_every_rank(outer)
     by_srun = request.nnodes is None and not named and slurm.needs_srun(os.environ)
-    heeded = environment.MASTER if by_srun and not request.port else ()
-    passed = environment.passed_variables(os.environ, request.pass_on, request.interface, heeded)
+    # Under srun we set no MASTER_ADDR and MASTER_PORT without --port, so the user may set them.
+    overridable = environment.MASTER if by_srun and not request.port else ()
+    passed = environment.passed_variables(
+        os.environ, request.pass_on, request.interface, overridable
+    )
     if request.nnodes is not None:
         return _by_torch(request, passed)
     for flag in ("node_rank", "rdzv_endpoint"):
@@ -67,7 +70,7 @@ def run(request: LaunchRequest) -> int:
 
 
 def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
-    """Start the ranks here, and over ssh."""
+    """Start the ranks on this host, and on others over ssh."""
     allocation = None
     if request.hosts is None and request.hostfile is None:
         allocation = _allocation(request)
@@ -112,20 +115,20 @@ def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 
 
 def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
-    """Leave the hosts of a Slurm allocation to srun; returns only from a dry run."""
+    """Become srun, which starts the ranks of a Slurm allocation. Returns only from a dry run."""
     flags.refuse_without_effect(flags.BY_SRUN, vars(request))
     if request.part_runner is not None:
         raise flags.started_by_others("inside a Slurm allocation")
     if request.shown is not None or request.log_dir is not None:
         raise LaunchError(
-            "--show and --log-dir are of our own launcher, but the hosts of this Slurm job "
-            "are srun's, which writes each line with its rank. Leave them out."
+            "--show and --log-dir have no effect in this Slurm job, because srun starts its ranks "
+            "and prefixes each line with the rank. Leave them out."
         )
     command = program.command(request.words[0], request.words[1:], module=request.module)
     if request.restarts:
         raise LaunchError(
-            "--restarts is of our own launcher, but the hosts of this Slurm job are srun's. Leave "
-            "it out, and let Slurm start the job again: sbatch --requeue."
+            "--restarts has no effect in this Slurm job, because srun starts its ranks. Leave it "
+            "out, and let Slurm restart the job: sbatch --requeue."
         )
     environ = slurm.srun_environment(
         _with_secret({**os.environ, **passed}), request.settings, request.port or 0
@@ -138,20 +141,23 @@ def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 
 
 def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
-    """Become torch's elastic agent, which starts the ranks of this host. Returns from a dry run."""
+    """Become torch's elastic agent, which starts the ranks of this host.
+
+    Returns only from a dry run.
+    """
     assert request.nnodes is not None
     if request.hosts is not None or request.hostfile is not None or request.shown is not None:
         raise LaunchError(
-            "--nnodes is for a command that is started on each host by itself; -H, --hostfile and "
-            "--show are for one that starts all. Give the one or the other."
+            "--nnodes cannot be combined with -H, --hostfile or --show: it is for a command that "
+            "you start on each host, they are for one that starts all ranks. Give one or the other."
         )
     flags.refuse_without_effect(flags.BY_TORCH, {**vars(request), **request.settings})
     if request.part_runner is not None:
         raise flags.started_by_others("with --nnodes")
     if request.size is not None:
         raise LaunchError(
-            f"-n {request.size} counts all ranks, which --nnodes leaves open: say how many each "
-            "host has, with --nproc-per-node."
+            f"-n {request.size} cannot be combined with --nnodes, which may change the total "
+            "number of ranks: give the ranks of each host with --nproc-per-node."
         )
     name = request.rdzv_id or "shardwise"
     meeting = elastic.ElasticRendezvous.of(
@@ -179,12 +185,12 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with a secret for the ranks, unless the user has given one."""
+    """Return the variables, with a secret for the ranks if the user has given none."""
     return {environment.SECRET_VARIABLE: environment.draw_secret()} | dict(environ)
 
 
 def _ssh(text: str | None) -> tuple[str, ...]:
-    """The words of `--ssh`."""
+    """Return the words of `--ssh`. Raises LaunchError."""
     try:
         words = ("ssh",) if text is None else tuple(shlex.split(text))
     except ValueError as error:
@@ -193,13 +199,15 @@ def _ssh(text: str | None) -> tuple[str, ...]:
             "--ssh 'ssh -J gate'."
         ) from None
     if not words:
-        raise LaunchError("--ssh takes a command, such as 'ssh -J gate', not nothing.")
+        raise LaunchError("--ssh is empty: give a command, such as 'ssh -J gate'.")
     return words
 
 
 def _allocation(request: LaunchRequest) -> Allocation | None:
-    """Return the hosts of this job, if it has any. A list that cannot be read is no hindrance to a
-    run whose number of ranks is given."""
+    """Return the hosts of this batch job, if it is one.
+
+    Raises LaunchError if their list cannot be read and the number of ranks depends on it.
+    """
     try:
         return allocations.find(os.environ)
     except LaunchError as error:
@@ -210,20 +218,20 @@ def _allocation(request: LaunchRequest) -> Allocation | None:
 
 
 def _refuse_in_every_rank(outer: Identity) -> None:
-    """Raise LaunchError if a launcher started this command once per rank: each call would be a run
-    of its own, and all of them would train the same model."""
+    """Raise LaunchError if a launcher started this command once per rank."""
+    # Each call would be a separate run, and all of them would train the same model.
     if outer.size == 1:
         return
     raise LaunchError(
         f"shardwise run was started {outer.size} times: {launcher_detection.claim(outer)}. Start "
-        "the script itself (python train.py) in its place; or call shardwise run once; or once on "
-        "each host, with --nnodes. If each of them is meant to be a run by itself, set "
+        "the script itself instead (python train.py); or call shardwise run once; or once on "
+        "each host, with --nnodes. If each call is meant to be a separate run, set "
         "SHARDWISE_ALONE=1."
     )
 
 
 def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Share, ...]:
-    """Return which ranks run on which host."""
+    """Return the ranks of each host."""
     size, each = request.size, request.per_host
     if request.hosts is not None and request.hostfile is not None:
         raise LaunchError(
@@ -236,25 +244,27 @@ def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Shar
     if allocation is not None:
         return tuple(_shares_of(allocation, request))
     if None not in (size, each) and size != each:
-        raise LaunchError(f"-n {size} and --nproc-per-node {each} are of one host: give one.")
+        raise LaunchError(
+            f"-n {size} and --nproc-per-node {each} contradict each other on one host: give one."
+        )
     if size is None and each is None:
         size = slurm.tasks_here(os.environ) or _ranks_of_a_host(request)
     return tuple(hosts.spread([Host("localhost", each or size)], total=size))
 
 
 def _shares_of(allocation: Allocation, request: LaunchRequest) -> list[Share]:
-    """Return the ranks of each host of `allocation`: its slots or GPUs, unless the user says."""
+    """Return the ranks of each host of `allocation`: by default one per slot or GPU."""
     if request.per_host is not None:
         named = [Host(host.name) for host in allocation.hosts]
         return hosts.spread(named, total=request.size, per_host=request.per_host)
     on_cpu = request.settings.get("device") == "cpu"
     slots = allocation.with_ranks(0 if on_cpu else resources.gpu_count(os.environ))
     if request.size is not None and request.size > sum(host.slots or 1 for host in slots):
-        # More than there are GPUs, but no more than the job asked for.
+        # More ranks than GPUs, but perhaps no more than slots.
         slots = allocation.with_ranks(0)
     lacks = request.size is not None and request.size > sum(host.slots or 1 for host in slots)
     if lacks and (len(slots) == 1 or {host.slots for host in slots} == {1}):
-        # The job has not asked for slots, so the ranks are spread evenly.
+        # The job did not ask for slots, so spread the ranks evenly.
         assert request.size is not None
         each = -(-request.size // len(slots))
         slots = tuple(Host(host.name, each) for host in slots)
@@ -268,9 +278,9 @@ def _ranks_of_a_host(request: LaunchRequest) -> int:
 
 
 def dry_run_words(spec: RunSpec, here: Sequence[Share]) -> str:
-    """Return the text of `--dry-run`: the ranks and the command of each host.
+    """Return the text of `--dry-run`: the ranks and the command of each host. Pure.
 
-    `here` are the shares of this host. Pure.
+    `here` are the shares of this host.
     """
     count = len(spec.shares)
     rows = [
@@ -282,7 +292,7 @@ def dry_run_words(spec: RunSpec, here: Sequence[Share]) -> str:
         for share in spec.shares
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    listens = f"port {spec.port}" if spec.port else "a port that is free"
+    listens = f"port {spec.port}" if spec.port else "a free port"
     by = f" of interface {spec.interface}" if spec.interface else ""
     words = spec.words
     if spec.module:
