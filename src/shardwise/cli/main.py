@@ -89,6 +89,7 @@ class Commands(click.Group):
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code: 2 for an error before any rank starts."""
+    # First of all: a file opened later would otherwise become descriptor 1 or 2.
     if closed := console.open_standard_streams():
         return _refuse(closed)
     try:
@@ -136,6 +137,7 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
 
     With `local_rank` the script gets --local_rank as an argument, as from DeepSpeed's launcher.
     """
+    # What is left in `given` afterwards are the launcher's own flags.
     settings = {name: given.pop(name) for name in ("config", "deepspeed", *config.FIELDS)}
     settings = {
         name: command_line.as_text(value) for name, value in settings.items() if value is not None
@@ -148,6 +150,7 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
     if adopted is None:
         _mention_copies(words[0], given.get("size"))
     else:
+        # The script runs inside of the module shardwise.adopt from here on.
         words = command_line.adopting(adopted, words, module=given["module"])
         given["module"] = True
     if local_rank:

@@ -81,6 +81,7 @@ def idle(found: Sequence[SettingsSource], settings: Settings, needs: Collection[
         value = getattr(settings, need.name)
         if value == FIELDS[need.name].default or need.holds(settings):
             continue
+        # `given` and `taken` are indices of sources: the smaller one is the stronger source.
         given, taken = _first(found, (need.name,)), _first(found, need.by)
         if given is None or (taken is not None and taken < given):
             continue

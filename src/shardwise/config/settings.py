@@ -83,6 +83,8 @@ class Settings:
         "HOST:PORT|DIR/",
         rare=True,
     )
+    # None rather than 0, here and below: a value that was not given must not contradict another
+    # setting, such as `shard`, nor count as a setting without effect.
     zero: int | None = _setting(
         "spread",
         "shard: 1 optimizer state, 2 also gradients, 3 all (default 0)",
@@ -154,6 +156,7 @@ class Settings:
         "NAMES",
         rare=True,
     )
+    # The number of islands may be unknown until the ranks have met: "host" counts their hosts.
     islands: int | str = _setting(
         "islands",
         "groups of workers that step on their own; host: one per host",
@@ -331,6 +334,7 @@ class Settings:
                 )
         else:
             row = Placement.zero(self.zero or 0)
+        # No tier for gradients means that of the optimizer state, which Placement fills in.
         return row.resting(
             parameters=self.offload_params or DEVICE,
             gradients=self.offload_gradients,
@@ -383,6 +387,8 @@ _INCOMPATIBLE_WITH_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
 
 def check_contradictions(settings: Settings) -> None:
     """Raise ConfigError for a setting that does not work with --behind."""
+    # Checked here, and not where the islands are built, so that the launcher refuses it before any
+    # rank starts.
     if settings.behind is None:
         return
     for name, (is_on, why) in _INCOMPATIBLE_WITH_BEHIND.items():

@@ -130,7 +130,7 @@ def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Set
     # job script exports variables for all of its runs.
     flags = _passed_flags(environ)
     config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
-    flags.pop("deepspeed", None)
+    flags.pop("deepspeed", None)  # a source, not a setting
     of_deepspeed = json_of_deepspeed(environ)
     found = [SettingsSource(FLAG, flags), SettingsSource("environment", _from_environment(environ))]
     if environ.get(HOROVOD_TIMELINE, "") not in _NO_FILE:
@@ -162,6 +162,7 @@ def resolve(found: list[SettingsSource]) -> tuple[Settings, list[str]]:
     """Merge `found` (strongest first) into Settings. Also return lines about overrides."""
     winners = winning(found)
     chosen = {name: value for name, (value, _) in winners.items()}
+    # Equal values are compared in their types, so that --zero 2 does not "override" zero = 2.
     overrides = [
         f"{as_given(name, *winners[name])} overrides {_plain(value)} ({source.name})"
         for source in found

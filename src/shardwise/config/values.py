@@ -207,6 +207,7 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
         value = ",".join(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    # A number is never a name: `timeline=3` is more likely a mistake than a file called 3.
     known = str | Tier if parse in _OF_NAMES else str | Tier | Outer | Real
     if not isinstance(value, known):
         raise ValueError("a name" if parse in _OF_NAMES else "one value")

@@ -97,6 +97,7 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
     if not failures:
         return None
     first = min(failures, key=lambda end: _moment(end, reports))
+    # If even the first failure is about a lost peer, no rank failed for a reason of its own.
     if _is_secondary(first, reports):
         left = [end for end in ends if end.code == 0 and not end.stopped]
         if left:
@@ -105,7 +106,7 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
         late = _silent_rank(ends, failures, reports)
         if late is not None:
             return late
-    by_shell = 128 - first.code if first.code < 0 else first.code
+    by_shell = 128 - first.code if first.code < 0 else first.code  # as shells count signals
     return Verdict(rank=first.rank, exit_code=1 if first.stopped else by_shell)
 
 
@@ -165,6 +166,7 @@ def last_traceback(tail: str) -> str:
     if not starts:
         return "\n".join(text.splitlines()[-_LINES_WITHOUT_TRACE:])
     start = starts.pop()
+    # "During handling of the above exception" stands between two tracebacks of one error.
     while starts and any(words in text[starts[-1] : start] for words in _CHAINED):
         start = starts.pop()
     return text[start:]

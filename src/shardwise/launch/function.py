@@ -136,6 +136,8 @@ def launch(
     )
     method = _parsed("start_method", start_method, values.one_of(*METHODS))
     with ExitStack() as stack:
+        # One file per rank, opened before anything is started, so that every rank inherits them.
+        # Not pipes: a large result would block its rank until somebody reads it.
         results = [_unnamed_file(stack) for _ in range(size)]
         fds = [file.fileno() for file in results]
         begin = _begin(function, args, method, fds, stack)

@@ -96,6 +96,7 @@ class LocalWorkers:
         """Start all ranks. Rank 0 inherits `listener`. Raises LaunchError."""
         columns = self._streams.window[1] if self._streams.window else None
         for local_rank, rank in enumerate(self._spec.share.numbers):
+            # Only the rank that listens inherits the socket, so that the port closes when it ends.
             fds = [listener.fileno()] if listener is not None and rank == self._meets_at else []
             worker = Worker(rank, partial(self._hear, rank))
             environ = rank_environment(

@@ -44,6 +44,7 @@ def run_begun(
         try:
             return restarts.last_ending(allowed, once, console.say)
         finally:
+            # An elastic run keeps its last commit there across restarts. Now nobody needs it.
             (private_files.folder_path() / private_files.commit_file(spec.run)).unlink(
                 missing_ok=True
             )
@@ -59,6 +60,7 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
             port=listener.getsockname()[1],
             master_port=spare.getsockname()[1],
         )
+        # Open the logs before anything starts: an error must not leave ranks behind.
         outputs = spec.outputs(console)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
         with OrphanReaper(folder) as reaper:

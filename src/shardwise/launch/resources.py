@@ -10,6 +10,7 @@ from pathlib import Path
 
 def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that a child of this process would see."""
+    # Counting device files is fast, and creates no CUDA context in the launcher.
     nodes = [node for node in Path("/dev").glob("nvidia*") if node.name[6:].isdigit()]
     return visible_gpus(len(nodes) or _gpus_by_driver(), environ.get("CUDA_VISIBLE_DEVICES"))
 
@@ -76,6 +77,8 @@ def _out_of_memory_kills() -> int | None:
         Path("/sys/fs/cgroup/memory.events"),
         Path("/sys/fs/cgroup/memory/memory.oom_control"),
     ]
+    # Prefer the files of our own group. The ones above are right inside a container, where the
+    # root of the mount is that group.
     for _, controllers, path in groups:
         inside = path.lstrip("/")
         if controllers == "":

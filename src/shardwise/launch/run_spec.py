@@ -175,6 +175,7 @@ def rank_environment(
         leads = meeting.interface
         defaults |= {"GLOO_SOCKET_IFNAME": leads, "NCCL_SOCKET_IFNAME": leads}
     elif identity.local_size == identity.size:
+        # Otherwise Gloo resolves the host's name, which may fail or lead to a slow interface.
         defaults["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     given = {
         "PYTHONUNBUFFERED": "1",
@@ -192,4 +193,5 @@ def rank_environment(
     }
     if columns is not None:
         given["COLUMNS"] = str(columns)
+    # Weakest first: our defaults, the user's variables, and what a rank of this run must have.
     return defaults | kept | given | environment.identity_variables(identity)

@@ -53,6 +53,7 @@ def run(request: LaunchRequest) -> int:
         has_hosts = named or outer.launcher == platforms.SKYPILOT.launcher
         if not (is_service and has_hosts and outer.rank == 0):
             _refuse_in_every_rank(outer)
+    # Hosts that the user names win over the allocation, and --nnodes over both.
     by_srun = request.nnodes is None and not named and slurm.needs_srun(os.environ)
     # Under srun we set no MASTER_ADDR and MASTER_PORT without --port, so the user may set them.
     overridable = environment.MASTER if by_srun and not request.port else ()
@@ -77,6 +78,7 @@ def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     shares = _shares(request, allocation)
     here = [share for share in shares if network.is_here(share.host)]
     is_alone = list(shares) == here[:1]
+    # With -H or --hostfile the flags for ssh are accepted even if all hosts are this one.
     if is_alone and request.hosts is None and request.hostfile is None:
         flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(request), **request.settings})
     size = sum(share.count for share in shares)
@@ -177,6 +179,7 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
         leads = None if address is None else network.interface_of(address)
         base = {**os.environ, **passed}
         print(f"shardwise: {elastic.exposed(meeting, base)}", file=sys.stderr)
+        # On several hosts each agent would draw another secret, so the user has to give one.
         if meeting.most == 1:
             base = _with_secret(base)
         elastic.run(words, elastic.agent_environment(base, request.settings, leads))

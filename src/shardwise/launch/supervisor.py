@@ -119,6 +119,7 @@ class Supervisor:
         for key, _ in self.selector.select(min(waits, default=None)):
             key.data()
         for number in self._plan.due():
+            # From the first signal on, further ends of ranks are our doing and need no new plan.
             self._stopping = True
             for site in self._sites:
                 site.send_signal(number)
@@ -174,6 +175,8 @@ class Supervisor:
                     for site in self._sites:
                         site.resize(window)
             elif number == signal.SIGUSR1:
+                # Schedulers such as Slurm announce the end of a job by SIGUSR1: save, but do not
+                # kill anybody yet.
                 self._ask(number)
             elif number == signal.SIGTERM and self._asked == signal.SIGUSR1:
                 self._asked = number  # the ranks are about to end anyway
@@ -205,6 +208,7 @@ class Supervisor:
             for output in self._outputs:
                 output.hide_interrupt()
         elif asked == signal.SIGTERM:
+            # The ranks get this SIGTERM below, from `_ask`, which lets those that save do so.
             self._plan.make([(self._grace, signal.SIGKILL)])
         else:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])

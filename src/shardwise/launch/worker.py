@@ -148,14 +148,14 @@ class Worker:
             stdin = None if outlet.reads else subprocess.DEVNULL
             streams = stdin, self._theirs.get(STDOUT), self._theirs.get(STDERR)
             self._process = begin(environ, pass_fds, streams)
-            started = True
+            started = True  # LaunchError of `begin` must close our ends too
         except OSError as error:  # out of pipes or terminals
             raise LaunchError(f"Rank {self.rank} cannot be started: {error.strerror}.") from None
         finally:
             # The rank has copies. If ours stayed open, a pipe would not end with the rank.
             for fd in set(self._theirs.values()):
                 os.close(fd)
-            if not started:
+            if not started:  # nobody will ever drain the sources
                 for source in self.sources:
                     os.close(source.fd)
                 self.sources = []
@@ -203,6 +203,8 @@ class Worker:
 
     def _connect(self, outlet: WorkerStreams) -> None:
         """Open the terminal and the pipes that the process will write to."""
+        # Both drawn streams share one terminal, as they do on a real screen. Streams that are not a
+        # terminal in the launcher are pipes for the rank too, so that it does not draw into a file.
         if outlet.drawn:
             self._terminal, slave = _open_terminal(outlet.window)
             self._theirs |= dict.fromkeys(outlet.drawn, slave)

@@ -37,6 +37,7 @@ def solve(
     for key, value in sizes:
         if value is not None and value < 1:
             raise ConfigError(f"{name}: {key} takes a whole number of 1 or more, not {value}.")
+    # Divisions may leave a remainder, as in DeepSpeed. The check at the end finds it.
     given = " and ".join(f"{key} {value}" for key, value in sizes if value is not None)
     if total is None:
         assert micro is not None

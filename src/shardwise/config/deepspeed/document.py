@@ -109,6 +109,7 @@ def checked(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Docu
             value = found.resolved[key] = auto.get(key)
         if about.takes == "open" and isinstance(value, Mapping):
             value = _resolved(value, key, auto, found.resolved)
+        # A section for an unsupported feature that is off, as in many generated JSONs, is fine.
         if about.kind == REFUSED:
             if _is_on(value, key):
                 raise found.error(key, f"is not supported: {about.text}.")
@@ -124,6 +125,7 @@ def _walk(tree: Mapping[str, Any], name: str, prefix: str = "") -> Iterator[tupl
     for word, value in tree.items():
         key = prefix + str(word)
         key = ALIASES.get(key, key)
+        # Old JSONs write "zero_optimization": true for stage 1.
         if key == "zero_optimization" and isinstance(value, bool):
             key, value = "zero_optimization.stage", int(value)
         if key in KEYS:

@@ -205,6 +205,8 @@ def _placement_rows(document: Document) -> Iterator[Row]:
         key, tier = _tier(document, state)
         if tier is not None:
             yield name, tier, key
+    # ZeRO++ (hpZ) partitions a second copy of the weights within each host, so that gathers stay
+    # there.
     if document.get(key := "zero_optimization.zero_hpz_partition_size", 1) > 1:
         yield "shard_within", "host", key
     if document.get(key := "activation_checkpointing.cpu_checkpointing"):
@@ -218,6 +220,7 @@ def _placement_rows(document: Document) -> Iterator[Row]:
 def _precision_rows(document: Document) -> Iterator[Row]:
     if document.get(key := "bf16.enabled"):
         yield "precision", "bf16", key
+        # DeepSpeed skips a step with non-finite gradients by default; we stop the run.
         if document.get(checks := "bf16.check_grad_overflow", True):
             yield "nonfinite", "skip", checks if checks in document.values else key
     elif document.get(key := "fp16.enabled"):

@@ -51,6 +51,7 @@ class Agents(Generic[H]):
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        # The stack closes in reverse: `_end` asks the agents to end before the reaper kills ssh.
         self._reaper = self._stack.enter_context(OrphanReaper())
         self._stack.callback(self._end)
         self._supervisor.every_turn.append(self._give_up_silent_hosts)
@@ -131,6 +132,7 @@ def prepare(
     Raises:
         LaunchError: Some hosts are not ready. The message lists all reasons.
     """
+    # In two rounds, because the check of a host needs the addresses that the others report.
     wait_for(remotes, supervisor, lambda remote: remote.hello)
     if supervisor.is_asked:
         return _NOWHERE

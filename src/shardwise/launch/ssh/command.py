@@ -45,8 +45,9 @@ def ssh_command(spec: RunSpec, host: Host) -> list[str]:
             )
         return [*spec.ssh, host.login, remote_command(spec)]
     settings = {
-        "BatchMode": "yes",
+        "BatchMode": "yes",  # fail instead of asking for a password
         "ConnectTimeout": str(CONNECT),
+        # ssh gives up a silent connection after about 3/4 of --host-timeout, before we do.
         "ServerAliveInterval": str(max(1, round(spec.patience / 4))),
         "ServerAliveCountMax": "3",
         "LogLevel": "ERROR",

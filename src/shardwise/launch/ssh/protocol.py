@@ -98,6 +98,7 @@ class MessageReader:
         """Parse `data`, which may end anywhere."""
         *lines, self._rest = (self._rest + data.replace(HEARTBEAT, b"")).split(b"\n")
         for line in lines:
+            # A login may print text without a newline, which ends up before our mark.
             noise, mark, message = line.partition(_MARK)
             if noise or not mark:
                 self._noise(noise + b"\n")
@@ -135,6 +136,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_fits(each, kind[0]) for each in value)
     if isinstance(kind, tuple):
         return any(_fits(value, each) for each in kind)
+    # In Python a bool is an int, but not in our messages.
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 

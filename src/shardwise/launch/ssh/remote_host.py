@@ -223,6 +223,8 @@ class RemoteHost:
             self._last_sign = time.monotonic()
             self._feed(data)
             return
+        # The end of the output: the agent or ssh has ended, or is about to. The exit code tells
+        # which, so give the process a second.
         self._selector.unregister(self._process.stdout)
         code = None
         with suppress(subprocess.TimeoutExpired):  # it has closed its output but still runs
