@@ -1,4 +1,4 @@
-"""One fault: who is named, how soon, what is left behind."""
+"""Runs one fault, and judges which rank the report names, how soon, and any leftovers."""
 
 import json
 import re
@@ -13,12 +13,12 @@ from tests.system.launcher import Launcher, Ran
 
 FAULTY = Path(__file__).with_name("faulty.py")
 SLOW = 60.0
-"""Seconds from a fault until the run has ended, on a machine that is busy, beside the time-out
-where a rank is only silent."""
+"""Longest time in seconds from a fault to the end of the run, on a busy machine. For a rank that is
+only stopped, the timeout is added."""
 
 COMMAND = Command(
     name="random_faults",
-    about="Faults at random places of a run, and what is said of them.",
+    about="Try faults at random places of a run, and check the launcher's report.",
     thing="fault",
     things="faults",
     fine=("named",),
@@ -34,7 +34,7 @@ class Runner:
         self._folder = folder
 
     def __call__(self, seed: int) -> Result:
-        """Try the one of `seed`."""
+        """Try the fault of `seed`."""
         fault = draw(seed)
         folder = self._folder / f"fault-{seed}"
         folder.mkdir()
@@ -63,7 +63,7 @@ class Runner:
 
 
 def run(fault: Fault, launcher: Launcher, folder: Path) -> tuple[Ran, float]:
-    """A run that has the fault; seconds from it to the end."""
+    """Run the script with the fault. Return the run, and the seconds from the fault to its end."""
     told, moment = folder / "fault.json", folder / "moment"
     told.write_text(json.dumps({**asdict(fault), "signals": SIGNALS, "steps": STEPS}))
     flags = ["-n", str(fault.size), "--zero", str(fault.zero), "--transport", fault.transport]
@@ -74,7 +74,7 @@ def run(fault: Fault, launcher: Launcher, folder: Path) -> tuple[Ran, float]:
 
 
 def judged(fault: Fault, ran: Ran, seconds: float, left: list[str]) -> tuple[str, str]:
-    """The kind of result, and a few words."""
+    """Return the kind of result, and a few words about it."""
     named = _CLOSING.findall(ran.err)
     last = ran.err.strip().splitlines()[-1][:200] if ran.err.strip() else ""
     if ran.code == 0:
@@ -85,6 +85,7 @@ def judged(fault: Fault, ran: Ran, seconds: float, left: list[str]) -> tuple[str
         return "wrong rank", f"rank {named[-1]}: {last}"
     if left:
         return "left behind", ", ".join(left)
-    if seconds > SLOW + (fault.timeout if fault.kind == "stop" else 0.0):  # it is waited for
+    # The other ranks wait for a stopped rank until their timeout.
+    if seconds > SLOW + (fault.timeout if fault.kind == "stop" else 0.0):
         return "slow", f"{seconds:.1f} s"
     return "named", f"{seconds:.1f} s"
