@@ -28,9 +28,9 @@ class WarmPython:
     """Warm processes, which start when `environ` is first called.
 
     They import `modules` first, if those are installed. With two processes, ranks 0 and 1 are
-    forked from different ones, so they have different seeds of `hash`. A program enters the network,
-    name and mounts of the process that requests it. If that process is in another PID namespace, `enter`
-    is the beginning of a command that starts a warm process there.
+    forked from different ones, so they have different seeds of `hash`. A program enters the
+    network, name and mounts of the process that requests it. If that process is in another PID
+    namespace, `enter` is the beginning of a command that starts a warm process there.
     """
 
     def __init__(self, *modules: str, processes: int = SEATS, enter: Sequence[str] = ()) -> None:
