@@ -33,7 +33,7 @@ def translated(hostfile="", **flags):
         ({"launcher": "PDSH"}, ""),
     ],
 )
-def test_this_host(flags, expected):
+def test_translates_run_on_this_host(flags, expected):
     assert translated(**flags) == expected
 
 
@@ -55,7 +55,7 @@ def test_this_host(flags, expected):
         ),
     ],
 )
-def test_hosts(flags, expected):
+def test_translates_hostfile(flags, expected):
     if expected is None:
         with pytest.raises(LaunchError, match="alice is not in the hostfile"):
             translated(HOSTS, **flags)
@@ -63,7 +63,7 @@ def test_hosts(flags, expected):
         assert translated(HOSTS, **flags) == expected
 
 
-def test_localhost_in_a_hostfile():
+def test_localhost_in_hostfile_needs_no_ssh():
     assert translated("localhost slots=3", num_gpus=2) == "-n 2"
 
 
@@ -91,13 +91,13 @@ def test_localhost_in_a_hostfile():
         *[("", {name: "1"}, f"--{name} of DeepSpeed") for name in deepspeed_flags.REFUSED],
     ],
 )
-def test_refused(hostfile, flags, said):
+def test_refuses_flags(hostfile, flags, said):
     with pytest.raises(LaunchError) as raised:
         translated(hostfile, **flags)
     assert said in str(raised.value)
 
 
-def test_local_rank_stands_after_the_script(tmp_path):
+def test_local_rank_is_inserted_after_script(tmp_path):
     script = tmp_path / "train.py"
     script.touch()
     name = str(script)
@@ -115,7 +115,7 @@ def test_local_rank_stands_after_the_script(tmp_path):
     assert with_local_rank(("json.tool", "--x"), module=True)[:2] == (module, "3")
 
 
-def test_command(tmp_path, monkeypatch, capsys):
+def test_command_runs_translated_line(tmp_path, monkeypatch, capsys):
     """The command runs what `shardwise run` would, with the settings that it was given."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
@@ -148,7 +148,7 @@ def test_command(tmp_path, monkeypatch, capsys):
         ("import shardwise.deepspeed as deepspeed\n", ("--deepspeed",), False),
     ],
 )
-def test_whose_deepspeed_a_script_gets(
+def test_adopts_script_that_uses_deepspeed(
     tmp_path: Path, text: str, arguments: tuple[str, ...], expected: bool
 ) -> None:
     script = tmp_path / "train.py"

@@ -25,7 +25,7 @@ class TestMeeting:
             ("1:1", None, 0, (1, 1, None, 0, 0)),
         ],
     )
-    def test_of_flags(
+    def test_reads_meeting_from_flags(
         self, nnodes: str, endpoint: str | None, node_rank: int | None, found: Any
     ) -> None:
         if isinstance(found, tuple):
@@ -48,7 +48,7 @@ class TestMeeting:
             ("1:2", "node1:1", 0, "--node-rank 0 does not fit --nnodes 1:2"),
         ],
     )
-    def test_that_cannot_be(
+    def test_refuses_flags(
         self, nnodes: str, endpoint: str | None, node_rank: int | None, message: str
     ) -> None:
         with pytest.raises(LaunchError, match=message):
@@ -82,7 +82,7 @@ class TestWords:
             ),
         ],
     )
-    def test_the_agent(
+    def test_agent_command(
         self, meeting: ElasticRendezvous, more: dict[str, Any], middle: list[str]
     ) -> None:
         given = {"per_host": 4, "restarts": 0, "address": None, "log_dir": None} | more
@@ -91,21 +91,21 @@ class TestWords:
 
 
 class TestPlace:
-    def test_our_address(self) -> None:
+    def test_own_address_is_on_route_to_meeting_host(self) -> None:
         assert elastic.own_address(ALONE, None) is None
         here = ElasticRendezvous.of("1", "127.0.0.1:1", None, "run")
         assert elastic.own_address(here, None) == "127.0.0.1"
 
-    def test_a_name_that_is_local_tells_others_nothing(self) -> None:
+    def test_loopback_address_is_not_given_to_others(self) -> None:
         assert (
             elastic.own_address(ElasticRendezvous.of("2", "127.0.0.1:1", None, "run"), None) is None
         )
 
-    def test_a_named_interface(self) -> None:
+    def test_own_address_is_on_named_interface(self) -> None:
         loopback = socket.if_nameindex()[0][1]
         assert elastic.own_address(TWO, loopback) == "127.0.0.1"
 
-    def test_what_the_ranks_are_told(self) -> None:
+    def test_agent_environment(self) -> None:
         told = elastic.agent_environment({"GLOO_SOCKET_IFNAME": "ib0"}, {"zero": "2"}, "eth0")
         assert told == {
             "GLOO_SOCKET_IFNAME": "ib0",
@@ -118,7 +118,7 @@ class TestPlace:
         assert "NCCL_SOCKET_IFNAME" not in elastic.agent_environment({}, {}, None)
 
 
-def test_what_the_agent_leaves_open_is_said() -> None:
+def test_warns_about_open_agent() -> None:
     alone = elastic.exposed(ALONE, {})
     assert "listens on all interfaces without authentication" in alone
     assert "SHARDWISE_SECRET" not in alone

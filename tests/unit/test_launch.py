@@ -44,7 +44,7 @@ class TestEnvironmentOfARank:
             self.SPEC, self.IDENTITY, self.MEETING, base, reports=Path("/r"), cores=8, columns=76
         )
 
-    def test_what_is_told(self) -> None:
+    def test_rank_gets_identity_and_settings(self) -> None:
         values = self.of(HOME="/home/me")
         assert values.pop("GLOO_SOCKET_IFNAME") == ("lo0" if sys.platform == "darwin" else "lo")
         assert values == {
@@ -66,17 +66,17 @@ class TestEnvironmentOfARank:
             **self.AS_TORCHRUN,
         }
 
-    def test_what_torchs_launcher_would_tell(self) -> None:
+    def test_rank_gets_variables_of_torchrun(self) -> None:
         """Of this rank, whatever an outer run has told."""
         assert self.of(**TORCHRUN).items() >= self.AS_TORCHRUN.items()
 
-    def test_what_the_user_set_stays(self) -> None:
+    def test_variables_of_user_win_over_defaults(self) -> None:
         values = self.of(OMP_NUM_THREADS="3", GLOO_SOCKET_IFNAME="eth1", SHARDWISE_ZERO="1")
         assert values["OMP_NUM_THREADS"] == "3"
         assert values["GLOO_SOCKET_IFNAME"] == "eth1"
         assert values["SHARDWISE_ZERO"] == "1"
 
-    def test_outer_runs_are_forgotten(self) -> None:
+    def test_variables_of_outer_run_are_dropped(self) -> None:
         outer = {"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "0", "SHARDWISE_LAUNCH_LISTEN_FD": "3"}
         values = self.of(**TORCHRUN, **outer)
         assert not outer.keys() & values.keys()
@@ -105,7 +105,7 @@ class TestProgram:
             ("/bin/sh", False, ("/bin/sh", "-n", "3")),
         ],
     )
-    def test_found(self, name: str, module: bool, words: tuple[str, ...]) -> None:
+    def test_finds_program(self, name: str, module: bool, words: tuple[str, ...]) -> None:
         assert program.command(name, ("-n", "3"), module=module) == words
 
     @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ class TestProgram:
             ("", True, "There is no module"),
         ],
     )
-    def test_not_found(self, name: str, module: bool, message: str) -> None:
+    def test_missing_program_gets_suggestion(self, name: str, module: bool, message: str) -> None:
         with pytest.raises(LaunchError, match=message):
             program.command(name, (), module=module)
 
@@ -231,7 +231,7 @@ class TestVerdict:
             ),
         ],
     )
-    def test_judge(
+    def test_judge_blames_rank(
         self, ends: list[ExitStatus], reports: list[ErrorReport], judged: Verdict | None
     ) -> None:
         assert failure_report.judge(ends, {found.rank: found for found in reports}) == judged
@@ -247,13 +247,13 @@ class TestVerdict:
             ([_end(0, 1, 5), _end(1, 0, 6)], {0: "no"}, ""),
         ],
     )
-    def test_what_all_were_refused(
+    def test_common_refusal_of_all_ranks(
         self, ends: list[ExitStatus], reports: dict[int, str], said: str
     ) -> None:
         found = {rank: _report(rank, 5, refusal=text) for rank, text in reports.items()}
         assert failure_report.common_refusal(ends, found) == said
 
-    def test_what_explains_a_failure(self) -> None:
+    def test_failure_is_explained_by_primary_error(self) -> None:
         lost = {0: _report(0, 1.0, secondary=True)}
         assert not failure_report.is_explained([_end(0, 1, 1.0)], lost)
         assert failure_report.is_explained([_end(0, 1, 1.0), _end(1, 0, 1.1)], lost)
@@ -284,7 +284,7 @@ class TestVerdict:
 
     STACK = '{} 0x00007f{:02} (most recent call first):\n  File "a.py", line {} in f\n\n'
 
-    def test_of_a_crash_two_stacks_are_shown(self) -> None:
+    def test_last_words_of_crash_show_two_stacks(self) -> None:
         """As faulthandler writes them: the newest thread first, the main one last."""
         stacks = [self.STACK.format("Thread", n, n) for n in range(80)]
         stacks[30] = self.STACK.format("Current thread", 30, 30)
@@ -295,7 +295,7 @@ class TestVerdict:
         others = "\n\n(78 other threads are left out.)"
         assert shown == f"{head}{stacks[30]}{stacks[79].rstrip()}{others}"
 
-    def test_a_traceback_far_back_is_not_the_last_words(self) -> None:
+    def test_last_words_ignore_old_traceback(self) -> None:
         lines = "\n".join(map(str, range(400)))
         assert failure_report.last_words(f"{self.TRACE}\n{lines}").splitlines()[0] == "380"
         assert failure_report.last_words(f"{lines}\n{self.TRACE}") == self.TRACE
@@ -325,7 +325,7 @@ class TestCause:
             (-int(signal.SIGUSR1), 1, "SIGUSR1"),
         ],
     )
-    def test_words(self, code: int, kills: int | None, words: str) -> None:
+    def test_described_exit(self, code: int, kills: int | None, words: str) -> None:
         now = HostMemory(total=16 * 10**9, available=12 * 10**9, kills=kills)
         said = failure_report.described_exit(code, before=self.FREE, now=now, peak=25 * 10**8)
         assert said.startswith(words)
@@ -336,7 +336,7 @@ class TestCause:
             == "signal 200"
         )
 
-    def test_memory_can_be_read(self) -> None:
+    def test_host_memory_is_readable(self) -> None:
         memory = resources.host_memory()
         if sys.platform == "linux":
             assert memory.total is not None
@@ -345,20 +345,20 @@ class TestCause:
 
 
 class TestClosingWords:
-    def test_the_trace_comes_last(self) -> None:
+    def test_closing_words_end_with_traceback(self) -> None:
         judged = Verdict(rank=1, exit_code=1)
         said = failure_report.closing_words(judged, "exit code 1", "ValueError: boom", size=2)
         assert said == (
             "\nshardwise: rank 1 of 2 failed (exit code 1). Its last output:\n\nValueError: boom\n"
         )
 
-    def test_a_killed_rank_without_words(self) -> None:
+    def test_closing_words_of_killed_rank(self) -> None:
         said = failure_report.closing_words(
             Verdict(rank=1, exit_code=137), "SIGKILL, out", "", size=2
         )
         assert said == "\nshardwise: rank 1 of 2 was ended by SIGKILL, out.\n"
 
-    def test_one_that_left_too_early(self) -> None:
+    def test_closing_words_of_rank_that_ended_early(self) -> None:
         judged = Verdict(rank=1, exit_code=1, waiting=0)
         said = failure_report.closing_words(
             judged, "exit code 0", "T", size=2, where="train.py:9: barrier()"
@@ -366,7 +366,7 @@ class TestClosingWords:
         assert "rank 1 of 2 ended (exit code 0) while the others were still training" in said
         assert said.endswith("Rank 0 was waiting for it here:\n\ntrain.py:9: barrier()\n")
 
-    def test_one_that_did_not_come(self) -> None:
+    def test_closing_words_of_late_rank(self) -> None:
         judged = Verdict(rank=1, exit_code=1, waiting=0, late=True)
         said = failure_report.closing_words(
             judged, "SIGKILL", "CollectiveError: rank 1 is stopped", size=2
@@ -374,13 +374,13 @@ class TestClosingWords:
         assert "rank 1 of 2 did not arrive, and reported nothing until it was ended. Rank 0" in said
         assert said.endswith("\n\nCollectiveError: rank 1 is stopped\n")
 
-    def test_a_refusal_is_all_that_is_said(self) -> None:
+    def test_closing_words_of_refusal_are_one_line(self) -> None:
         assert failure_report.refusal_words("Not so.", [1, 0], 2) == "\nshardwise: Not so.\n"
         assert (
             failure_report.refusal_words("Not so.", [1], 2) == "\nshardwise: rank 1 of 2: Not so.\n"
         )
 
-    def test_alone_it_has_said_all(self) -> None:
+    def test_single_rank_gets_no_closing_words(self) -> None:
         assert (
             failure_report.closing_words(Verdict(rank=0, exit_code=1), "exit code 1", "T", size=1)
             == ""
@@ -388,7 +388,7 @@ class TestClosingWords:
 
 
 class TestPlan:
-    def test_signals_come_at_their_time_and_a_new_plan_replaces_the_old(self) -> None:
+    def test_signals_are_due_in_time_and_new_plan_replaces_old(self) -> None:
         now = [100.0]
         plan = SignalSchedule(clock=lambda: now[0])
         assert (plan.wait(), plan.due(), bool(plan)) == (None, [], False)
@@ -401,7 +401,9 @@ class TestPlan:
 
 
 class TestReport:
-    def test_written_and_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_error_report_is_written_and_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv(environment.RANK_VARIABLE, "2")
         try:
             raise ValueError("boom")
@@ -416,6 +418,6 @@ class TestReport:
         assert found.where.endswith(': raise ValueError("boom")')
 
 
-def test_the_command_line_does_not_import_torch() -> None:
+def test_command_line_does_not_import_torch() -> None:
     code = "import sys, shardwise.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

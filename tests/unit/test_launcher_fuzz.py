@@ -151,7 +151,7 @@ def drawn(seed: int) -> tuple[Environ, list[Rank], str]:
 
 
 @pytest.mark.parametrize("first", range(0, COUNT, 500))
-def test_nobody_is_someone_else_or_alone_in_silence(first: int) -> None:
+def test_random_environment_gives_right_rank_or_error(first: int) -> None:
     read = refused = 0
     for seed in range(first, first + 500):
         environ, ranks, done = drawn(seed)

@@ -34,14 +34,14 @@ class TestTheLine:
             (Failure(what="x", why="y", progress=None), "x before the first step (y). Restart"),
         ],
     )
-    def test_tells_cause_and_loss(self, failed: Failure, said: str) -> None:
+    def test_line_names_cause_and_loss(self, failed: Failure, said: str) -> None:
         again, line = Restarts(3).after(failed)
         assert again
         assert said in line
         assert line.startswith("shardwise: ")
         assert line.count("\n") == 1
 
-    def test_so_often_and_no_more(self) -> None:
+    def test_restarts_are_limited(self) -> None:
         several = Restarts(2)
         assert several.after(failure(1))[0]
         assert several.after(failure(2))[0]
@@ -51,7 +51,7 @@ class TestTheLine:
         )
         assert Restarts(0).after(failure(1)) == (False, "")
 
-    def test_a_failure_at_the_same_step_without_a_newer_checkpoint_is_not_chance(self) -> None:
+    def test_gives_up_after_failures_at_same_step(self) -> None:
         several = Restarts(9)
         assert several.after(failure(7, 4))[0]
         assert several.after(failure(7, 4))[0]
@@ -61,7 +61,7 @@ class TestTheLine:
         assert not again
         assert "3 failures in a row at step 7, without a newer checkpoint" in line
 
-    def test_islands_that_were_started_again_count(self) -> None:
+    def test_restarts_of_islands_count(self) -> None:
         several = Restarts(2)
         several.island_started()
         assert (several.number, several.is_spent) == (2, False)
@@ -71,14 +71,14 @@ class TestTheLine:
 
 
 class TestRepeated:
-    def test_until_it_ends_well(self) -> None:
+    def test_repeats_until_success(self) -> None:
         endings = [Ending(code=1, words="why", failure=failure(3, 2)), Ending(code=0)]
         said: list[str] = []
         assert restarts.repeated(Restarts(1), lambda: endings.pop(0), said.append) == 0
         assert "".join(said).count("\n") == 1
         assert "why" not in said
 
-    def test_the_last_words_come_once_it_is_over(self) -> None:
+    def test_last_words_are_shown_at_end(self) -> None:
         said: list[str] = []
         code = restarts.repeated(
             Restarts(1), lambda: Ending(code=7, words="why\n", failure=failure(3)), said.append
@@ -87,7 +87,7 @@ class TestRepeated:
         limit = "shardwise: the limit of 1 restart (--restarts) is reached.\n"
         assert "".join(said).endswith(f"why\n\n{limit}")
 
-    def test_a_start_that_is_refused(self) -> None:
+    def test_refused_restart_ends_run(self) -> None:
         endings = [Ending(code=7, failure=failure(3))]
 
         def once() -> Ending:
@@ -101,7 +101,7 @@ class TestRepeated:
 
 
 class TestProgress:
-    def test_is_read_as_it_was_told(self, tmp_path: Path) -> None:
+    def test_progress_round_trips(self, tmp_path: Path) -> None:
         assert progress.read(tmp_path, 3) is None
         writer = ProgressWriter({REPORTS_VARIABLE: str(tmp_path), RANK_VARIABLE: "3"})
         assert progress.read(tmp_path, 3) == Progress(step=0, kept=0)
@@ -117,7 +117,7 @@ class TestProgress:
         writer.ended()
         assert progress.read(tmp_path, 3) == Progress(**{**vars(told), "ended": True})
 
-    def test_nobody_listens(self) -> None:
+    def test_progress_without_launcher(self) -> None:
         ProgressWriter({}).stepped(0, 1)
 
 
@@ -146,9 +146,7 @@ def asked() -> Iterator[tuple[Preemption, list[str]]]:
 
 
 class TestPreemption:
-    def test_a_signal_is_noted_and_the_end_comes_between_two_steps(
-        self, asked: tuple[Preemption, list[str]]
-    ) -> None:
+    def test_signal_ends_run_between_two_steps(self, asked: tuple[Preemption, list[str]]) -> None:
         preemption, said = asked
         first, second = Engine(), Engine(ready=False)
         for engine in (first, second):
@@ -166,9 +164,7 @@ class TestPreemption:
         assert (first.saved, second.saved) == (1, 1)
         assert said[0].startswith("shardwise: SIGUSR1: saved there/step-3 and there/step-3, ending")
 
-    def test_what_the_user_handles_stays_the_users(
-        self, asked: tuple[Preemption, list[str]]
-    ) -> None:
+    def test_keeps_signal_handler_of_user(self, asked: tuple[Preemption, list[str]]) -> None:
         preemption, _ = asked
         seen: list[int] = []
         before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
@@ -181,7 +177,7 @@ class TestPreemption:
         assert seen == [signal.SIGTERM]
         assert preemption.asked == 0
 
-    def test_what_has_ended_is_not_saved(self, asked: tuple[Preemption, list[str]]) -> None:
+    def test_ended_run_is_not_saved(self, asked: tuple[Preemption, list[str]]) -> None:
         preemption, said = asked
         over, other = Engine(), Engine()
         for engine in (over, other):
@@ -192,7 +188,9 @@ class TestPreemption:
             preemption.leave_between_steps()
         assert (over.saved, other.saved, len(said)) == (0, 1, 1)
 
-    def test_another_thread_cannot_listen(self, asked: tuple[Preemption, list[str]]) -> None:
+    def test_signals_are_only_handled_in_main_thread(
+        self, asked: tuple[Preemption, list[str]]
+    ) -> None:
         preemption, _ = asked
         engine = Engine()
         thread = threading.Thread(target=preemption.heed, args=(engine.ready, engine.save))

@@ -35,7 +35,7 @@ def open_files() -> list[str]:
     return sorted(os.listdir("/proc/self/fd"))
 
 
-def test_one_that_cannot_start_leaves_no_file_open() -> None:
+def test_failed_start_leaves_no_file_open() -> None:
     before = open_files()
     begin, worker = program(["/no/such/program"]), Worker(0, lambda stream, data: None)
     with pytest.raises(LaunchError, match="/no/such/program cannot be started: No such file"):
@@ -43,9 +43,7 @@ def test_one_that_cannot_start_leaves_no_file_open() -> None:
     assert open_files() == before
 
 
-def test_nobody_is_sent_a_signal_that_was_for_one_who_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_signal_to_reused_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the reaper forgets it, once, when all that it had started is gone too."""
     reaper, ended = Reaper(), list[RankExit]()
     with selectors.DefaultSelector() as selector:
@@ -81,7 +79,7 @@ def sleeper() -> "subprocess.Popen[bytes]":
     return subprocess.Popen(["sleep", "60"], start_new_session=True)
 
 
-def test_a_stopped_reaper_does_not_keep_its_launcher_waiting(
+def test_stopped_reaper_does_not_block_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orphan_reaper, "LAST_WAIT", 0.5)
@@ -111,7 +109,7 @@ with OrphanReaper(Path(sys.argv[1]), limit=2.0) as reaper:
 """
 
 
-def test_an_agent_that_is_stopped_ends_with_its_ranks(tmp_path: Path) -> None:
+def test_stopped_agent_is_killed_with_its_ranks(tmp_path: Path) -> None:
     """But not while it beats."""
     folder = tmp_path / "run"
     folder.mkdir()
