@@ -1,4 +1,4 @@
-"""What launcher and agents tell each other: only what they would say is taken."""
+"""Messages between launcher and agents: invalid ones are refused."""
 
 import json
 from dataclasses import asdict

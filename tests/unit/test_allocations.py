@@ -1,4 +1,4 @@
-"""Which hosts `shardwise run` uses inside a job, by what each scheduler writes."""
+"""The hosts that `shardwise run` uses inside a batch job, for each scheduler."""
 
 from pathlib import Path
 

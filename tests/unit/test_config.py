@@ -1,4 +1,4 @@
-"""Settings: four sources, one place where strings become types, typos refused."""
+"""Settings: precedence of sources, types, and refused typing errors."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Values that cannot be, and settings that would change nothing, are refused in a sentence."""
+"""Invalid values, and settings without effect, are refused in a sentence."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.bad_input import values
     "name", [name for name, each in FIELDS.items() if each.metadata["metavar"]]
 )
 def test_refuses_invalid_text_of_setting(name: str) -> None:
-    """But what only the file system, the row or the model can tell."""
+    """Except values that only the file system, the row or the model can reject."""
     known_later = {"timeline", "record", "record_tensors", "time_layers", "units", "stages"}
     known_later |= {"shard", "zero"}
     for text in values.of_setting(name):
@@ -168,5 +168,5 @@ class TestWithoutEffect:
     def test_setting_with_effect_is_silent(
         self, flags: dict[str, str], environ: dict[str, str], keywords: dict[str, Any]
     ) -> None:
-        """Also what a script says for another of its runs, and what is overridden."""
+        """Also keywords that have an effect in other runs of a script, and overridden settings."""
         assert told(flags, environ, keywords) == []

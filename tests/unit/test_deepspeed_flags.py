@@ -1,4 +1,4 @@
-"""A command line of DeepSpeed's launcher becomes one of `shardwise run`, or is refused by name."""
+"""Command lines of DeepSpeed's launcher become `shardwise run`, or are refused by name."""
 
 import sys
 from pathlib import Path
@@ -116,7 +116,7 @@ def test_local_rank_is_inserted_after_script(tmp_path):
 
 
 def test_command_runs_translated_line(tmp_path, monkeypatch, capsys):
-    """The command runs what `shardwise run` would, with the settings that it was given."""
+    """The command runs the same request as `shardwise run`, with the given settings."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
     asked = []

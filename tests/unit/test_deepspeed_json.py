@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as settings: each key in one class, contradictions, batch sizes, "auto"."""
+"""DeepSpeed's JSON as settings: keys, contradictions, batch sizes, and "auto"."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ SIZES = {"train_batch_size": 8}
 
 
 def nested(name, value):
-    """A JSON with the one key of this dotted name."""
+    """Return a JSON with only the key of this dotted name."""
     for word in reversed(name.split(".")):
         value = {word: value}
     return value
@@ -174,7 +174,7 @@ def test_refuses_malformed_file(tmp_path):
 
 
 def test_reads_hjson_if_installed(tmp_path, monkeypatch):
-    """DeepSpeed reads its files by that package, so comments and bare keys work there."""
+    """DeepSpeed reads its files with hjson, which accepts comments and bare keys."""
     path = tmp_path / "ds.json"
     path.write_text("{train_batch_size: 4  # in all\n}")
     hjson = ModuleType("hjson")
@@ -256,7 +256,7 @@ def test_document_has_current_tables():
 
 
 def test_every_key_of_an_installed_deepspeed_is_known():
-    """The schema of the installed one, where there is one: none of its keys is unknown here."""
+    """Compares the table with the schema of DeepSpeed, if it is installed."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

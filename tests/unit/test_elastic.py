@@ -1,4 +1,4 @@
-"""What torch's elastic agent is asked for, as tables."""
+"""Command lines and variables of torch's elastic agent, as tables."""
 
 import socket
 import sys

@@ -1,4 +1,4 @@
-"""Which errors are told as a sentence, and where."""
+"""Errors that are shown as a sentence, and the process that shows them."""
 
 import multiprocessing
 import os
@@ -26,14 +26,14 @@ from shardwise.world.world import World
 
 
 class Careless(torch.nn.Linear):
-    """A model whose own code raises an error of ours."""
+    """A model whose forward raises an error class of ours."""
 
     def named_modules(self, *args: Any, **options: Any) -> Any:
         raise ConfigError("by the user")
 
 
 class Failing(torch.optim.SGD):
-    """An optimizer whose own code fails once it is an engine's."""
+    """An optimizer that fails once an engine uses it."""
 
     def step(self, closure: Any = None) -> None:
         raise TypeError("closure is None, says the user")
@@ -76,7 +76,7 @@ def test_illegal_row_is_refusal(solo: World) -> None:
 
 
 def test_error_in_generated_code_is_refusal() -> None:
-    """Its __init__ is in no file."""
+    """Its generated __init__ is in no file."""
     code = "import shardwise as sw; sw.init(tensor=2, device='cpu')"
     with pytest.raises(ConfigError) as caught:
         exec(compile(code, "<string>", "exec"), {"__file__": str(Path("train.py").resolve())})
@@ -84,7 +84,7 @@ def test_error_in_generated_code_is_refusal() -> None:
 
 
 def test_script_run_by_adopt_is_user_code() -> None:
-    """`python -m shardwise.adopt` runs a script in its own module, `__main__`."""
+    """`python -m shardwise.adopt` runs a script in the module `__main__` of ours."""
     names: dict[str, Any] = {"sw": sw, "__file__": "train.py"}
     exec(compile("def train():\n    sw.init(exact=0)", "train.py", "exec"), names)
     ours = str(Path(sw.__file__).parent / "adopt.py")
@@ -105,7 +105,7 @@ def test_error_of_ours_in_user_code_needs_traceback(solo: World) -> None:
 
 
 def test_earlier_user_error_is_not_hidden(solo: World, tmp_path: Path) -> None:
-    """It is the cause; what we refuse of a script that tidies up comes second."""
+    """The user's error is the cause; our refusal in the script's cleanup is a consequence."""
     model = torch.nn.Linear(2, 1)
     made = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
 
@@ -137,7 +137,7 @@ def test_notes_of_exception_are_shown() -> None:
 
 
 def test_refusal_lists_all_lines_of_user(solo: World) -> None:
-    """Which of two calls of the same helper it was, and of a project that is installed."""
+    """So that two calls of one helper can be told apart, also in an installed project."""
     code = "def update(engine):\n    engine.step()\n\ndef train(engine):\n    update(engine)"
     model = torch.nn.Linear(2, 1)
     made = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
@@ -169,7 +169,7 @@ def test_other_errors_are_no_refusals() -> None:
 
 
 class TestHabits:
-    """What is refused in a loop is a sentence too, by whichever way it came to us."""
+    """Mistakes in a training loop are sentences too."""
 
     @pytest.fixture
     def made(self, solo: World) -> tuple[torch.nn.Module, torch.optim.Optimizer, sw.Engine]:
@@ -206,13 +206,13 @@ class TestHabits:
 
 
 class TestShowing:
-    """What the hook does, which each process has after `sw.init`."""
+    """The exception hook that each process has after `sw.init`."""
 
     REFUSED = "the script: exact takes a whole number of 1 or more, not 0. ["
 
     @pytest.fixture(autouse=True)
     def before(self, monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-        """What the hook that was there before has been given."""
+        """Return the errors that the previous hook received."""
         given: list[BaseException] = []
         for name in (environment.REPORTS_VARIABLE, environment.RANK_VARIABLE):
             monkeypatch.delenv(name, raising=False)
@@ -288,7 +288,7 @@ def test_errors_of_children_are_not_reported_for_rank(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, script], env=os.environ | environ, capture_output=True, text=True
     )
-    assert "of a child" in done.stderr  # nobody else shows it
+    assert "of a child" in done.stderr  # only the child itself shows it
     assert [path.name for path in reports.iterdir()] == ["0.json"]
     assert "of the rank" in (reports / "0.json").read_text()
 

@@ -1,4 +1,4 @@
-"""What to run, what ranks are told, whom to blame: the launcher's decisions, as tables."""
+"""Decisions of the launcher as tables: programs, variables of ranks, the rank to blame."""
 
 import signal
 import subprocess
@@ -67,7 +67,7 @@ class TestEnvironmentOfARank:
         }
 
     def test_rank_gets_variables_of_torchrun(self) -> None:
-        """Of this rank, whatever an outer run has told."""
+        """The variables describe this rank, even inside another run."""
         assert self.of(**TORCHRUN).items() >= self.AS_TORCHRUN.items()
 
     def test_variables_of_user_win_over_defaults(self) -> None:
@@ -158,37 +158,37 @@ class TestVerdict:
     @pytest.mark.parametrize(
         ("ends", "reports", "judged"),
         [
-            # all well
+            # all ranks ended well
             ([_end(0, 0, 5.0), _end(1, 0, 6.0)], [], None),
-            # no reports: the first that failed
+            # no reports: the first failure
             ([_end(0, 1, 2.0), _end(1, 3, 1.0)], [], Verdict(rank=1, exit_code=3)),
-            # what the launcher ended is not to blame
+            # a rank that the launcher ended is not to blame
             ([_end(0, -15, 2.0, stopped=True), _end(1, 3, 3.0)], [], Verdict(rank=1, exit_code=3)),
-            # a consequence that was seen first
+            # a consequence that ended before its cause
             (
                 [_end(0, 1, 1.0), _end(1, 1, 2.0)],
                 [_report(0, 0.9, secondary=True), _report(1, 0.8)],
                 Verdict(rank=1, exit_code=1),
             ),
-            # killed without a report; the other lost it
+            # killed without a report; the other rank lost its peer
             (
                 [_end(0, 1, 1.0), _end(1, -9, 1.1)],
                 [_report(0, 0.9, secondary=True)],
                 Verdict(rank=1, exit_code=137),
             ),
-            # it raised, and was stopped while it tidied up
+            # it raised, and was stopped during its cleanup
             (
                 [_end(0, 1, 1.0), _end(1, -15, 2.0, stopped=True)],
                 [_report(0, 0.9, secondary=True), _report(1, 0.8)],
                 Verdict(rank=1, exit_code=1),
             ),
-            # two causes: the earlier
+            # two causes: the earlier one
             (
                 [_end(0, 1, 1.0), _end(1, 1, 1.1)],
                 [_report(0, 0.9), _report(1, 0.8)],
                 Verdict(rank=1, exit_code=1),
             ),
-            # it left in peace, too early
+            # it ended with code 0, too early
             (
                 [_end(0, 1, 2.0), _end(1, 0, 1.0), _end(2, -15, 3.0, stopped=True)],
                 [_report(0, 1.9, secondary=True)],
@@ -200,15 +200,15 @@ class TestVerdict:
                 [_report(0, 1.9, secondary=True)],
                 Verdict(rank=1, exit_code=1, waiting=0),
             ),
-            # an end in peace does not excuse a failure
+            # an end with code 0 does not hide a failure of another rank
             ([_end(0, 2, 2.0), _end(1, 0, 1.0)], [], Verdict(rank=0, exit_code=2)),
-            # all lost each other: a cut connection
+            # all ranks lost each other: a cut connection
             (
                 [_end(0, 1, 2.0), _end(1, 1, 1.0)],
                 [_report(0, 1.9, secondary=True), _report(1, 1.95, secondary=True)],
                 Verdict(rank=0, exit_code=1),
             ),
-            # it stood still, and was waited for: who waited is not to blame
+            # it was stuck, and another rank waited for it: the waiting rank is not to blame
             (
                 [_end(0, 1, 2.0), _end(1, -9, 3.0, stopped=True), _end(2, 1, 2.1)],
                 [
@@ -217,13 +217,13 @@ class TestVerdict:
                 ],
                 Verdict(rank=1, exit_code=1, waiting=0, late=True),
             ),
-            # it went so slowly that it was ended on its way; who lost it may not know which rank
+            # it was slow, and ended before it arrived; the waiting rank may not know which rank
             (
                 [_end(0, -15, 5.0, stopped=True), _end(1, 1, 2.0)],
                 [_report(1, 1.9, secondary=True)],
                 Verdict(rank=0, exit_code=1, waiting=1, late=True),
             ),
-            # who is named has a reason of its own
+            # the named rank has reported its own failure
             (
                 [_end(0, 1, 2.0), _end(1, 1, 3.0)],
                 [_report(0, 1.9, secondary=True, at_fault=(1,)), _report(1, 2.9)],
@@ -285,7 +285,7 @@ class TestVerdict:
     STACK = '{} 0x00007f{:02} (most recent call first):\n  File "a.py", line {} in f\n\n'
 
     def test_last_words_of_crash_show_two_stacks(self) -> None:
-        """As faulthandler writes them: the newest thread first, the main one last."""
+        """faulthandler writes the newest thread first and the main thread last."""
         stacks = [self.STACK.format("Thread", n, n) for n in range(80)]
         stacks[30] = self.STACK.format("Current thread", 30, 30)
         head = "Fatal Python error: Segmentation fault\n\n"

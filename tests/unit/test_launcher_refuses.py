@@ -1,4 +1,4 @@
-"""What the launcher refuses before any rank starts."""
+"""Errors of the launcher before any rank starts."""
 
 import errno
 import os
@@ -113,7 +113,7 @@ def test_refuses_command_in_each_rank_of_launcher(
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        # one pod, whatever it is to start
+        # a single pod may start ranks
         ({"JOB_COMPLETION_INDEX": "0"}, []),
         ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, ["-n", "8"]),
         (

@@ -1,4 +1,4 @@
-"""Who am I, under each launcher: the variables that the real ones set, as tables."""
+"""The identity of a rank under each launcher, from the variables that real launchers set."""
 
 import json
 import os
@@ -480,7 +480,7 @@ def test_refuses_process_with_signs_of_others(environ: dict[str, str], sign: str
 
 
 def test_refuses_process_below_launcher_without_variables() -> None:
-    """Such as a container without the environment of its host."""
+    """As in a container without the environment of its host."""
     with pytest.raises(LaunchError, match=r"several \(started by hydra_pmi_proxy\)"):
         launcher_detection.detect({}, ["hydra_pmi_proxy"])
 

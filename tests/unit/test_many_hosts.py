@@ -1,4 +1,4 @@
-"""Runs on several hosts: what was asked for, as tables; what travels, as bytes."""
+"""Runs on several hosts: lists of hosts, ssh commands, messages, and output."""
 
 import json
 import shutil
@@ -178,7 +178,7 @@ class TestInterface:
         assert network.interface_of("192.0.2.77") is None
 
     def test_reports_loopback_that_is_down(self) -> None:
-        """As in a new network namespace."""
+        """In a new network namespace the loopback interface is down."""
         listen = "from shardwise.net import network; network.listen('127.0.0.1', 0)"
         if (
             shutil.which("unshare") is None

@@ -1,4 +1,4 @@
-"""What the launcher makes of a rank that torch's watchdog of NCCL has ended."""
+"""The launcher's report about a rank that torch's NCCL watchdog has aborted."""
 
 import signal
 import threading
@@ -15,7 +15,7 @@ WORDS = Path(__file__).parents[1] / "system" / "scripts" / "nccl_watchdog.txt"
 
 
 def late(rank: int = 0, number: int = 7, kind: str = "ALLREDUCE") -> str:
-    """What torch 2.9 and later write when a rank has waited for 600 seconds."""
+    """The output of torch 2.9 and later when a rank has waited for 600 seconds."""
     text = WORDS.read_text().replace("OpType=ALLREDUCE", f"OpType={kind}")
     return text.replace("SeqNum=7", f"SeqNum={number}").replace("Rank 0", f"Rank {rank}")
 
@@ -160,7 +160,7 @@ def test_blames_silent_rank() -> None:
 
 
 class Rows:
-    """Rows of a collective; `seen` is the wait that was noted while they were read."""
+    """Rows of a collective. `seen` is the wait that was recorded while they were read."""
 
     def __init__(self, group: Nccl) -> None:
         self._group = group

@@ -1,4 +1,4 @@
-"""Who is let in: proofs over connections, what is sealed, and the table behind them."""
+"""Authentication of connections, sealed messages, and the key-value store behind them."""
 
 import os
 import socket
@@ -129,7 +129,7 @@ class TestProof:
 
 
 class TestRelay:
-    """Someone in between who does not know the secret, and passes on what others say."""
+    """An attacker in between, who does not know the secret and relays messages."""
 
     def test_relayed_proof_is_invalid(self, listener: socket.socket) -> None:
         with (
@@ -143,7 +143,7 @@ class TestRelay:
             assert accepted.result() is None
 
     def ends(self) -> tuple[authentication.Seals, authentication.Seals]:
-        """The seals of the two ends of a connection."""
+        """Return the seals of the two ends of a connection."""
         return authentication.Seals(b"one", b"other"), authentication.Seals(b"other", b"one")
 
     def test_added_message_is_forged(self) -> None:
@@ -305,7 +305,7 @@ class TestTable:
             stranger.settimeout(5)
             stranger.recv(authentication.NONCE)
             stranger.sendall(b"\0" * authentication.CLAIM + b'["set", "key", {"bytes": "mine"}]\n')
-            with suppress(ConnectionResetError):  # it hung up on what it has not read
+            with suppress(ConnectionResetError):  # the server closed with unread data
                 assert stranger.recv(1) == b""
         assert not hosted.check(["key"])
         hosted.close()

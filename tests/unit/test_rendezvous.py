@@ -1,4 +1,4 @@
-"""How ranks that were given no address find rank 0: its rendezvous file, and the rendezvous."""
+"""The rendezvous file, and the rendezvous of ranks without an address of rank 0."""
 
 import json
 import os
@@ -194,7 +194,7 @@ class TestMeeting:
         assert time.monotonic() - began < 15
 
     def test_reports_silent_rank_0(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(environment.RUN_SECRET_VARIABLE, "what all ranks know")
+        monkeypatch.setenv(environment.RUN_SECRET_VARIABLE, "the secret of the run")
         with socket.create_server(("127.0.0.1", 0)) as inherited:  # the kernel accepts for it
             port = inherited.getsockname()[1]
             told = Identity(
@@ -207,7 +207,7 @@ class TestMeeting:
         assert time.monotonic() - began < 5
 
     def test_all_ranks_name_missing_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(environment.RUN_SECRET_VARIABLE, "what all ranks know")
+        monkeypatch.setenv(environment.RUN_SECRET_VARIABLE, "the secret of the run")
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         told = Identity(launcher="shardwise run", size=3, address="127.0.0.1", port=port)

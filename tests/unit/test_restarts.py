@@ -1,4 +1,4 @@
-"""Whether a failed run starts again, what a rank tells of its progress, and signals it heeds."""
+"""Restarts of failed runs, the recorded progress of ranks, and signals that end a run."""
 
 import os
 import signal
@@ -122,7 +122,7 @@ class TestProgress:
 
 
 class Engine:
-    """What saves, as an engine does."""
+    """An object that saves, like an engine."""
 
     def __init__(self, *, ready: bool = True) -> None:
         self.is_ready, self.saved = ready, 0

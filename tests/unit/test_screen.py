@@ -61,7 +61,7 @@ def test_endless_line_is_cut_and_endless_bar_is_dropped() -> None:
             [b"a\nb", b"\r\x1b[2K\x1b[1A\x1b[2KA\nB"],
             b"[0] a\n[0] b\r\x1b[2K\x1b[1A\x1b[2K[0] A\n[0] B",
         ),
-        # the colour follows the prefix, which has one of its own
+        # the colour follows the prefix, which has its own colour
         ([b"\x1b[31mred\x1b[0m\n"], b"[0] \x1b[31mred\x1b[0m\n"),
         ([b"\xc3", b"\xa9"], b"[0] \xc3\xa9"),
     ],
@@ -141,7 +141,7 @@ def test_interrupt_filter_hides_only_keyboard_interrupt(
 
 
 class Terminal:
-    """Draws what is written to it, as far as bars move the cursor."""
+    """A terminal that understands the cursor movements of progress bars."""
 
     def __init__(self) -> None:
         self.rows, self.row = [""], 0

@@ -1,4 +1,4 @@
-"""Other users of the host: what they left in the temporary folder, and their silent sockets."""
+"""Other users of the host: their files in the temporary folder, and their silent sockets."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ SECRET = b"what all ranks know"
 
 @contextmanager
 def another_user(do: Callable[[], object]) -> Iterator[None]:
-    """Inside the block a process of nobody's has done something, and keeps what it opened."""
+    """Run a function as another user (nobody), whose process keeps its files open in the block."""
     told, tells = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -151,7 +151,7 @@ class TestFiles:
 
 
 def meet(name: str, rank: int, listener: socket.socket) -> list[int]:
-    """Connect two ranks; who was found."""
+    """Connect a rank to its peer, and return the ranks that it found."""
     with listener:
         found = socket_mesh.connect(listener, name, SECRET, rank, 2, 20.0)
     for peer in found.values():

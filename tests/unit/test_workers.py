@@ -1,4 +1,4 @@
-"""Processes of ranks, once they have ended: their numbers may be those of others."""
+"""Processes of ranks after their end: their ids may be reused by other processes."""
 
 import os
 import selectors
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 class Reaper(orphan_reaper.OrphanReaper):
-    """Notes what it is told of."""
+    """A reaper that only records its messages."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -44,7 +44,7 @@ def test_failed_start_leaves_no_file_open() -> None:
 
 
 def test_no_signal_to_reused_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the reaper forgets it, once, when all that it had started is gone too."""
+    """The reaper forgets a group once, when all processes of the group have ended."""
     reaper, ended = Reaper(), list[RankExit]()
     with selectors.DefaultSelector() as selector:
         workers = LocalWorkers(
@@ -63,7 +63,7 @@ def test_no_signal_to_reused_process_group(tmp_path: Path, monkeypatch: pytest.M
         while not ended:
             workers.reap()
             time.sleep(0.01)
-        assert not workers.release()  # what it has started runs on
+        assert not workers.release()  # a child of the rank still runs
         while not workers.release():
             time.sleep(0.01)
     (worker,) = workers._workers
@@ -110,7 +110,7 @@ with OrphanReaper(Path(sys.argv[1]), limit=2.0) as reaper:
 
 
 def test_stopped_agent_is_killed_with_its_ranks(tmp_path: Path) -> None:
-    """But not while it beats."""
+    """The reaper kills it only once it has stopped beating."""
     folder = tmp_path / "run"
     folder.mkdir()
     words = [sys.executable, "-c", STOPS, str(folder)]
