@@ -145,7 +145,7 @@ def test_a_rank_that_fails_before_it_joins_ends_mpirun(here: Launcher, component
     assert "rank 1 has no data" in ran.err
     if component == "mpich":  # Open MPI ends the others itself
         assert "Rank 1 of the 2 that MPICH started did not reach rank 0" in ran.err
-        assert "has ended: look for what it said" in ran.err
+        assert "has ended: look for its output" in ran.err
 
 
 @WARM

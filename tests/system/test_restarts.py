@@ -186,7 +186,7 @@ class TestAskedToEnd:
         ran = shardwise.run("run", "-n", "2", "own.py")
         assert ran.code == 1
         assert "failed (exit code 75)" in ran.err
-        assert "exit code 75 is the script's own. This run ends with 1" in ran.err
+        assert "the script itself ended with exit code 75. The run ends with 1" in ran.err
 
     @pytest.mark.full
     def test_alone_and_once_more(self, shardwise: Launcher) -> None:

@@ -122,5 +122,5 @@ def test_warns_about_open_agent() -> None:
     alone = elastic.exposed(ALONE, {})
     assert "listens on all interfaces without authentication" in alone
     assert "SHARDWISE_SECRET" not in alone
-    assert "start every host with the same SHARDWISE_SECRET" in elastic.exposed(TWO, {})
+    assert "set the same SHARDWISE_SECRET on all hosts" in elastic.exposed(TWO, {})
     assert "SHARDWISE_SECRET" not in elastic.exposed(TWO, {"SHARDWISE_SECRET": "s" * 32})

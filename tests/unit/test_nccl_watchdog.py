@@ -39,9 +39,8 @@ STUCK = (
     "Rank 1] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in "
     "monitoring enqueued collectives."
 )
-STOOD_STILL = (
-    "torch's watchdog of NCCL stood still for 480 s, so that a call of CUDA or NCCL has not "
-    "returned there"
+NOT_RETURNED = (
+    "torch's NCCL watchdog was stuck for 480 s in a call of CUDA or NCCL that did not return"
 )
 
 
@@ -57,7 +56,7 @@ STOOD_STILL = (
         (ended(LOST), Failed(LOST)),
         (ended(f"[Rank 0] {ASSERTED}\n{ADVICE}\n"), Failed(ASSERTED, ADVICE)),
         (ended(ASSERTED) + late(), Failed(ASSERTED)),
-        (STUCK, Failed(STOOD_STILL)),
+        (STUCK, Failed(NOT_RETURNED)),
         (late() + STUCK, Waited("all-reduce number 7", 600.027, "0")),
     ],
 )
@@ -146,7 +145,9 @@ def test_only_timeout_or_loss_is_secondary(tail: str, secondary: bool) -> None:
 def test_device_error_keeps_message_of_torch() -> None:
     [found] = nccl_watchdog.reports({0: ended(f"{ASSERTED}\n{ADVICE}")}, {0: 1.0}, 2)
     assert found.message.startswith("Rank 0 of 2 failed on its GPU")
-    assert f"{ASSERTED}. The GPU tells of an error some calls later: with CUDA_L" in found.message
+    assert (
+        f"{ASSERTED}. The GPU reports an error only some calls later. With CUDA_L" in found.message
+    )
     assert found.text == f"{found.message}\n\n{ADVICE}"
 
 
