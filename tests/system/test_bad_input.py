@@ -15,11 +15,11 @@ FURTHER = range(9, 31)
 
 
 @pytest.mark.parametrize("seeds", [OFTEN, pytest.param(FURTHER, marks=pytest.mark.full)], ids=str)
-def test_every_bad_input_is_a_sentence(tmp_path, seeds):
+def test_bad_input_is_refused_in_one_sentence(tmp_path, seeds):
     assert not (told := COMMAND.failures(Runner(tmp_path), seeds)), told
 
 
-def test_a_seed_is_one_input():
+def test_seed_determines_input():
     several = [draw(seed) for seed in range(300)]
     assert several == [draw(seed) for seed in range(300)]
     assert {each.kind for each in several} == KINDS.keys()
@@ -44,6 +44,6 @@ TRACE = "Traceback (most recent call last):\n  ...\nValueError: x\n"
         (None, "", (), "hang"),
     ],
 )
-def test_what_is_not_promised_is_seen(code, err, left, kind):
+def test_detects_wrong_results(code, err, left, kind):
     seen = Seen(code=code, out="", err=err, seconds=0.1, left=left)
     assert judged(Input(kind="setting"), seen)[0] == kind

@@ -97,7 +97,7 @@ def job_script(folder: Path, *lines: str) -> str:
     return str(made)
 
 
-def test_the_example_trains_over_two_hosts_with_equal_losses(
+def test_example_trains_on_two_hosts_with_equal_losses(
     job: Callable[..., str], expected: list[str]
 ) -> None:
     """`shardwise run` finds the hosts in PE_HOSTFILE, and reaches them by `qrsh -inherit`."""
@@ -111,7 +111,7 @@ def test_the_example_trains_over_two_hosts_with_equal_losses(
 @pytest.mark.parametrize(
     ("component", "name"), [OPEN_MPI, pytest.param(*MPICH, marks=pytest.mark.full)]
 )
-def test_mpirun_trains_over_two_hosts_with_equal_losses(
+def test_mpirun_trains_on_two_hosts_with_equal_losses(
     job: Callable[..., str], expected: list[str], tmp_path: Path, component: str, name: str
 ) -> None:
     """mpirun reads PE_HOSTFILE itself, and starts its daemon on the other host by qrsh."""
@@ -135,7 +135,7 @@ def test_tasks_of_an_array_job_train_alone(
         assert steps(out) == expected
 
 
-def test_a_script_that_qrsh_starts_on_each_host_refuses_to_train_alone(
+def test_script_started_by_qrsh_on_each_host_is_refused(
     job: Callable[..., str], tmp_path: Path
 ) -> None:
     """Grid Engine gives tasks of `qrsh -inherit` no rank, so each would train the whole model."""
@@ -148,7 +148,7 @@ def test_a_script_that_qrsh_starts_on_each_host_refuses_to_train_alone(
     assert "step 0" not in out
 
 
-def test_deleting_the_job_ends_the_ranks_on_both_hosts(cell: GridEngine, tmp_path: Path) -> None:
+def test_deleting_job_ends_ranks_on_both_hosts(cell: GridEngine, tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(
         "import os, pathlib, time\n"
         "rank = os.environ['RANK']\n"

@@ -88,7 +88,7 @@ def trained_to(out: str) -> tuple[float, float]:
 
 @WARM
 class TestTheSameResult:
-    def test_two_hosts_by_a_hostfile_of_open_mpi(
+    def test_two_hosts_from_hostfile_of_open_mpi(
         self, shardwise: Launcher, hosts: Lab, alone: str
     ) -> None:
         (shardwise.folder / "file").write_text("node1 slots=1 # here\n\nnode2 slots=1\n")
@@ -96,7 +96,7 @@ class TestTheSameResult:
         assert ran.code == 0, ran.err
         assert f"[0] parity {alone} by shardwise run of 2" in ran.lines()
 
-    def test_two_hosts_by_a_hostfile_of_mpich_from_a_third(
+    def test_two_hosts_from_hostfile_of_mpich_on_third_host(
         self, shardwise: Launcher, hosts: Lab, alone: str
     ) -> None:
         shardwise.enter = hosts.nodes[2].enter(shardwise.folder)
@@ -105,7 +105,7 @@ class TestTheSameResult:
         assert ran.code == 0, ran.err
         assert f"[0] parity {alone} by shardwise run of 2" in ran.lines()
 
-    def test_the_hosts_of_a_job(self, shardwise: Launcher, hosts: Lab, alone: str) -> None:
+    def test_hosts_of_batch_job(self, shardwise: Launcher, hosts: Lab, alone: str) -> None:
         """As PBS lists them, a line per slot."""
         (shardwise.folder / "nodes").write_text("node1\nnode2\nnode2\n")
         environ = {"PBS_NODEFILE": str(shardwise.folder / "nodes")}
@@ -127,7 +127,7 @@ class TestTheSameResult:
 @WARM
 class TestARankThatNeverJoins:
     @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
-    def test_it_is_named_on_the_other_host(
+    def test_rank_that_never_joins_is_named_on_other_host(
         self, shardwise: Launcher, hosts: Lab, rank: int
     ) -> None:
         began = time.monotonic()
@@ -153,7 +153,7 @@ class TestPartsOfAModel:
             pytest.param("node1:2,node2", "--pipeline 3 --transport gloo", marks=pytest.mark.full),
         ],
     )
-    def test_they_train_to_the_same(
+    def test_split_model_trains_to_same_loss(
         self,
         shardwise: Launcher,
         hosts: Lab,
@@ -170,7 +170,7 @@ class TestVerify:
     """`shardwise verify` whose placement is of several hosts, and its reference of this one."""
 
     @pytest.mark.full
-    def test_the_exact_mode_has_the_same_bits(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_exact_mode_has_same_bits(self, shardwise: Launcher, hosts: Lab) -> None:
         flags = (
             *("-H", "node1:1,node2:1", "--zero", "3", "--exact", "2"),
             *("--no-quiet", "--steps", "3"),
@@ -183,7 +183,7 @@ class TestVerify:
         assert "2 workers, 1 of them on node1" in log
 
     @pytest.mark.full
-    def test_a_host_that_does_not_see_the_records_is_named(
+    def test_names_host_that_does_not_see_records(
         self, shardwise: Launcher, hosts: Lab, tmp_path_factory: pytest.TempPathFactory
     ) -> None:
         out = tmp_path_factory.getbasetemp() / HIDDEN / "runs"
@@ -196,7 +196,7 @@ class TestVerify:
 
 
 class TestWhatRanksAreTold:
-    def test_who_they_are_and_what_was_passed_on(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_ranks_get_identity_and_passed_variables(self, shardwise: Launcher, hosts: Lab) -> None:
         show = (
             "echo $SHARDWISE_LAUNCH_RANK $SHARDWISE_LAUNCH_LOCAL_RANK $SHARDWISE_LAUNCH_ADDRESS "
             "$GLOO_SOCKET_IFNAME $(hostname) $PWD $SHARDWISE_SEED $GIVEN $TOKEN $UNASKED"
@@ -214,13 +214,13 @@ class TestWhatRanksAreTold:
             f"[2] 2 0 10.77.0.2 eth0 node1 {rest} no",
         ]
 
-    def test_a_named_interface(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_ranks_use_named_interface(self, shardwise: Launcher, hosts: Lab) -> None:
         words = over(hosts, "-H", "node1,node2", "--interface", "eth0")
         ran = shardwise.run(*words, "sh", "-c", "echo $SHARDWISE_LAUNCH_ADDRESS")
         assert ran.lines() == ["[0] 10.77.0.1", "[1] 10.77.0.1"]
 
 
-def test_a_command_on_each_host_as_with_torchrun(shardwise: Launcher, hosts: Lab) -> None:
+def test_command_on_each_host_like_torchrun(shardwise: Launcher, hosts: Lab) -> None:
     show = "echo $RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $GLOO_SOCKET_IFNAME $SHARDWISE_FLAGS"
     meeting = ("--nnodes", "2", "--node_rank={}", "--rdzv-endpoint", "node1:29500")
     words = ("run", "--nproc-per-node=2", "--zero", "2", *meeting, "sh", "-c", show)
@@ -237,7 +237,7 @@ def test_a_command_on_each_host_as_with_torchrun(shardwise: Launcher, hosts: Lab
 
 
 class TestRefusing:
-    def test_hosts_without_what_is_needed_are_named(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_names_hosts_that_lack_something(self, shardwise: Launcher, hosts: Lab) -> None:
         bare = over(hosts, "-H", "node1,node2", "--python", "/usr/bin/env")
         ran = shardwise.run(*bare, "true")
         assert (ran.code, ran.out) == (2, "")
@@ -294,16 +294,14 @@ class TestRefusing:
 
 @WARM
 class TestDoctor:
-    def test_hosts_that_reach_each_other(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_doctor_accepts_connected_hosts(self, shardwise: Launcher, hosts: Lab) -> None:
         ran = shardwise.run("doctor", *over(hosts, "-H", "node1,node2")[1:])
         assert ran.code == 0, ran.out + ran.err
         row = next(line for line in ran.out.splitlines() if "open ports" in line)
         assert row.count("others connect to 10.77.0.") == 2
         assert "Nothing here would make a run fail." in ran.out
 
-    def test_two_hosts_of_which_one_cannot_connect_to_the_other(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_doctor_reports_missing_route(self, shardwise: Launcher, hosts: Lab) -> None:
         began = time.monotonic()
         with hosts.without_way(2, 3):
             ran = shardwise.run("doctor", *over(hosts, "-H", "node1,node2,node3")[1:])
@@ -323,7 +321,7 @@ class TestEnding:
         return process
 
     @WARM
-    def test_the_third_step_of_a_remote_rank(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_failure_of_remote_rank_shows_traceback(self, shardwise: Launcher, hosts: Lab) -> None:
         ran = shardwise.run(*over(hosts, "-H", "node1,node2"), script("third_step"))
         assert ran.code == 1
         head = "\nshardwise: rank 1 of 2 on node2 failed (exit code 1)."
@@ -331,7 +329,7 @@ class TestEnding:
         assert "[1] ValueError: no such token in step 3" in live
         assert closing.endswith("\nValueError: no such token in step 3\n")
 
-    def test_ctrl_c(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_ctrl_c_ends_all_hosts(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts))
         process.send_signal(signal.SIGINT)
         ran = shardwise.finish(process, 30)
@@ -340,13 +338,13 @@ class TestEnding:
             ran.err == "shardwise: Ctrl-C: stopping 2 ranks. A second one kills them immediately.\n"
         )
 
-    def test_kill_9_of_the_launcher(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_kill_9_of_launcher_ends_all_hosts(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts))
         process.kill()
         assert shardwise.finish(process).code == -signal.SIGKILL
         assert hosts.left() == []
 
-    def test_a_cut_cable(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_cut_cable_loses_host(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
         began = time.monotonic()
         hosts.cut(2)
@@ -366,9 +364,7 @@ class TestEnding:
         os.kill(agent, signal.SIGSTOP)
         return agent
 
-    def test_names_the_host_of_a_stopped_agent_whose_rank_died(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_names_host_of_stopped_agent(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
         agent = self.stopped_agent(hosts)
         for rank in hosts.running(2, UP):
@@ -381,9 +377,7 @@ class TestEnding:
         ) in ran.err
         assert hosts.left() == []
 
-    def test_ctrl_c_ends_a_run_whose_agent_is_stopped(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_ctrl_c_ends_run_with_stopped_agent(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
         self.stopped_agent(hosts)
         process.send_signal(signal.SIGINT)
@@ -392,7 +386,7 @@ class TestEnding:
         assert "shardwise: node2 (rank 1) is lost: no sign of life for 3 s" in ran.err
         assert hosts.left() == []
 
-    def test_says_that_an_agent_was_killed(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_reports_killed_agent(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts))
         (agent,) = hosts.running(2, "-m shardwise.launch.ssh.agent")
         os.kill(agent, signal.SIGKILL)
@@ -403,9 +397,7 @@ class TestEnding:
             ran.err,
         )
 
-    def test_a_stopped_heartbeat_is_told_by_the_hosts(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_hosts_report_stopped_heartbeat(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts, "--host-timeout", "3"))
         (beats,) = hosts.running(1, "heartbeat.py")
         os.kill(beats, signal.SIGSTOP)
@@ -414,7 +406,7 @@ class TestEnding:
         assert re.search(r"On node[12]: the agent received nothing from the launcher", ran.err)
 
     @pytest.mark.full
-    def test_a_cut_cable_is_told_of_while_ranks_wait(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_warns_of_cut_cable_while_ranks_wait(self, shardwise: Launcher, hosts: Lab) -> None:
         words = over(hosts, "--host-timeout", "60", "--warn-after", "2", "-H", "node1,node2")
         process = shardwise.start(*words, sys.executable, "-c", MEETING)
         assert process.stdout is not None
@@ -431,9 +423,7 @@ class TestEnding:
         assert re.search(r"shardwise: rank 0 has waited \d+ s for rank 1\.", said[0])
         assert said[2] == "[0]   rank 1 does not answer: is its host cut off?\n"
 
-    def test_a_pager_that_does_not_read_on_is_no_cut_cable(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_paused_pager_does_not_lose_hosts(self, shardwise: Launcher, hosts: Lab) -> None:
         words = over(hosts, "--host-timeout", "3", "-H", "node1,node2")
         process = shardwise.start(*words, "sh", "-c", "seq 200000; echo end")
         time.sleep(4.5)
@@ -445,9 +435,7 @@ class TestEnding:
 
 @WARM
 class TestFaults:
-    def test_a_rank_elsewhere_fails_and_all_start_again(
-        self, shardwise: Launcher, hosts: Lab
-    ) -> None:
+    def test_failure_of_remote_rank_restarts_all(self, shardwise: Launcher, hosts: Lab) -> None:
         words = over(hosts, "-H", "node1,node2", "--restarts", "2")
         ran = shardwise.run(*words, script("tells"), "fails", "1")
         assert ran.code == 0, ran.err
@@ -458,7 +446,7 @@ class TestFaults:
             "are lost.\n"
         )
 
-    def test_asked_to_end_ranks_elsewhere_save_first(self, shardwise: Launcher, hosts: Lab) -> None:
+    def test_remote_ranks_save_when_asked_to_end(self, shardwise: Launcher, hosts: Lab) -> None:
         process = shardwise.start(*over(hosts, "-H", "node1,node2"), script("tells"), "waits")
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
@@ -473,7 +461,7 @@ class TestFaults:
 
 
 @WARM
-def test_a_timeline_of_two_hosts(shardwise: Launcher, hosts: Lab) -> None:
+def test_timeline_of_two_hosts(shardwise: Launcher, hosts: Lab) -> None:
     """A file for each, in one time; read together, and merged."""
     words = over(hosts, "-H", "node1,node2")
     path = shardwise.folder / "t.json"

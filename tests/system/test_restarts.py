@@ -62,7 +62,9 @@ def rank_of(shardwise: Launcher, rank: int) -> int:
 class TestRestarts:
     @WARM
     @pytest.mark.parametrize("row", [pytest.param("0", marks=pytest.mark.full), "3"])
-    def test_a_rank_is_killed(self, shardwise: Launcher, undisturbed: str, row: str) -> None:
+    def test_restart_after_kill_has_same_bits(
+        self, shardwise: Launcher, undisturbed: str, row: str
+    ) -> None:
         words = [script("resumes"), "checkpoints", "--die", "7"]
         ran = shardwise.run("run", "-n", "2", "--restarts", "2", "--zero", row, *words)
         assert hash_of(ran) == undisturbed
@@ -74,7 +76,7 @@ class TestRestarts:
         ]
 
     @WARM
-    def test_what_fails_always_at_one_step_is_given_up(self, shardwise: Launcher) -> None:
+    def test_gives_up_after_failures_at_same_step(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", "--max-restarts", "9", script("tells"), "fails", "9")
         assert ran.code == 1
         assert ran.out.count("[1] started") == 3
@@ -98,7 +100,7 @@ class TestRestarts:
         log = (shardwise.folder / "logs" / "rank1.log").read_text()
         assert log.count("tells.py fails 2 caf\\udce9.jpg\n") == 2
 
-    def test_what_the_user_ends_stays_ended(self, shardwise: Launcher) -> None:
+    def test_run_ended_by_user_does_not_restart(self, shardwise: Launcher) -> None:
         words = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
         process = shardwise.start("run", "--restarts", "3", *words)
         assert process.stdout is not None
@@ -110,7 +112,7 @@ class TestRestarts:
 
 class TestAskedToEnd:
     @WARM
-    def test_ctrl_c_says_what_a_new_start_continues_from(self, shardwise: Launcher) -> None:
+    def test_ctrl_c_reports_resume_point(self, shardwise: Launcher) -> None:
         process = shardwise.start("run", "-n", "2", script("tells"), "waits")
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
@@ -123,7 +125,7 @@ class TestAskedToEnd:
             "lost. To save before the end, send SIGTERM instead.\n"
         )
 
-    def test_the_launcher(self, shardwise: Launcher) -> None:
+    def test_signal_to_launcher_saves(self, shardwise: Launcher) -> None:
         """All ranks save between two steps, whatever their DataLoader workers would do."""
         words = ["run", "-n", "2", "--restarts", "1", script("resumes"), "checkpoints"]
         process = shardwise.start(*words, "--workers", "1", "--pause", "0.1")
@@ -137,7 +139,7 @@ class TestAskedToEnd:
 
     @WARM
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-    def test_who_saves_is_waited_for(self, shardwise: Launcher, number: signal.Signals) -> None:
+    def test_launcher_waits_for_save(self, shardwise: Launcher, number: signal.Signals) -> None:
         process = shardwise.start("run", "--grace", "0", "-n", "2", script("tells"), "waits")
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
@@ -145,7 +147,7 @@ class TestAskedToEnd:
         assert shardwise.finish(process).code == SAVED
 
     @WARM
-    def test_one_rank(self, shardwise: Launcher, undisturbed: str) -> None:
+    def test_signal_to_one_rank_saves_all(self, shardwise: Launcher, undisturbed: str) -> None:
         """The others learn of it with the next step, and what comes after has the same bits."""
         words = ["run", "-n", "2", "--zero", "2", "--restarts", "1", script("resumes")]
         ran = shardwise.run(*words, "checkpoints", "--die", "6", "--signal", str(signal.SIGTERM))
@@ -154,7 +156,7 @@ class TestAskedToEnd:
         assert hash_of(shardwise.run(*words, "checkpoints")) == undisturbed
 
     @pytest.mark.full
-    def test_islands(self, shardwise: Launcher) -> None:
+    def test_signal_to_one_island_saves_all(self, shardwise: Launcher) -> None:
         """All learn of it when they are equal next; what comes after has the same bits, as it has
         after a rank was killed between two such steps."""
         words = ["run", "-n", "2", "--islands", "2", "--equal-every", "3", "--wire", "int8"]
@@ -168,7 +170,7 @@ class TestAskedToEnd:
         assert (hash_of(killed), started_at(killed)) == (hash_of(undisturbed), [6, 8])
 
     @WARM
-    def test_killed_before_it_has_saved_is_no_success(self, shardwise: Launcher) -> None:
+    def test_kill_before_save_is_no_success(self, shardwise: Launcher) -> None:
         words = ["run", "-n", "2", script("resumes"), "checkpoints", "--pause", "60"]
         process = shardwise.start(*words)
         reach(process, "step 1")
@@ -181,7 +183,7 @@ class TestAskedToEnd:
         assert complete(shardwise.folder / "checkpoints") == []
 
     @WARM
-    def test_the_code_of_a_saved_run_is_not_taken_from_a_script(self, shardwise: Launcher) -> None:
+    def test_exit_code_75_of_script_becomes_1(self, shardwise: Launcher) -> None:
         (shardwise.folder / "own.py").write_text("import sys\nsys.exit(75)\n")
         ran = shardwise.run("run", "-n", "2", "own.py")
         assert ran.code == 1
@@ -189,7 +191,7 @@ class TestAskedToEnd:
         assert "the script itself ended with exit code 75. The run ends with 1" in ran.err
 
     @pytest.mark.full
-    def test_alone_and_once_more(self, shardwise: Launcher) -> None:
+    def test_second_signal_ends_single_process(self, shardwise: Launcher) -> None:
         """A process of nobody's launching; asked again, it ends at once."""
         command = [sys.executable, script("resumes"), "checkpoints", "--pause"]
         options = {"cwd": shardwise.folder, "text": True, "env": shardwise.environ()}
@@ -232,7 +234,7 @@ class TestAFullDisk:
     WORDS = (script("resumes"), "small", "--width", "64")
 
     @pytest.mark.parametrize("flags", [[], pytest.param(["--background"], marks=pytest.mark.full)])
-    def test_training_stops(self, shardwise: Launcher, flags: list[str]) -> None:
+    def test_full_disk_stops_training(self, shardwise: Launcher, flags: list[str]) -> None:
         ran = on_a_small_disk(shardwise, "run", "-n", "2", *self.WORDS, *flags)
         assert ran.code == 1
         assert "[0] hash" not in ran.out
@@ -242,7 +244,7 @@ class TestAFullDisk:
             ran.err,
         )
 
-    def test_training_goes_on(self, shardwise: Launcher, undisturbed: str) -> None:
+    def test_full_disk_continues_training(self, shardwise: Launcher, undisturbed: str) -> None:
         ran = on_a_small_disk(
             shardwise, "run", "-n", "2", "--save-failure", "continue", *self.WORDS
         )
