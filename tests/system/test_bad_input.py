@@ -1,7 +1,7 @@
-"""Some bad inputs are each refused by a sentence, before any work is lost.
+"""A few invalid inputs: each is refused in one sentence, before any work is lost.
 
-More of them: `python -m tests.bad_input --inputs 1000 --seed 1`; all about one that fails here:
-`--input SEED`.
+To try more: `python -m tests.bad_input --inputs 1000 --seed 1`. For the output of one that fails
+here: `--input SEED`.
 """
 
 import pytest

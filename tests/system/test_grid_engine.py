@@ -47,14 +47,14 @@ def warm_on_hosts(cell: GridEngine) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def expected(cell: GridEngine, warm_on_hosts: dict[str, str]) -> list[str]:
-    """The losses of one plain process."""
+    """Return the losses of one plain process."""
     ran = cell.run(sys.executable, LOSSES, env=SETTINGS | warm_on_hosts)
     assert ran.stdout.startswith("1 worker(s)"), ran.stderr
     return steps(ran.stdout)
 
 
 def steps(text: str) -> list[str]:
-    """The lines with the loss of a step, without the rank in front."""
+    """Return the lines with the loss of a step, without the prefix of the rank."""
     found = [f"step {line.partition('step ')[2]}" for line in text.splitlines() if "step" in line]
     assert len(found) == 5, text
     return found
@@ -80,7 +80,7 @@ def job(
 
 
 def left(cell: GridEngine, limit: float = 8.0) -> list[str]:
-    """The processes that jobs have left on the hosts after `limit` seconds."""
+    """Return the processes that jobs leave on the hosts after `limit` seconds."""
     until = time.monotonic() + limit
     while True:
         shown = cell.run("ps", "-A", "-o", "comm=,args=").stdout.splitlines()
@@ -115,7 +115,7 @@ def test_mpirun_trains_on_two_hosts_with_equal_losses(
     job: Callable[..., str], expected: list[str], tmp_path: Path, component: str, name: str
 ) -> None:
     """mpirun reads PE_HOSTFILE itself, and starts its daemon on the other host by qrsh."""
-    # MPICH's ranks meet by the process that has started them, which is not that of a warm program.
+    # MPICH's ranks meet by the process that has started them. A warm program has another parent.
     cold = "env -u TESTS_WARM" if component == "mpich" else ""
     words = f"{mpirun(component)} -n 4 {cold} python {LOSSES}"
     out = job(*FOUR, job_script(tmp_path, words))

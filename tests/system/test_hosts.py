@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux
 
 WARM = pytest.mark.usefixtures("warm_programs")
 PASSED_ON = ("PYTHONPATH", "TESTS_WARM")
-"""Variables for ranks on other hosts: where sources are, and programs that are forked."""
+"""Variables for ranks on other hosts: the place of the sources, and the warm programs."""
 
 MEETING = """
 import shardwise as sw
@@ -39,7 +39,7 @@ UP = "import time; print('up'); time.sleep(100)"
 
 @pytest.fixture
 def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher on node1; nothing may be left of its runs on any host."""
+    """Yield a launcher on node1, and check that its runs leave nothing on any host."""
     launcher = Launcher(tmp_path, hosts.nodes[0].enter(tmp_path))
     yield launcher
     left = launcher.wait_until_gone()
@@ -50,14 +50,14 @@ def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
 
 
 def over(hosts: Lab, *flags: str) -> list[str]:
-    """The words of a run over ssh among `hosts`."""
+    """Return the arguments of a run over ssh between `hosts`."""
     passed = [word for name in PASSED_ON if name in os.environ for word in ("-x", name)]
     return ["run", "--ssh", hosts.ssh, "--ssh-port", str(PORT), *passed, *flags]
 
 
 @pytest.fixture(scope="module")
 def alone(warm: WarmPython) -> str:
-    """The hash that one process reaches."""
+    """Return the hash of parameters after training in one process."""
     said = printed_alone(warm, "parity")
     found = re.search(r"parity (\w+) by", said)
     assert found, said
@@ -66,12 +66,12 @@ def alone(warm: WarmPython) -> str:
 
 @pytest.fixture(scope="module")
 def whole(warm: WarmPython) -> tuple[float, float]:
-    """What one process trains a model to that others have in parts."""
+    """Return the result of one process for the model that other tests split."""
     return trained_to(printed_alone(warm, "parts"))
 
 
 def printed_alone(warm: WarmPython, name: str) -> str:
-    """What a script prints in one process, without a launcher."""
+    """Return the output of a script in one process, without a launcher."""
     words, environ = [sys.executable, script(name)], os.environ | warm.environ()
     done = subprocess.run(
         words, env=environ, capture_output=True, text=True, check=True, timeout=100
@@ -80,7 +80,7 @@ def printed_alone(warm: WarmPython, name: str) -> str:
 
 
 def trained_to(out: str) -> tuple[float, float]:
-    """The loss and the sum of parameters that a run printed."""
+    """Return the loss and the sum of parameters in the output of a run."""
     found = re.search(r"loss (\S+) sum (\S+) on", out)
     assert found, out
     return float(found[1]), float(found[2])
@@ -106,7 +106,7 @@ class TestTheSameResult:
         assert f"[0] parity {alone} by shardwise run of 2" in ran.lines()
 
     def test_hosts_of_batch_job(self, shardwise: Launcher, hosts: Lab, alone: str) -> None:
-        """As PBS lists them, a line per slot."""
+        """PBS lists them with one line per slot."""
         (shardwise.folder / "nodes").write_text("node1\nnode2\nnode2\n")
         environ = {"PBS_NODEFILE": str(shardwise.folder / "nodes")}
         ran = shardwise.run(*over(hosts), script("parity"), env=environ)
@@ -140,7 +140,7 @@ class TestARankThatNeverJoins:
 
 @WARM
 class TestPartsOfAModel:
-    """Layers split and shared out over hosts, from the command line."""
+    """Layers split over hosts by tensor and pipeline parallelism."""
 
     @pytest.mark.parametrize(
         ("spread", "flags"),
@@ -167,7 +167,7 @@ class TestPartsOfAModel:
 
 
 class TestVerify:
-    """`shardwise verify` whose placement is of several hosts, and its reference of this one."""
+    """`shardwise verify` with a placement on several hosts and the reference on this one."""
 
     @pytest.mark.full
     def test_exact_mode_has_same_bits(self, shardwise: Launcher, hosts: Lab) -> None:
@@ -314,7 +314,7 @@ class TestDoctor:
 
 class TestEnding:
     def sleeping(self, shardwise: Launcher, *words: str) -> "subprocess.Popen[str]":
-        """A run of two ranks on two hosts, once both are up."""
+        """Start a run of two ranks on two hosts, and return it once both are up."""
         process = shardwise.start(*words, "-H", "node1,node2", sys.executable, "-c", UP)
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
@@ -359,7 +359,7 @@ class TestEnding:
         assert "shardwise: node2 (rank 1) is lost: no sign of life for 3 s" in ran.err
 
     def stopped_agent(self, hosts: Lab) -> int:
-        """Stop the agent of node2 (SIGSTOP); its process."""
+        """Stop the agent of node2 (SIGSTOP), and return its process."""
         (agent,) = hosts.running(2, "-m shardwise.launch.ssh.agent")
         os.kill(agent, signal.SIGSTOP)
         return agent
@@ -462,7 +462,7 @@ class TestFaults:
 
 @WARM
 def test_timeline_of_two_hosts(shardwise: Launcher, hosts: Lab) -> None:
-    """A file for each, in one time; read together, and merged."""
+    """One file per host, with synchronised clocks; they can be read together, and merged."""
     words = over(hosts, "-H", "node1,node2")
     path = shardwise.folder / "t.json"
     asked = {"HOROVOD_TIMELINE": "t.json"}

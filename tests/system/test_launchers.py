@@ -36,14 +36,14 @@ SETTINGS = {
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
 WARM = pytest.mark.usefixtures("warm_programs")
-"""For tests of what ranks come to; those that find the process of their launcher do without."""
+"""For tests of training results. Tests of how a rank finds its launcher's process do not use it."""
 
 MPI = {"openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Launcher]:
-    """Runs programs on this host; they leave neither processes nor notes."""
+    """Yield a launcher on this host, and check that it leaves no processes and files."""
     launcher = Launcher(tmp_path)
     yield launcher
     left = launcher.wait_until_gone()
@@ -54,7 +54,7 @@ def here(tmp_path: Path) -> Iterator[Launcher]:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    """A Slurm cluster of two hosts; nothing of it is left, and ranks leave no notes."""
+    """Yield a Slurm cluster of two hosts, and check that ranks leave no rendezvous files."""
     need("slurm", clusters.missing())
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         with clusters.cluster(Path(folder)) as made:
@@ -64,8 +64,8 @@ def slurm() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def warm_on_hosts(slurm: Cluster) -> Iterator[dict[str, str]]:
-    """The variables of warm programs; the hosts have process numbers of their own, so the warm
-    process lives there."""
+    """Yield the variables of warm programs. The hosts are in another PID namespace, so the warm
+    process runs there."""
     warm = WarmPython(processes=1, enter=slurm.enter())
     try:
         yield dict(warm.environ())
@@ -74,7 +74,7 @@ def warm_on_hosts(slurm: Cluster) -> Iterator[dict[str, str]]:
 
 
 def notes(*folders: Path) -> list[Path]:
-    """The notes of ranks 0 in `folders`."""
+    """Return the rendezvous files in `folders`."""
     return [note for folder in folders if folder.exists() for note in folder.glob(".shardwise-*")]
 
 
@@ -88,7 +88,7 @@ def run(launcher: Launcher, *words: str, **variables: str) -> Ran:
 
 @pytest.fixture(scope="module")
 def expected(warm: WarmPython) -> str:
-    """What one plain process reaches."""
+    """Return the result of one plain process."""
     with tempfile.TemporaryDirectory() as folder:
         words = (sys.executable, script("parity"))
         ran = run(Launcher(Path(folder)), *words, **warm.environ())
@@ -128,7 +128,7 @@ def test_ranks_of_mpirun_train(
 
 @OFTEN_ONE
 def test_example_for_mpirun(here: Launcher, expected: str, component: str, name: str) -> None:
-    """With a script around each rank as well, so that ranks have no parent in common."""
+    """Also with a wrapper script around each rank, so that ranks have no common parent."""
     (here.folder / "bin").mkdir()
     for command, words in (("mpirun", f"exec {mpirun(component)}"), ("python", sys.executable)):
         (here.folder / "bin" / command).write_text(f'#!/bin/sh\n{words} "$@"\nexit $?\n')
@@ -161,7 +161,7 @@ def test_shardwise_run_and_torchrun(here: Launcher, expected: str) -> None:
 
 @WARM
 def test_ranks_with_variables_of_user_train(here: Launcher, expected: str) -> None:
-    """Their hosts are not told, so that local ranks are found when they meet."""
+    """No variable names their hosts, so the ranks find their local ranks when they meet."""
     each = "SHARDWISE_RANK=$r SHARDWISE_SIZE=2 SHARDWISE_RENDEZVOUS=$PWD/"
     line = f"for r in 0 1; do {each} {sys.executable} {script('parity')} & done; wait"
     ran = run(here, "sh", "-c", line)
@@ -188,14 +188,14 @@ def test_names_rank_without_device(here: Launcher) -> None:
 
 
 def test_hydra_without_local_ranks(here: Launcher, expected: str) -> None:
-    """As old versions do: ranks find each other by the address of mpiexec."""
+    """As in old versions. Ranks find each other by the address of mpiexec."""
     line = f"unset MPI_LOCALRANKID MPI_LOCALNRANKS; exec {sys.executable} {script('parity')}"
     ran = run(here, mpirun("mpich"), "-n", "2", "sh", "-c", line)
     assert (ran.code, ran.lines()) == (0, [f"{expected} by PMI of 2"]), ran.err
 
 
 def test_prterun(here: Launcher, expected: str) -> None:
-    """PRRTE tells ranks their number only, so they ask its PMIx server for the rest."""
+    """PRRTE gives ranks only their number, so they ask its PMIx server for the rest."""
     need("prrte", None if shutil.which("prterun") else "prterun is not installed")
     words = ("prterun", "--map-by", ":OVERSUBSCRIBE", "-n", "2", sys.executable, script("parity"))
     ran = run(here, *words)
@@ -203,7 +203,7 @@ def test_prterun(here: Launcher, expected: str) -> None:
 
 
 def test_ranks_ask_pmix_server(here: Launcher, expected: str) -> None:
-    """As those of prterun, which has no variables of Open MPI."""
+    """As under prterun, which sets no variables of Open MPI."""
     own = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     unset = [word for name in own for word in ("-u", name)]
     words = ("env", *unset, sys.executable, script("parity"))
@@ -237,7 +237,7 @@ OTHERS = pytest.mark.parametrize(
 
 
 def started_by(other: str) -> list[str]:
-    """The words with which another launcher starts three ranks of a script."""
+    """Return the command by which another launcher starts three ranks of a script."""
     if other == "torchrun":
         return [TORCHRUN, "--standalone", "--nproc-per-node=3"]
     return [mpirun(other), "-n", "3", sys.executable]
@@ -288,7 +288,8 @@ class TestSlurm:
     def on(
         self, slurm: Cluster, tmp_path: Path, warm_on_hosts: dict[str, str]
     ) -> Callable[..., str]:
-        """Runs a command on the first host, in a folder of its own; what it wrote."""
+        """Return a function that runs a command on the first host in a new folder, and returns its
+        output."""
 
         def submit(*words: str, **environ: str) -> str:
             ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS | warm_on_hosts | environ)
@@ -323,7 +324,7 @@ class TestSlurm:
     def batch(
         self, slurm: Cluster, tmp_path: Path, warm_on_hosts: dict[str, str]
     ) -> Callable[..., list[str]]:
-        """Runs a batch job in a folder of its own; the lines that it wrote, sorted."""
+        """Return a function that runs a batch job in a new folder, and returns its sorted lines."""
 
         def submit(*words: str) -> list[str]:
             environ = SETTINGS | warm_on_hosts

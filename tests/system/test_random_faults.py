@@ -1,7 +1,7 @@
-"""A few random faults: the rank at fault is named, and nothing is left behind.
+"""A few random faults: the report names the rank at fault, and nothing is left behind.
 
-More of them: `python -m tests.random_faults --faults 200 --seed 1`; all about one that fails here:
-`--fault SEED`.
+To try more: `python -m tests.random_faults --faults 200 --seed 1`. For the output of one that fails
+here: `--fault SEED`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Faults survived: restarts, saves when asked to end, and disks that take no more."""
+"""Survived faults: restarts, saves before a requested end, and full disks."""
 
 import os
 import re
@@ -24,7 +24,7 @@ WARM = pytest.mark.usefixtures("warm_programs")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, warm: WarmPython) -> str:
-    """What the run comes to that nobody disturbs."""
+    """Return the result of an undisturbed run."""
     words = ("run", "-n", "2", script("resumes"), "checkpoints")
     launcher = Launcher(tmp_path_factory.mktemp("undisturbed"))
     return hash_of(launcher.run(*words, env=dict(warm.environ())))
@@ -37,12 +37,12 @@ def hash_of(ran: Ran) -> str:
 
 
 def started_at(ran: Ran) -> list[int]:
-    """The steps at which it was started, in order."""
+    """Return the first step of each start, in order."""
     return [int(step) for step in re.findall(r"\[0\] start (\d+)", ran.out)]
 
 
 def reach(process: "subprocess.Popen[str]", line: str) -> None:
-    """Return when rank 0 has printed `line`."""
+    """Wait until rank 0 has printed `line`."""
     assert process.stdout is not None
     while (printed := process.stdout.readline()) and printed != f"[0] {line}\n":
         pass
@@ -50,7 +50,7 @@ def reach(process: "subprocess.Popen[str]", line: str) -> None:
 
 
 def rank_of(shardwise: Launcher, rank: int) -> int:
-    """The process of a rank."""
+    """Return the process of a rank."""
     mark = f"SHARDWISE_LAUNCH_RANK={rank}".encode()
     return next(
         pid
@@ -89,7 +89,7 @@ class TestRestarts:
 
     @WARM
     def test_names_an_error_whose_text_is_not_utf8(self, shardwise: Launcher) -> None:
-        """As that of a file whose name is Latin-1: os.listdir gives it with a surrogate."""
+        """Such as a file name in Latin-1, which os.listdir returns with a surrogate."""
         name = os.fsdecode(b"caf\xe9.jpg")
         words = ("run", "-n", "2", "--restarts", "1", "--log-dir", "logs", script("tells"))
         ran = shardwise.run(*words, "fails", "2", name)
@@ -126,7 +126,7 @@ class TestAskedToEnd:
         )
 
     def test_signal_to_launcher_saves(self, shardwise: Launcher) -> None:
-        """All ranks save between two steps, whatever their DataLoader workers would do."""
+        """All ranks save between two steps, and their DataLoader workers do not interfere."""
         words = ["run", "-n", "2", "--restarts", "1", script("resumes"), "checkpoints"]
         process = shardwise.start(*words, "--workers", "1", "--pause", "0.1")
         reach(process, "step 5")
@@ -148,7 +148,7 @@ class TestAskedToEnd:
 
     @WARM
     def test_signal_to_one_rank_saves_all(self, shardwise: Launcher, undisturbed: str) -> None:
-        """The others learn of it with the next step, and what comes after has the same bits."""
+        """The other ranks learn of it in the next step, and the resumed run has the same bits."""
         words = ["run", "-n", "2", "--zero", "2", "--restarts", "1", script("resumes")]
         ran = shardwise.run(*words, "checkpoints", "--die", "6", "--signal", str(signal.SIGTERM))
         assert (ran.code, started_at(ran)) == (SAVED, [0]), ran.err
@@ -157,8 +157,10 @@ class TestAskedToEnd:
 
     @pytest.mark.full
     def test_signal_to_one_island_saves_all(self, shardwise: Launcher) -> None:
-        """All learn of it when they are equal next; what comes after has the same bits, as it has
-        after a rank was killed between two such steps."""
+        """Other islands learn of it at the next boundary, and the resumed run has the same bits.
+
+        So does a run after a kill between two boundaries.
+        """
         words = ["run", "-n", "2", "--islands", "2", "--equal-every", "3", "--wire", "int8"]
         undisturbed = shardwise.run(*words, script("resumes"), "first")
         words += ["--restarts", "1", script("resumes"), "checkpoints"]
@@ -192,7 +194,7 @@ class TestAskedToEnd:
 
     @pytest.mark.full
     def test_second_signal_ends_single_process(self, shardwise: Launcher) -> None:
-        """A process of nobody's launching; asked again, it ends at once."""
+        """A process without a launcher. A second signal ends it immediately."""
         command = [sys.executable, script("resumes"), "checkpoints", "--pause"]
         options = {"cwd": shardwise.folder, "text": True, "env": shardwise.environ()}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -218,7 +220,7 @@ ls -A small > left
 
 
 def on_a_small_disk(shardwise: Launcher, *words: str) -> Ran:
-    """Run `shardwise WORDS` where `small` is a disk of 80 KB, gone with the run."""
+    """Run `shardwise WORDS` with a disk of 80 KB at `small`, which is removed with the run."""
     need("unshare", None if shutil.which("unshare") else "unshare is not installed")
     (shardwise.folder / "small.sh").write_text(SMALL)
     able = subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False)
@@ -229,7 +231,7 @@ def on_a_small_disk(shardwise: Launcher, *words: str) -> Ran:
 
 @WARM
 class TestAFullDisk:
-    """Two checkpoints of a model of width 64 have room, where the newest two stay not a third."""
+    """The disk has room for two checkpoints of a model of width 64, but not for a third one."""
 
     WORDS = (script("resumes"), "small", "--width", "64")
 

@@ -1,4 +1,4 @@
-"""`shardwise run`, as a user types it: real processes, real signals, a real terminal."""
+"""`shardwise run` as a user calls it: real processes, real signals, a real terminal."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from tests.system.launcher import LIMIT, Launcher, Ran, script
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 WARM = pytest.mark.usefixtures("warm_programs")
-"""For tests of what is said of programs; those of how they start and are stopped do without."""
+"""For tests of reports about programs. Tests of how programs start and stop do not use it."""
 
 
 _OURS = """
@@ -93,7 +93,7 @@ class TestStarting:
         ids=lambda words: words[0],
     )
     def test_planted_modules_do_not_run(self, shardwise: Launcher, words: list[str]) -> None:
-        """Somebody else may write to a shared directory. The script's own directory is searched."""
+        """Somebody else may write to a shared directory. Only the script's own one is searched."""
         for name in ("shardwise", "torch", "numpy"):
             planted = f"open({str(shardwise.folder / 'ran')!r}, 'a').write({name!r})\n"
             (shardwise.folder / f"{name}.py").write_text(planted)
@@ -119,7 +119,7 @@ class TestStarting:
         ran = shardwise.run(
             *("run", "-n", "1", "--zero", "2", "--no-overlap", "--config", "c.toml", "env"),
             env={"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "x", "OMP_NUM_THREADS": "3"}
-            | {"MASTER_PORT": "1", "SHARDWISE_ALONE": "1"},  # a run by itself, in each outer rank
+            | {"MASTER_PORT": "1", "SHARDWISE_ALONE": "1"},  # a separate run in each outer rank
             **self.config(shardwise, "seed = 1"),
         )
         values = dict(line.split("=", 1) for line in ran.lines() if "=" in line)
@@ -248,7 +248,7 @@ class TestOutput:
 def on_terminal(
     shardwise: Launcher, *words: str, env: dict[str, str] | None = None
 ) -> tuple[int, str]:
-    """Run on a terminal of 80 columns; the exit code and all that was seen on it."""
+    """Run on a terminal of 80 columns; return the exit code and the output on the terminal."""
     ours, theirs = os.openpty()
     import termios
 
@@ -263,7 +263,7 @@ def on_terminal(
             continue
         try:
             seen += os.read(ours, 4096)
-        except OSError:  # closed at the other end
+        except OSError:  # the other end is closed
             break
     os.close(ours)
     return process.wait(timeout=LIMIT), seen.decode()
@@ -290,7 +290,7 @@ class TestFailing:
 
     @WARM
     def test_slow_cleanup_is_still_blamed(self, shardwise: Launcher) -> None:
-        """It was ended by the launcher, while it tidied up after an error of its own."""
+        """The launcher ended the rank during its cleanup after its own error."""
         ran = shardwise.run("run", "-n", "2", script("slow_to_leave"))
         assert ran.code == 1
         assert "\nshardwise: rank 0 of 2 failed (exit code 1). Its last output:" in ran.err
@@ -305,7 +305,7 @@ class TestFailing:
         ran = shardwise.run("run", "-n", "2", script("init_third"))
         live, _, closing = ran.err.partition("\nshardwise: rank 1 of 2 failed (exit code 1).")
         assert "[0] PeerLost: " in live
-        assert "[rank" not in ran.err  # torch's prefix beside ours
+        assert "[rank" not in ran.err  # torch's prefix next to ours
         assert "PeerLost" not in closing
         assert closing.endswith("\nValueError: no such token in step 3\n")
         assert ran.code == 1
@@ -407,7 +407,7 @@ class TestFailing:
             command = ["sh", "-c", f"{shlex.join(command)}; exit $?"]
         ran = shardwise.run("run", "-n", "2", *command)
         assert ran.code == 1
-        # The test's own script is the user's.
+        # The script of the test counts as user code.
         assert ran.err.endswith(
             "shardwise: rank 1 of 2 did not arrive, and reported nothing until it was ended. "
             "Rank 0 was waiting for it:\n\nCollectiveError: Rank 0 of 2 waited 600 s in "
@@ -423,7 +423,7 @@ class TestFailing:
 
 class TestStopping:
     def reading(self, shardwise: Launcher, *flags: str) -> "subprocess.Popen[str]":
-        """A run of two ranks with two DataLoader workers each, once all of them read."""
+        """Start two ranks with two DataLoader workers each, and return once all of them read."""
         process = shardwise.start("run", "-n", "2", *flags, script("workers"))
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] reading\n", "[1] reading\n"}
@@ -436,7 +436,7 @@ class TestStopping:
         ran = shardwise.finish(process)
         assert ran.code == 130
         said = "shardwise: Ctrl-C: stopping 2 ranks. A second one kills them immediately."
-        assert ran.err.splitlines()[1:] == [said]  # the first tells of two copies
+        assert ran.err.splitlines()[1:] == [said]  # the first line warns of two copies
         assert shardwise.wait_until_gone(limit=1.0) == []
 
     def test_kill_9_of_the_launcher_leaves_nothing(self, shardwise: Launcher) -> None:
@@ -464,7 +464,7 @@ class TestStopping:
         assert ran.err.endswith("shardwise: Ctrl-C again: killing 2 ranks.\n")
 
     def sleeping(self, shardwise: Launcher, *flags: str) -> "subprocess.Popen[str]":
-        """A run whose ranks do not heed Ctrl-C, once they are up."""
+        """Start ranks that ignore Ctrl-C, and return once they are up."""
         deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); print('up'); time.sleep(60)"
         process = shardwise.start("run", "-n", "2", *flags, sys.executable, "-c", deaf)
         assert process.stdout is not None
@@ -473,7 +473,7 @@ class TestStopping:
 
 
 class TestRefusing:
-    """What is wrong is said in one line, with exit code 2, before anything starts."""
+    """Errors before any rank starts: one line, and exit code 2."""
 
     @pytest.mark.parametrize(
         ("words", "message"),
@@ -530,7 +530,7 @@ class TestRefusing:
         words: list[str],
         message: str,
     ) -> None:
-        """In this process: those below are processes of their own."""
+        """Runs in this process, unlike the tests below."""
         (tmp_path / "train.py").write_text("import shardwise\nprint('started')")
         (tmp_path / "bad.toml").write_text("zreo = 2")
         (tmp_path / "bad.hosts").write_text("h1 slots=2\nh2 slot=2\n")
@@ -605,7 +605,7 @@ def test_warns_of_flag_after_script(tmp_path: Path) -> None:
 
 
 def test_option_of_script_is_not_mentioned(shardwise: Launcher) -> None:
-    """No word of `--seed` where the script itself takes it."""
+    """No warning about `--seed` if the script itself has this option."""
     path = shardwise.folder / "takes.py"
     path.write_text(
         "import argparse\nparser = argparse.ArgumentParser()\n"
@@ -619,7 +619,7 @@ def test_option_of_script_is_not_mentioned(shardwise: Launcher) -> None:
 def test_keyword_of_engine_may_give_flag_its_effect(
     shardwise: Launcher,
 ) -> None:
-    """A flag without effect is refused when the engine is there; a shared setting has a line."""
+    """An idle flag raises an error once the engine exists; other sources only warn."""
     path = shardwise.folder / "gives.py"
     path.write_text(
         "import sys, torch, shardwise as sw\nworld = sw.init(device='cpu', quiet=True)\n"
@@ -645,7 +645,7 @@ def test_keyword_of_engine_may_give_flag_its_effect(
 @WARM
 @pytest.mark.parametrize("backend", ["", "'gloo'"])
 def test_process_group_of_script_is_kept(shardwise: Launcher, backend: str) -> None:
-    """A script, or a library of it, that makes torch's group before sw.init keeps it."""
+    """A process group that the script or a library creates before sw.init stays in use."""
     path = shardwise.folder / "first.py"
     path.write_text(
         "import os\nimport torch.distributed as dist\n"
@@ -662,7 +662,7 @@ def test_process_group_of_script_is_kept(shardwise: Launcher, backend: str) -> N
 
 @WARM
 def test_plain_torch_script_gets_no_warning(shardwise: Launcher) -> None:
-    """No word of copies to ranks that join each other without us."""
+    """No warning about copies for ranks that join each other without us."""
     path = shardwise.folder / "plain.py"
     path.write_text(
         "import torch\nimport torch.distributed as dist\ndist.init_process_group('gloo')\n"
@@ -693,7 +693,7 @@ def test_second_step_without_engine_warns(shardwise: Launcher) -> None:
 
 def test_script_for_accelerate_gets_hint(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("def main():\n    from accelerate import Accelerator\n")  # none is imported
+    script.write_text("def main():\n    from accelerate import Accelerator\n")  # never called
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "run", "-n", "2", str(script)],
         capture_output=True,
