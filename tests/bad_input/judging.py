@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 from tests.bad_input.drawing import Input, draw
-from tests.bad_input.trying import Seen, tried
+from tests.bad_input.trying import Seen, try_input
 from tests.distributed.group import FORKED
 from tests.seeded import Command, Result
 
@@ -44,8 +44,8 @@ class Runner:
         """Try the input of `seed`."""
         given = draw(seed)
         real = given.around == "no files" or Random(-seed).random() < REAL
-        seen = tried(given, self._folder / f"input-{seed}", real=real)
-        kind, words = judged(given, seen)
+        seen = try_input(given, self._folder / f"input-{seed}", real=real)
+        kind, words = judge(given, seen)
         return Result(
             kind=kind,
             fine=kind in COMMAND.fine,
@@ -56,7 +56,7 @@ class Runner:
         )
 
 
-def judged(given: Input, seen: Seen) -> tuple[str, str]:
+def judge(given: Input, seen: Seen) -> tuple[str, str]:
     """Return the kind of result, and a few words about it."""
     lines = [line for line in seen.err.splitlines() if line.strip()]
     last = lines[-1][:300] if lines else ""

@@ -47,7 +47,7 @@ class Seen:
     left: tuple[str, ...]
 
 
-def tried(given: Input, folder: Path, *, real: bool) -> Seen:
+def try_input(given: Input, folder: Path, *, real: bool) -> Seen:
     """Run the command line with an input, in the new `folder`, which is removed afterwards."""
     _prepare(given, folder)
     environ = _environment() | given.environ | {"TMPDIR": str(folder / "temporary")}

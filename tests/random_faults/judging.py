@@ -45,7 +45,7 @@ class Runner:
             left = [str(pid) for pid in alive]
             written = (each.name for each in (folder / "temporary").iterdir())
             left += [name for name in written if not name.startswith("torchinductor_")]
-            kind, words = judged(fault, ran, seconds, left)
+            kind, words = judge(fault, ran, seconds, left)
             story = f"exit code {ran.code}\n{ran.out[-3000:]}{ran.err[-6000:]}"
         except AssertionError as error:  # it did not end
             kind, words, story, seconds = "hang", "", str(error), 0.0
@@ -73,7 +73,7 @@ def run(fault: Fault, launcher: Launcher, folder: Path) -> tuple[Ran, float]:
     return ran, time.time() - float(moment.read_text()) if moment.exists() else 0.0
 
 
-def judged(fault: Fault, ran: Ran, seconds: float, left: list[str]) -> tuple[str, str]:
+def judge(fault: Fault, ran: Ran, seconds: float, left: list[str]) -> tuple[str, str]:
     """Return the kind of result, and a few words about it."""
     named = _CLOSING.findall(ran.err)
     last = ran.err.strip().splitlines()[-1][:200] if ran.err.strip() else ""

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.random_faults.drawing import OWN, PLACES, SIGNALS, Fault, draw
-from tests.random_faults.judging import COMMAND, Runner, judged
+from tests.random_faults.judging import COMMAND, Runner, judge
 from tests.system.launcher import Ran
 
 FAULTS = (23, pytest.param(11, marks=pytest.mark.full))
@@ -48,4 +48,4 @@ NAMED = "\nshardwise: rank 1 of 3 was ended by SIGKILL.\n"
     ],
 )
 def test_detects_wrong_reports(code, err, seconds, left, kind):
-    assert judged(FAULT, Ran(code, "", err), seconds, left)[0] == kind
+    assert judge(FAULT, Ran(code, "", err), seconds, left)[0] == kind

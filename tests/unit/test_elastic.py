@@ -119,8 +119,8 @@ class TestPlace:
 
 
 def test_warns_about_open_agent() -> None:
-    alone = elastic.exposed(ALONE, {})
+    alone = elastic.open_agent_warning(ALONE, {})
     assert "listens on all interfaces without authentication" in alone
     assert "SHARDWISE_SECRET" not in alone
-    assert "set the same SHARDWISE_SECRET on all hosts" in elastic.exposed(TWO, {})
-    assert "SHARDWISE_SECRET" not in elastic.exposed(TWO, {"SHARDWISE_SECRET": "s" * 32})
+    assert "set the same SHARDWISE_SECRET on all hosts" in elastic.open_agent_warning(TWO, {})
+    assert "SHARDWISE_SECRET" not in elastic.open_agent_warning(TWO, {"SHARDWISE_SECRET": "s" * 32})

@@ -327,12 +327,12 @@ class TestCause:
     )
     def test_described_exit(self, code: int, kills: int | None, words: str) -> None:
         now = HostMemory(total=16 * 10**9, available=12 * 10**9, kills=kills)
-        said = failure_report.described_exit(code, before=self.FREE, now=now, peak=25 * 10**8)
+        said = failure_report.describe_exit(code, before=self.FREE, now=now, peak=25 * 10**8)
         assert said.startswith(words)
 
     def test_unknown_signal(self) -> None:
         assert (
-            failure_report.described_exit(-200, before=HostMemory(), now=HostMemory(), peak=0)
+            failure_report.describe_exit(-200, before=HostMemory(), now=HostMemory(), peak=0)
             == "signal 200"
         )
 

@@ -124,7 +124,7 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
         said = f"{source.variable}={value[:80]!r}, set by {source.scheduler},"
         try:
             text = Path(value).read_text() if source.is_file else value
-            found = hosts.merged([hosts.host_of(word) for word in source.listed(text)])
+            found = hosts.merge([hosts.host_of(word) for word in source.listed(text)])
         except OSError as error:
             raise LaunchError(
                 f"{said} cannot be read: {error.strerror}. Name the hosts with -H, or unset it."

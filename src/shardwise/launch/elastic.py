@@ -120,7 +120,7 @@ def agent_environment(
     return defaults | kept | given
 
 
-def exposed(meeting: ElasticRendezvous, environ: Mapping[str, str]) -> str:
+def open_agent_warning(meeting: ElasticRendezvous, environ: Mapping[str, str]) -> str:
     """Return the warning about torch's agent. Pure."""
     warning = (
         "torch's elastic agent, which --nnodes uses, listens on all interfaces without "

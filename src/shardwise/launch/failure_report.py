@@ -1,6 +1,6 @@
 """Finds the rank that caused a failure, and words the report of a run.
 
-`judge` finds the rank to blame, `described_exit` explains its exit code, and `closing_words` builds
+`judge` finds the rank to blame, `describe_exit` explains its exit code, and `closing_words` builds
 the last lines of a run. Nothing here starts or ends a process.
 """
 
@@ -320,7 +320,7 @@ _SIGNAL_CAUSES = {
 }
 
 
-def described_exit(code: int, *, before: HostMemory, now: HostMemory, peak: int) -> str:
+def describe_exit(code: int, *, before: HostMemory, now: HostMemory, peak: int) -> str:
     """Describe the end of a process, with its most likely cause.
 
     Args:

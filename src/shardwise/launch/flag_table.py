@@ -12,7 +12,7 @@ import click
 
 from shardwise.config import values
 from shardwise.config.outer_optimizer import FORMATS
-from shardwise.launch.flags import ADOPTED, Flag, Typed, adopted
+from shardwise.launch.flags import ADOPTED, Flag, Typed, parse_adopted
 
 
 class FlagRow(NamedTuple):
@@ -167,7 +167,7 @@ WHERE = (
         rare=True,
     ),
     row("-m MODULE", "run a module, as python -m does", names="module -m", is_flag=True),
-    row("--adopt NAMES", f"replace {', '.join(ADOPTED)}", adopted, listed=True),
+    row("--adopt NAMES", f"run scripts of {', '.join(ADOPTED)}", parse_adopted, listed=True),
     row(
         "--port PORT",
         "port of rank 0, and of each host of elastic islands (default: a free one)",

@@ -73,7 +73,7 @@ ADOPTED = ("accelerate", "deepspeed", "transformers", "lightning")
 """Libraries whose classes `--adopt` replaces with ours (see adopt.py)."""
 
 
-def adopted(text: str) -> tuple[str, ...]:
+def parse_adopted(text: str) -> tuple[str, ...]:
     """Parse names of libraries for `--adopt`, separated by commas."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names or any(name not in ADOPTED for name in names):

@@ -145,7 +145,7 @@ def launch(
         ending = one_host.run_begun(spec, console, begin)
         _raise_if_it_failed(ending, console)
         console.say(ending.words)
-        return [function_rank.received(file) for file in results]
+        return [function_rank.read_result(file) for file in results]
 
 
 # -- checks before the start -------------------------------------------------------------------
@@ -264,7 +264,7 @@ def _begin(
         reasons = "".join(f"\n- {fault}" for fault in faults)
         raise UsageError(f"sw.launch cannot start ranks of {_name(function)}:{reasons}")
     file = _unnamed_file(stack)
-    file.write(function_rank.dumped(pickled))
+    file.write(function_rank.dump_call(pickled))
     file.flush()
     inherited = [file.fileno(), *results]
     begin = program([*python_words(function_rank.__name__), *map(str, inherited)])

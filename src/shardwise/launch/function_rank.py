@@ -56,7 +56,7 @@ def _send(value: Any, fd: int) -> None:
             ) from None
 
 
-def received(file: Any) -> Any:
+def read_result(file: Any) -> Any:
     """Return the result that a rank wrote to `file`, with tensors on the CPU; None without one."""
     import torch
 
@@ -101,7 +101,7 @@ def _load(data: bytes) -> Callable[[], Any]:
     return partial(function, *arguments)
 
 
-def dumped(pickled: bytes) -> bytes:
+def dump_call(pickled: bytes) -> bytes:
     """Return the input of `main`: the pickled call, and how to import the main module."""
     return pickle.dumps((_preparation(), pickled))
 

@@ -224,7 +224,7 @@ class LocalWorkers:
     def _rank_exit(self, worker: Worker) -> RankExit:
         assert worker.end is not None
         now = resources.host_memory()
-        how = failure_report.described_exit(
+        how = failure_report.describe_exit(
             worker.end.code, before=self._memory, now=now, peak=worker.peak
         )
         return RankExit(

@@ -178,7 +178,7 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     if not request.dry_run:
         leads = None if address is None else network.interface_of(address)
         base = {**os.environ, **passed}
-        print(f"shardwise: {elastic.exposed(meeting, base)}", file=sys.stderr)
+        print(f"shardwise: {elastic.open_agent_warning(meeting, base)}", file=sys.stderr)
         # On several hosts each agent would draw another secret, so the user has to give one.
         if meeting.most == 1:
             base = _with_secret(base)

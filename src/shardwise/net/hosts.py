@@ -77,7 +77,7 @@ def from_list(text: str) -> list[Host]:
             hosts.append(host_of(word.strip()))
         except ValueError as fault:
             raise LaunchError(f"-H {text}: {fault}") from None
-    return merged(hosts)
+    return merge(hosts)
 
 
 def read(path: Path) -> list[Host]:
@@ -107,10 +107,10 @@ def from_file(text: str, name: str) -> list[Host]:
             raise LaunchError(f"{name}:{number}: {fault}") from None
     if not hosts:
         raise LaunchError(f"{name} names no host. Write one per line, such as: node1 slots=4")
-    return merged(hosts)
+    return merge(hosts)
 
 
-def merged(hosts: Sequence[Host]) -> list[Host]:
+def merge(hosts: Sequence[Host]) -> list[Host]:
     """Return each host once, at its first position, with all its slots: `h1,h1` is `h1:2`."""
     found: dict[str, Host] = {}
     for host in hosts:

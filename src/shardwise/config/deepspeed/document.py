@@ -96,7 +96,7 @@ class Document:
         return ConfigError(f"{self.name}: {key} {words}")
 
 
-def checked(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Document:
+def check(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Document:
     """Check every key and the type of every value in `tree`, and resolve "auto".
 
     A value "auto" is replaced by the value for that key in `auto`, or dropped without one.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.config.deepspeed.batches import MICRO, STEPS, TOTAL, Batches, solve
-from shardwise.config.deepspeed.document import Document, checked, read
+from shardwise.config.deepspeed.document import Document, check, read
 from shardwise.errors import ConfigError
 
 SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
@@ -87,7 +87,7 @@ def parse(
     does not support, and for keys that contradict each other.
     """
     tree, name = read(source)
-    document = checked(tree, name, auto or {})
+    document = check(tree, name, auto or {})
     _refuse_contradictions(document)
     rows = [*_placement_rows(document), *_precision_rows(document), *_transport_rows(document)]
     settings = {name: value for name, value, _ in rows}
