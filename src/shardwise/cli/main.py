@@ -234,6 +234,7 @@ def _doctor(explain: bool, **given: Any) -> int:
             names = ", ".join(str(host) for host in allocation.hosts)
             click.echo(f"hosts of {allocation}: {names}")
         return 0
+    # Imported by name and only here: doctor imports torch, which takes seconds.
     if identity.launcher != "python":
         return import_module("shardwise.tools.doctor.__main__").main()  # type: ignore[no-any-return]
     sizes = (given[name] for name in ("size", "per_host", "hosts", "hostfile", "nnodes"))

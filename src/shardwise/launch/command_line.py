@@ -29,6 +29,7 @@ def check_settings(flags: dict[str, str]) -> None:
     """Raise the errors in settings that every rank would raise, once and before any rank starts."""
     if environment.current_folder() is None:
         raise LaunchError("The current folder does not exist any more: change to another one (cd).")
+    # Resolve all sources as each rank will do later.
     environ = {**os.environ, config.FLAGS_VARIABLE: json.dumps(flags)}
     settings, _ = config.resolve(config.sources(environ, {}))
     settings.placement  # noqa: B018 raises for an illegal row

@@ -53,6 +53,7 @@ class Console:
         ]
         is_smart = environ.get("TERM") != "dumb"
         self._color = is_smart and not environ.get("NO_COLOR")
+        # Without pipes, the only rank writes to the terminal itself.
         self._live = None
         if self._terminals and self.piped and is_smart:
             self._live = LiveRow(self.prefix(0, self._terminals[0]))
@@ -103,6 +104,7 @@ class Console:
             self._streams[fd].write(self._decoders[fd].decode(data))
             self._streams[fd].flush()
             return
+        # Raw descriptors instead of sys.stdout: the output of ranks may be any bytes.
         while data and fd not in self._lost:
             try:
                 data = data[os.write(fd, data) :]

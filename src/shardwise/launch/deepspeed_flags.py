@@ -200,6 +200,7 @@ def _visible(chosen: Mapping[str, Sequence[int]]) -> list[str]:
     """Return the flag that selects the chosen GPUs; empty if they are the first ones anyway."""
     if all(list(slots) == list(range(len(slots))) for slots in chosen.values()):
         return []
+    # One variable goes to all hosts, so they must all use the same numbers.
     several = {tuple(slots) for slots in chosen.values()}
     if len(several) > 1:
         raise LaunchError(
@@ -222,7 +223,7 @@ def _each_host_by_itself(command: DeepSpeedCommand) -> list[str]:
             "--no_ssh needs --num_nodes and --num_gpus, or a hostfile with the same number of "
             "slots on each host."
         )
-    port = flags.get("master_port") or 29500
+    port = flags.get("master_port") or 29500  # DeepSpeed's default
     words = ["--nnodes", str(nodes), "--node-rank", str(flags["node_rank"])]
     words += ["--rdzv-endpoint", f"{flags['master_addr']}:{port}"]
     return words + _named("--nproc-per-node", counts.pop())

@@ -82,6 +82,7 @@ def agent_command(
         found += ["--standalone"]
     else:
         bracketed = f"[{meeting.host}]" if ":" in meeting.host else meeting.host
+        # torch's c10d backend ignores --node-rank, so numbered hosts need the static one.
         numbered = meeting.node_rank is not None
         found += [f"--rdzv-backend={'static' if numbered else 'c10d'}"]
         found += [f"--rdzv-endpoint={bracketed}:{meeting.port}", f"--rdzv-id={meeting.name}"]
@@ -89,7 +90,7 @@ def agent_command(
     found += [f"--max-restarts={restarts}"]
     found += [f"--local-addr={address}"] if address is not None else []
     found += [f"--log-dir={log_dir}", "--tee=3"] if log_dir is not None else []
-    return [*found, "--no-python", *command]
+    return [*found, "--no-python", *command]  # `command` names its interpreter itself
 
 
 def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:

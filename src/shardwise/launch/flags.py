@@ -104,6 +104,7 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments. Raises ConfigError for a list that is given twice."""
+        # click itself keeps only the last of repeated flags, so parse once more to see all.
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         refuse_twice(order)
         return super().parse_args(ctx, args)

@@ -89,6 +89,7 @@ class Failed:
 def parse(tail: str) -> Waited | Failed | None:
     """Return the failure that the watchdog reported in the last output of a rank, or None."""
     late, ended = _TIMEOUT.search(tail), _ENDED.search(tail)
+    # The watchdog reports a timeout first, and then its own end because of it.
     if late is not None and (ended is None or late.start() < ended.end()):
         verb = _VERBS.get(late["kind"], late["kind"].strip("_").lower())
         group = _GROUP.search(tail, late.end())  # the next line of the watchdog names it

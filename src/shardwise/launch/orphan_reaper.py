@@ -46,6 +46,8 @@ class OrphanReaper:
         script = Path(__file__)
         self._folder = folder
         self._groups: set[int] = set()
+        # -I and -S: without site-packages Python starts in milliseconds, and the environment of the
+        # user cannot change what the reaper runs.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", script.name, *([] if limit is None else [str(limit)])],
             cwd=script.parent,

@@ -147,6 +147,7 @@ def _inside(package: ModuleSpec, path: str) -> ModuleSpec | None:
     finders = [pkgutil.get_importer(place) for place in places]
     found = [finder.find_spec(path) for finder in finders if isinstance(finder, FileFinder)]
     specs = [spec for spec in found if spec is not None]
+    # Prefer a real module to a namespace package, which has no loader.
     return next((spec for spec in specs if spec.loader), specs[0] if specs else None)
 
 

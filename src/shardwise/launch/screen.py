@@ -47,6 +47,7 @@ class Lines:
     def feed(self, data: bytes) -> bytes:
         """Return the lines that `data` completes."""
         *whole, rest = (self._rest + data).split(b"\n")
+        # A progress bar may grow without a newline for hours: keep only its last state.
         if len(rest) > LONGEST_LINE:
             rest = _last_state(rest)
         if len(rest) > LONGEST_LINE:

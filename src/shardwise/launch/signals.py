@@ -26,7 +26,7 @@ class Signals:
     def __enter__(self) -> "Signals":
         self.fd, self._written = os.pipe()
         for end in (self.fd, self._written):
-            os.set_blocking(end, False)
+            os.set_blocking(end, False)  # Python requires it of a wakeup descriptor
         self._before_fd = signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
         self._before: dict[signal.Signals, Any] = {}
         for number in WATCHED:

@@ -60,6 +60,8 @@ def program(words: Sequence[str]) -> Begin:
     def begin(environ: Mapping[str, str], pass_fds: Sequence[int], streams: Streams) -> Process:
         stdin, stdout, stderr = streams
         try:
+            # Its own session: Ctrl-C on the terminal reaches only the launcher, which decides about
+            # the ranks, and one signal reaches everything that a rank has started.
             return subprocess.Popen(
                 words,
                 env=environ,
@@ -198,6 +200,7 @@ class Worker:
     def resize(self, window: tuple[int, int]) -> None:
         """Pass on the new rows and columns of the terminal to a rank that draws live."""
         if self._terminal is not None and self.end is None:
+            # It is not the rank's controlling terminal, so the kernel sends no SIGWINCH itself.
             termios.tcsetwinsize(self._terminal, window)
             self.send_signal(signal.SIGWINCH)
 

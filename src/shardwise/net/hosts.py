@@ -62,6 +62,7 @@ class Share:
 
 
 _NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+# No part may begin with a hyphen: ssh would take the host for an option, such as -oProxyCommand=x.
 _HOST = re.compile(
     r"((?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?"
     rf"(\[(?P<six>[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?)\]|(?P<name>{_NAME}))"

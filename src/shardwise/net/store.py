@@ -81,6 +81,7 @@ class KeyValueTable:
             for key in keys:
                 while key not in self._values:
                     left = until - time.monotonic()
+                    # One condition per key: a `set` wakes only the threads that wait for its key.
                     arrival = self._arrivals.setdefault(key, threading.Condition(self._lock))
                     if left <= 0 or not arrival.wait(left):
                         return [each for each in keys if each not in self._values]

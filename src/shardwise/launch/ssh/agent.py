@@ -196,7 +196,7 @@ class Agent:
         self._former += [self._parts[part]] if part in self._parts else []
         self._parts[part] = workers
         workers.start(listener)
-        if self._paused:
+        if self._paused:  # `start` begins to read
             workers.pause()
 
     @cached_property
@@ -275,6 +275,8 @@ class Agent:
             self._selector.register(OUT, selectors.EVENT_WRITE, self._write)
         elif waiting and not self._out:
             self._selector.unregister(OUT)
+        # Backpressure: while the launcher is slow, ranks block on their full pipes, as they would
+        # on a slow terminal, instead of filling this process's memory.
         if self._parts and self._paused != (len(self._out) > FULL):
             self._paused = not self._paused
             for workers in self._parts.values():

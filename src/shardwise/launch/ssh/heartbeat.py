@@ -43,6 +43,7 @@ def heartbeats(fds: Iterable[int]) -> Iterator[None]:
 
 def beat(fds: Iterable[int]) -> None:
     """Write to each writable one of `fds` every second, until standard input ends."""
+    # Standard input is a pipe from the launcher: it becomes readable when the launcher ends.
     alive = set(fds)
     while not select.select([0], [], [], EVERY)[0]:
         ready = select.select([], alive, [], 0)[1]

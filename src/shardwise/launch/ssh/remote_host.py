@@ -311,6 +311,7 @@ class RemoteHost:
 
 
 def _start(words: list[str]) -> "subprocess.Popen[bytes]":
+    # Its own session, so that Ctrl-C does not end ssh: the launcher asks the agent to end first.
     pipe = subprocess.PIPE
     try:
         return subprocess.Popen(

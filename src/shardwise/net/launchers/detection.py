@@ -130,6 +130,8 @@ _HOROVOD = RankVariables(
     job=("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
 )
 
+# Levels: 0 ours, 1 by hand, 2 launchers of one host or of Python, 3 MPI, 4 schedulers, 5 and 6
+# services that start one process per host, 7 no launcher.
 LAUNCHERS = (
     Launcher(name="shardwise run", level=0, read=_shardwise_run, sets_threads=True),
     Launcher(name="the user", level=1, read=_by_hand),
