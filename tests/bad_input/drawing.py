@@ -372,7 +372,7 @@ def from_agent(rng: Random) -> Input:
 
 
 def surroundings(rng: Random) -> Input:
-    """Draw surroundings in which no run is possible."""
+    """Draw surroundings that make any run impossible."""
     around = rng.choice(["no folder", "no files", "stdout closed", "all closed", "stdout full"])
     words: Any = ("run", "-n", "2", SCRIPT)
     if around != "no files":

@@ -237,7 +237,7 @@ OTHERS = pytest.mark.parametrize(
 
 
 def started_by(other: str) -> list[str]:
-    """Return the command by which another launcher starts three ranks of a script."""
+    """Return the command of another launcher for three ranks of a script."""
     if other == "torchrun":
         return [TORCHRUN, "--standalone", "--nproc-per-node=3"]
     return [mpirun(other), "-n", "3", sys.executable]

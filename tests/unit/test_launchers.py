@@ -400,7 +400,7 @@ NODE = {"rank": 1, "size": 2, "node": 1}
             environments.DEEPSPEED,
             Identity(launcher="torchrun", address="node01", port=29500, **RANK),
         ),
-        # scripts of batch jobs, array jobs and independent tasks, in which nobody started a rank
+        # scripts of batch jobs, array jobs and independent tasks, where nobody started a rank
         (environments.FLUX_BATCH, ALONE),
         (environments.LSF_BATCH, ALONE),
         (environments.PBS_BATCH, ALONE),
