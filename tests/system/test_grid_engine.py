@@ -36,8 +36,7 @@ def cell() -> Iterator[GridEngine]:
 
 @pytest.fixture(scope="module")
 def warm_on_hosts(cell: GridEngine) -> Iterator[dict[str, str]]:
-    """The variables of warm programs. The hosts are in another PID namespace, so the warm process
-    runs there too."""
+    """Yield the variables of warm programs, whose process is in the PID namespace of the hosts."""
     warm = WarmPython(processes=1, enter=cell.enter())
     try:
         yield dict(warm.environ())

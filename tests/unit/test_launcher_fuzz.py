@@ -37,7 +37,7 @@ def _plain(rank: str, size: str, **more: str):
 
 
 def _slurm(who: Rank, draw: random.Random) -> Environ:
-    """One host, or one task on each."""
+    """Return the variables of a Slurm task: on one host, or one task per host."""
     rank, size = who
     names = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(size)}
     names |= {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size)}

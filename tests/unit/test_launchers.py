@@ -135,7 +135,7 @@ ONE_TASK = STEP | {
 
 
 def with_address(identity: Identity) -> Identity:
-    """With the address that the pod's variables say."""
+    """Return the identity with the address in the pod's variables."""
     return replace(identity, address="train-0", port=23456)
 
 

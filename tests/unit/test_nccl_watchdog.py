@@ -15,7 +15,7 @@ WORDS = Path(__file__).parents[1] / "system" / "scripts" / "nccl_watchdog.txt"
 
 
 def late(rank: int = 0, number: int = 7, kind: str = "ALLREDUCE") -> str:
-    """The output of torch 2.9 and later when a rank has waited for 600 seconds."""
+    """Return the output of torch 2.9 and later when a rank has waited for 600 seconds."""
     text = WORDS.read_text().replace("OpType=ALLREDUCE", f"OpType={kind}")
     return text.replace("SeqNum=7", f"SeqNum={number}").replace("Rank 0", f"Rank {rank}")
 

@@ -161,7 +161,7 @@ def _refuse(flags: Mapping[str, Any]) -> None:
 
 
 def _this_host(flags: Mapping[str, Any]) -> list[str]:
-    """A run without a hostfile."""
+    """Return the flags of a run without a hostfile."""
     if (flags.get("num_nodes") or 1) > 1:
         raise LaunchError(
             f"--num_nodes {flags['num_nodes']} needs the names of the hosts: give --hostfile FILE."
