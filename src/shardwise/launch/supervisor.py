@@ -113,9 +113,7 @@ class Supervisor:
 
     def turn(self, limit: float | None = None) -> None:
         """Wait for events, at most `limit` seconds, and handle them."""
-        # The callbacks run before the plan is read, because one that loses a host makes a new plan.
-        calls = [call() for call in self.every_turn]
-        waits = [wait for wait in (limit, *calls, self._plan.wait()) if wait is not None]
+        waits = [wait for wait in (limit, *self._waits()) if wait is not None]
         for key, _ in self.selector.select(min(waits, default=None)):
             key.data()
         for number in self._plan.due():
@@ -125,6 +123,11 @@ class Supervisor:
                 site.send_signal(number)
         if self._console.broken and self._asked is None:
             self._stop(signal.SIGPIPE)
+
+    def _waits(self) -> list[float | None]:
+        """Return the seconds until each event that is due; None for nothing to wait for."""
+        # The callbacks run before the plan is read, because one that loses a host makes a new plan.
+        return [*[call() for call in self.every_turn], self._plan.wait()]
 
     @property
     def is_asked(self) -> bool:
