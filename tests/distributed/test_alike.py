@@ -259,7 +259,7 @@ def test_buffers_that_differ_by_rank_are_left_alone(group):
 def misuse_case(world):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"micro_batch_size is no setting.*sw\.Loader"):
+    with pytest.raises(ConfigError, match=r"micro_batch_size is not a setting.*sw\.Loader"):
         sw.Engine(model, optimizer, micro_batch_size=2)
     engine = sw.Engine(model, optimizer, ema_decay=0.5)
     loss = model(batch(0)).square().mean()

@@ -264,9 +264,9 @@ def refused_case(world, settings, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"equal_every": 30}, "--behind 2 and --equal-every 30 cannot be had together: that is of"),
-        ({"late": 1}, "--behind 2 and --late 1 cannot be had together"),
-        ({"outer": "nesterov:0.7,0.9"}, "--behind 2 and --outer nesterov:0.7,0.9 cannot be had"),
+        ({"equal_every": 30}, "--equal-every 30 cannot be combined with --behind 2: it is for"),
+        ({"late": 1}, "--late 1 cannot be combined with --behind 2"),
+        ({"outer": "nesterov:0.7,0.9"}, "--outer nesterov:0.7,0.9 cannot be combined with"),
         ({"sync_batch_norm": True}, "--islands 2 and --sync-batch-norm cannot be had together"),
     ],
 )
@@ -667,6 +667,6 @@ def said_case(world):
 
 def test_what_is_made_equal_when_is_said(group):
     lines, title = group(4, islands=2, behind=BEHIND)(said_case)[0]
-    rule = "gradients equal every step, sent as int8, used 2 steps behind"
+    rule = "gradients synchronised every step, sent as int8, used 2 steps later"
     assert lines[2] == f"  2 islands of 2 workers: {rule}: 232 B sent per worker and step"
     assert title == f"ZERO_0 on 4 ranks over memory, 2 islands; bytes per rank; {rule}"

@@ -487,7 +487,7 @@ def said_case(world):
 def test_what_is_made_equal_when_is_said(group):
     lines, title = group(4, islands=2, quiet=True)(said_case)[0]
     assert "4 workers = 2 islands x 2 data on" in lines[0]
-    rule = "parameters equal every 4 steps (mean), sent as int8, used 1 step after"
+    rule = "parameters synchronised every 4 steps (mean), sent as int8, used 1 step later"
     assert lines[2] == (
         f"  2 islands of 2 workers, which make steps of their own: {rule}, 1 fragment in turn: "
         "240 B sent per worker each time"

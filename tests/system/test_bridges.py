@@ -108,10 +108,10 @@ def test_what_cannot_be_adopted(shardwise: Launcher) -> None:
     for words, said in (
         (
             ["--adopt", "keras", ADOPTED],
-            "--adopt takes names out of accelerate, deepspeed",
+            "--adopt takes one or more of accelerate, deepspeed",
         ),
         (["--adopt", "accelerate", "absent.py"], "There is no script absent.py"),
-        (["--adopt", "accelerate", "sh"], "--adopt runs scripts of Python, and sh is none."),
+        (["--adopt", "accelerate", "sh"], "--adopt needs a Python script, and sh is not one."),
     ):
         ran = run(shardwise, *WORDS, "-n", "2", *words)
         assert (ran.code, said in ran.err) == (2, True), ran.err

@@ -160,7 +160,7 @@ def test_an_island_that_hangs(shardwise: Launcher) -> None:
     stop = ["--die", "3:6", "--signal", str(int(signal.SIGSTOP))]
     ran = shardwise.run(*words(*more, *stop))
     assert ran.code == 0, ran.err
-    assert "island 1 has ended at step 6 (rank 3 of 4 did not come: " in ran.err
+    assert "island 1 has ended at step 6 (rank 3 of 4 did not arrive: " in ran.err
     assert back_at(ran, 1) in (16, 20)
     ends(shardwise.folder / "ck")
     assert shardwise.wait_until_gone() == []
@@ -178,7 +178,7 @@ def test_an_island_of_one_that_hangs(shardwise: Launcher) -> None:
     assert (
         "Rank 0 has waited 6 s in the boundary after step 8 for rank 1 of another island" in ran.err
     )
-    assert "rank 1 of 2 did not come" in ran.err
+    assert "rank 1 of 2 did not arrive" in ran.err
     assert shardwise.wait_until_gone() == []
 
 
@@ -192,7 +192,7 @@ def test_what_is_not_of_one_island_ends_the_run(shardwise: Launcher, moment: str
         ran = shardwise.run(*words("--restarts", "1", script("island_dies"), "ck", "--die", moment))
         assert ran.code == 0, ran.err
         assert ran.out.count("start 0") == 8
-        assert "rank 2 of 4 was ended before the first step (SIGKILL). Starting again" in ran.err
+        assert "rank 2 of 4 was ended before the first step (SIGKILL). Restart " in ran.err
         ends(folder)
         return
     more = [script("island_dies"), "ck", "--die", "2:6", "--pause", "0.2"]
@@ -247,7 +247,7 @@ def test_one_count_of_starts(shardwise: Launcher) -> None:
     ran = run.finish()
     assert ran.code == 137, ran.err
     assert "Starting it again, 1 of 1." in ran.err
-    assert "it was started again once, and no more." in ran.err
+    assert "the limit of 1 restart (--restarts) is reached." in ran.err
     assert shardwise.wait_until_gone() == []
 
 

@@ -89,7 +89,7 @@ def test_old_command_name_works_and_names_the_new_one(shardwise: Launcher) -> No
     ran = shardwise.run("split", "--pipeline", "2", env=QUICK)
     assert ran.code == 2
     assert "`shardwise split` is now called `shardwise pipeline-plan`." in ran.err
-    assert "Which model? For example: shardwise pipeline-plan" in ran.err
+    assert "No script given. Example: shardwise pipeline-plan" in ran.err
     shown = shardwise.run("--help", env=QUICK)
     assert "pipeline-plan" in shown.out
     assert "split" not in shown.out

@@ -112,7 +112,7 @@ def test_names_the_variables_that_identify_a_rank() -> None:
         "  meeting     rank 0 listens at n1, port 29500",
     ]
     assert identity.described(launcher_detection.detect({}), {}).splitlines()[-1] == (
-        "  meeting     there are no others"
+        "  meeting     there are no other ranks"
     )
 
 

@@ -34,7 +34,7 @@ def test_off_there_are_no_micro_shards():
 
 
 def test_it_is_for_the_whole_run():
-    with pytest.raises(ConfigError, match=r"exact is no setting of the engine: give it to sw.init"):
+    with pytest.raises(ConfigError, match=r"exact is not a setting of the engine: pass it to sw"):
         config.refuse_elsewhere({"exact": 4}, "engine")
 
 

@@ -174,7 +174,7 @@ def test_what_a_host_that_was_given_up_still_says(remote: IslandRemoteHost) -> N
     rest = {"how": "", "report": None, "progress": None, "alone": True}
     end = {"rank": 0, "code": -9, "time": 1.0, "stopped": True}
     came = {"rank": 0, "number": 7, "size": 1, "label": "a", "alone": False, "resumes": True}
-    remote._hear(protocol.encode("came", **came, data="") + protocol.encode("end", end=end, **rest))
+    remote._feed(protocol.encode("came", **came, data="") + protocol.encode("end", end=end, **rest))
     assert ears.gone == [([0], "it is lost")]
     assert ears.ends == []
     ears.selector.close()

@@ -98,10 +98,11 @@ def test_outer_that_is_none(text):
 
 
 def test_words():
-    assert IslandRule(every=50).in_words() == "parameters equal every 50 steps (mean)"
+    assert IslandRule(every=50).in_words() == "parameters synchronised every 50 steps (mean)"
     late = IslandRule(every=30, outer=Outer(0.7, 0.9), wire="int8", late=5)
     assert late.in_words() == (
-        "parameters equal every 30 steps (nesterov:0.7,0.9), sent as int8, used 5 steps after"
+        "parameters synchronised every 30 steps (nesterov:0.7,0.9), sent as int8, "
+        "used 5 steps later"
     )
 
 
@@ -132,11 +133,11 @@ def test_the_exact_mode_has_one_island():
 
 
 def test_words_of_gradients():
-    assert StalenessRule(behind=0).in_words() == "gradients equal every step"
+    assert StalenessRule(behind=0).in_words() == "gradients synchronised every step"
     late = StalenessRule(behind=1, wire="int4")
-    assert late.in_words() == "gradients equal every step, sent as int4, used 1 step behind"
+    assert late.in_words() == "gradients synchronised every step, sent as int4, used 1 step later"
     assert Settings(islands=2, behind=1, wire="int4").equal_in_words == late.in_words()
-    assert Settings(islands=2).equal_in_words == "parameters equal every 30 steps (mean)"
+    assert Settings(islands=2).equal_in_words == "parameters synchronised every 30 steps (mean)"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_words_of_gradients():
     ],
 )
 def test_what_cannot_be_had_beside_gradients_that_are_behind(given, flag):
-    with pytest.raises(ConfigError, match=f"^--behind 3 and {flag} cannot be had together: "):
+    with pytest.raises(ConfigError, match=f"^{flag} cannot be combined with --behind 3: "):
         check_contradictions(Settings(islands=2, behind=3, **given))
     check_contradictions(Settings(islands=2, behind=3, equal_every=1))
     check_contradictions(Settings(islands=2, **given))

@@ -337,7 +337,7 @@ def test_losses_of_a_single_epoch_are_drawn_by_step(
     [
         (["-n", "2,x", "train.py"], "numbers of workers such as 1,2,4,8"),
         (["-n", "0", "train.py"], "numbers of workers"),
-        ([], "What shall be measured?"),
+        ([], "No script given. Example: shardwise scale"),
         (["--zero", "7", "train.py"], "zero"),
     ],
 )
