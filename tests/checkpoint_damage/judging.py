@@ -97,7 +97,7 @@ def judged(done: Damage, seen: list[Seen], digests: list[str], call: str) -> tup
         return "silent difference", f"at step {main.steps}", "\n".join(main.lines)
     if main.steps == STEPS:
         return "equal", "", ""
-    told = [line for line in main.lines if "passed over" in line]
+    told = [line for line in main.lines if "skipped a checkpoint" in line]
     if call == "resume" and (told or done.kind == "most files gone"):
         return "fell back with a line", told[0] if told else "nothing was left of it", ""
     return "fell back in silence", f"to step {main.steps}", "\n".join(main.lines)

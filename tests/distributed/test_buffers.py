@@ -162,7 +162,7 @@ def test_writes_that_begin_late_are_found_and_said(group):
     apart, said = group(2)(found_late_case)[0]
     assert apart == [10 <= step < 32 for step in range(40)]
     (line,) = said
-    assert line.startswith("the buffer mean had other values on each worker for up to 32 steps")
+    assert line.startswith("the buffer mean differed between workers for up to 32 steps")
 
 
 class Sized(nn.Module):

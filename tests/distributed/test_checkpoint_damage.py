@@ -66,7 +66,7 @@ def test_a_seed_is_one_damage(runner, tmp_path):
         assert contents(first / "step-3") != contents(run / "step-3"), told
 
 
-LINE = ["shardwise: passed over: it"]
+LINE = ["shardwise: skipped a checkpoint: it"]
 GOOD = Seen(verified=1, steps=3, digest="c")
 
 

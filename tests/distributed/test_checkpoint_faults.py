@@ -32,7 +32,7 @@ from tests.distributed.test_checkpoint import (
 )
 from tests.distributed.test_engine import batch
 
-FULL = r"^Rank 1: The checkpoint of step 2 was not written: No space left on device .* It takes "
+FULL = r"^Rank 1: The checkpoint of step 2 was not written: No space left on device .* It needs "
 
 
 def saved_in(folder):
@@ -97,7 +97,7 @@ def test_training_goes_on(group, tmp_path, background):
     quota, read_only = group(2)(tolerant_case, tmp_path, background)[0]
     assert "Rank 1: The checkpoint of step 1 was not written: Disk quota exceeded" in quota
     assert "Rank 0: The checkpoint of step 2 was not written: Read-only file system" in read_only
-    assert quota.endswith("are whole. Training goes on.")
+    assert quota.endswith("are intact. Training continues.")
 
 
 def silent_case(world, folder):
@@ -183,7 +183,7 @@ def blind_case(world, folder):
         if world.rank == 1:
             patch.setattr(Path, "is_dir", lambda p: not p.name.endswith(".partial") and real(p))
             patch.setattr(socket, "gethostname", lambda: "far")
-        with pytest.raises(CheckpointError, match=r"not the same folder everywhere: far cannot"):
+        with pytest.raises(CheckpointError, match=r"not a shared folder: far cannot"):
             engine.save(folder)
     engine.close()
     assert saved_in(folder) == []

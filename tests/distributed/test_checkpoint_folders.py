@@ -53,8 +53,8 @@ def edited_case(world, folder):
     finally:
         del world.print
     alike(whole(engine, model), values[1])
-    assert "passed over" in lines[0]
-    assert "step-3/checkpoint.json is not what was written" in lines[0]
+    assert "skipped a checkpoint" in lines[0]
+    assert "step-3/checkpoint.json was changed after it was written" in lines[0]
     once(world, lambda: document.accept(folder / "step-3"))
     engine.load(folder / "step-3")
     assert engine.steps == 3
@@ -111,18 +111,20 @@ def lost_case(world, folder):
     try:
         once(world, (folder / "step-3" / "checkpoint.json").unlink)
         assert engine.resume(folder) == 2
-        said = f"shardwise: passed over: {folder}/step-3 has no checkpoint.json, so it is not"
+        said = f"shardwise: skipped a checkpoint: {folder}/step-3 is incomplete: it has no check"
         assert lines[0].startswith(said)
         alike(whole(engine, model), values[1])
         with pytest.raises(BrokenCheckpoint, match=r"tensors of a checkpoint.*model_only=True"):
             engine.load(folder / "step-3")
         engine.load(folder / "step-3", model_only=True)
-        assert "step-3 has lost its checkpoint.json: whether its weights are" in lines[-1]
-        with pytest.raises(CheckpointError, match=r"is a checkpoint itself.*engine\.load\("):
+        assert "step-3 has no checkpoint.json, so the checksums of its weights" in lines[-1]
+        with pytest.raises(CheckpointError, match=r"is a single checkpoint.*engine\.load\("):
             engine.resume(folder / "step-2")
         for step in (1, 2):
             once(world, (folder / f"step-{step}" / "checkpoint.json").unlink)
-        with pytest.raises(BrokenCheckpoint, match=r"step-3 has the name.* as 2 before it.*anew"):
+        with pytest.raises(
+            BrokenCheckpoint, match=r"step-3 is named like.* nor do 2 before it.*from scratch"
+        ):
             engine.resume(folder)
         assert engine.steps == 2, "nothing was changed"
     finally:

@@ -241,7 +241,7 @@ def test_whole_numbers_whose_mean_is_none_are_named():
         model[0].seen += rows
         each.after_backward(None)
     meet(kept)
-    assert "buffer 0.seen, of whole numbers, in another way on each worker" in said[0]
+    assert "integer buffer 0.seen differently on each worker" in said[0]
     assert models[0][0].others.tolist() == [1, 1]
 
 

@@ -16,7 +16,7 @@ class InPlace(nn.Module):
 def test_a_unit_that_writes_to_its_input_is_not_recomputed():
     unit = InPlace()
     RecomputedForward(unit, compiled=False)
-    with pytest.raises(ModelError, match=r"InPlace writes to its input in place.*x\.clone\(\)"):
+    with pytest.raises(ModelError, match=r"InPlace changes its input in place.*x\.clone\(\)"):
         unit(torch.ones(3, requires_grad=True) * 1.0)
     plain = nn.Tanh()
     RecomputedForward(plain, compiled=False)

@@ -1,17 +1,17 @@
-"""Saves and restores the attributes of optimizers, and state that belongs to no parameter.
+"""Attributes of optimizers, and optimizer state that belongs to no parameter.
 
-Such attributes are counters, lists, tensors, or another optimizer that is wrapped. torch's
-`state_dict()` has no attributes, so a resume would start them again. They become JSON, which names
-the larger tensors that are stored next to it:
+Such attributes are counters, lists, tensors, or a wrapped optimizer. torch's `state_dict()` does
+not contain them, so a resume would restart them. They are saved as JSON, which refers by name to
+larger tensors that are stored next to it:
 
     optimizer.count = 7            "count": 7
     optimizer.slow = {w: tensor}   "slow": {"$map": [[{"$parameter": "0.weight"},
                                                       {"$stored": ["0.slow.0.weight", false]}]]}
     optimizer.base = AdamW(...)    "base": {"$optimizer": {"groups": ..., "state": ..., ...}}
 
-Only attributes that have changed since the engine was made are saved, because the others are the
-script's choice. A load fills the containers, tensors and objects that are there, so references
-between them stay. It constructs only containers and tensors.
+A save contains only attributes that have changed since the engine was created; the script sets the
+others. A load fills existing containers, tensors and objects in place, so references between them
+stay valid. It constructs only containers and tensors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from shardwise.model.optimizer_access import held
 from shardwise.states.optimizer.optimizer_kind import attributes_of, common_state, is_known
 
 _COMMON = "state"
-"""Stands among the attributes for the state that belongs to no parameter."""
+"""Key, among the attributes, of the state that belongs to no parameter."""
 
 _MOST = 100_000
-"""The most values that are saved of one optimizer. Beyond, it refers to a dataset or the like."""
+"""Maximum number of values saved per optimizer. One with more probably refers to a dataset."""
 
 _STATELESS = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
@@ -50,13 +50,13 @@ _STATELESS = (
 )
 
 _OTHERS = {"_io", "_thread", "_weakref", "logging", "re", "shardwise", "threading", "torch"}
-"""Packages whose objects (locks, loggers, groups of ranks) no resume needs."""
+"""Packages whose objects (locks, loggers, groups of ranks) a resume does not need."""
 
 _NOTHING = object()
 
 
 def _saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """What attributes may refer to and a checkpoint has anyway, with the place of each."""
+    """Yield objects that attributes may refer to and that are saved elsewhere, with their paths."""
     yield "optimizer", optimizer
     yield "held", held(optimizer)
     yield "param_groups", optimizer.param_groups
@@ -66,7 +66,7 @@ def _saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _inside(place: str, key: Any) -> str:
-    """The place of what stands at `place` under `key`, which is encoded."""
+    """Return the path of the value under the encoded `key` at `place`."""
     if isinstance(key, dict):
         key = next(iter(key.values()))
     return f"{place}.{key}" if isinstance(key, str) else f"{place}[{key}]"
@@ -74,10 +74,14 @@ def _inside(place: str, key: Any) -> str:
 
 @dataclass
 class AttributeValues:
-    """The values of an optimizer's attributes at one time.
+    """The values of an optimizer's attributes at one moment.
 
-    `fields` are JSON by attribute; `tensors` are the stored ones by name. `unsaved` has the places
-    of values that cannot be saved. An attribute has changed if its field or its `marks` have.
+    Args:
+        fields: JSON by attribute.
+        tensors: Stored tensors by name.
+        unsaved: Paths of values that cannot be saved, by attribute.
+        marks: Objects by attribute that compare unequal once the attribute has changed in a way
+            that its field does not show.
     """
 
     fields: dict[str, Any]
@@ -86,7 +90,7 @@ class AttributeValues:
     marks: dict[str, list[Any]]
 
     def changed_since(self, initial: AttributeValues) -> AttributeValues:
-        """Only the attributes that differ from `initial`."""
+        """Return only the attributes that differ from `initial`."""
         names = [
             name
             for name, value in self.fields.items()
@@ -104,7 +108,7 @@ class AttributeValues:
 
 
 def _stored(value: Any) -> Iterator[str]:
-    """The names of the stored tensors in an encoded `value`."""
+    """Yield the names of the stored tensors in an encoded `value`."""
     if isinstance(value, dict):
         if "$stored" in value:
             yield value["$stored"][0]
@@ -141,25 +145,25 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
         and isinstance(told["attributes"], dict)
     ),
 }
-"""By tag, whether what stands under it can have been written."""
+"""Checks by tag whether a save can have written the value under that tag."""
 
 
 def check(fields: Mapping[str, Any]) -> None:
-    """Raise BrokenCheckpoint for `fields` that cannot have been written."""
+    """Raise BrokenCheckpoint for `fields` that no save writes."""
     for name, value in fields.items():
         try:
             _check(value)
         except (BrokenCheckpoint, KeyError, TypeError, ValueError) as error:
             raise BrokenCheckpoint(
                 f"The attribute {name} of an optimizer is {value!r:.60} in checkpoint.json, which "
-                "no save has written. Take another checkpoint."
+                "cannot be decoded. Use another checkpoint."
             ) from error
 
 
 def _check(value: Any) -> None:
     if not isinstance(value, dict):
         if isinstance(value, list):
-            raise TypeError("a list stands alone")
+            raise TypeError("a list without a tag")
         return
     ((tag, told),) = value.items()
     if tag not in _FORMS:
@@ -183,7 +187,7 @@ def _check(value: Any) -> None:
 
 
 class _Encoder:
-    """Encodes the attributes of `optimizer`, whose tensors get names that begin with `number`."""
+    """Encodes the attributes of `optimizer`; the names of its tensors start with `number`."""
 
     def __init__(self, optimizer: optim.Optimizer, number: int, spec: SpecView) -> None:
         self._optimizer = optimizer
@@ -192,7 +196,7 @@ class _Encoder:
         self._by_id = {id(parameter): name for parameter, name in self._names.items()}
         self._modules = {module for model in spec.models for module in model.modules()}
         self._places = {id(value): place for place, value in _saved_elsewhere(optimizer)}
-        self._alive: list[Any] = []  # no other object may get an id that is in `_places`
+        self._alive: list[Any] = []  # keeps objects alive, so that no id in `_places` is reused
         self._left = _MOST
         self._depth_in_objects = 0
         self._name = ""
@@ -222,13 +226,14 @@ class _Encoder:
             try:
                 return json_values.encode(value)
             except NotPlain:
-                self._mark(_Identity(value))  # not a plain value: one of those below
+                self._mark(_Identity(value))  # not a plain value: handled below
         if isinstance(value, Enum):
             return {"$enum": value.name}
         if isinstance(value, tuple):
             return {"$tuple": self._items(value, place)}
         if id(value) in self._places:
             return {"$same": self._places[id(value)]}
+        # Recorded before the contents are encoded, so that a cycle becomes a "$same".
         self._places[id(value)] = place
         self._alive.append(value)
         if isinstance(value, Tensor):
@@ -250,7 +255,7 @@ class _Encoder:
             known: Any
             if isinstance(key, nn.Parameter) and key in self._names:
                 known = {"$parameter": self._names[key]}
-            elif type(key) is int and key in self._by_id:  # slow[id(parameter)] = ...
+            elif type(key) is int and key in self._by_id:  # a common idiom: slow[id(parameter)]
                 known = {"$id": self._by_id[key]}
             else:
                 try:
@@ -268,15 +273,15 @@ class _Encoder:
         try:
             return {"$small": [json_values.encode(value), on_device]}
         except NotPlain:
-            # Writes by .data do not count versions. So tensors are taken to change, except in
-            # objects, which may refer to the data that is trained on.
+            # A write through .data does not increment a version, so assume that tensors change.
+            # Not in objects, though: they may refer to the data set, which would be saved.
             self._mark(_Identity(value) if self._depth_in_objects else object())
             name = f"{self._number}.{place}"
             self._made.tensors[name] = value.detach()
             return {"$stored": [name, on_device]}
 
     def _other(self, other: optim.Optimizer, place: str) -> dict[str, Any]:
-        """An optimizer that this one refers to, such as the one that it wraps."""
+        """Encode an optimizer that this one refers to, such as one that it wraps."""
         groups = []
         for number, group in enumerate(other.param_groups):
             here = f"{place}.param_groups.{number}"
@@ -296,7 +301,7 @@ class _Encoder:
         self._depth_in_objects += 1
         try:
             if (given := _state_dict_of(value)) is not _NOTHING:
-                self._mark(object())  # what it returns may be new at each call
+                self._mark(object())  # the returned objects may be new at each call
                 return {"$given": self._encoded(given, f"{place}.state_dict()")}
             package = type(value).__module__.partition(".")[0]
             if package in _OTHERS:
@@ -310,8 +315,8 @@ class _Encoder:
             self._depth_in_objects -= 1
 
     def _left_out(self, value: Any, place: str) -> Any:
-        """Note that `value` cannot be saved."""
-        # Of one that is no constant it cannot be told whether it has changed.
+        """Record that `value` cannot be saved."""
+        # There is no way to see whether a mutable value has changed, so assume that it has.
         counts = isinstance(value, Iterator) or hasattr(value, "__array__")
         is_constant = isinstance(value, Hashable) and not counts
         self._mark(_Identity(value) if is_constant else object())
@@ -321,13 +326,13 @@ class _Encoder:
 
 
 class _Identity:
-    """Equals another one if both are of one object, and nothing was written into it since."""
+    """Compares equal to another one for the same object, unless the object was written since."""
 
     def __init__(self, value: Any) -> None:
         self._version = value._version if isinstance(value, Tensor) else 0
         try:
             self._find: Callable[[], Any] = weakref.ref(value)
-        except TypeError:  # such as bytes: small, so it may be held
+        except TypeError:  # a type without weak references, such as bytes
             self._find = lambda: value
 
     def __eq__(self, other: object) -> bool:
@@ -348,7 +353,7 @@ def _state_dict_of(value: Any) -> Any:
 class _Restorer:
     """Restores attributes of `optimizer`; `read` returns a stored tensor.
 
-    `lost` has the places of saved values that no object here could take.
+    `lost` has the paths of saved values that no object here could take.
     """
 
     def __init__(
@@ -378,7 +383,7 @@ class _Restorer:
             into[key] = value
 
     def _restored(self, now: Any, saved: Any, place: str) -> Any:
-        """Return the value for `place`: the object `now` that is there, filled, if possible."""
+        """Return the value for `place`: the present object `now`, filled in place if possible."""
         tag, told = next(iter(saved.items())) if isinstance(saved, dict) else ("", saved)
         if tag == "$parameter":
             return self._parameters[told]
@@ -414,7 +419,7 @@ class _Restorer:
 
     def _map(self, now: Any, told: Any, place: str) -> Any:
         into: MutableMapping[Any, Any] = now if isinstance(now, dict) else {}
-        self._places[place] = into  # for what refers to it from inside
+        self._places[place] = into  # before the contents, which may refer to it
         old = dict(into)
         into.clear()
         for key, saved in told:
@@ -439,7 +444,7 @@ class _Restorer:
         return into
 
     def _fill(self, now: Any, tag: str, told: Any, place: str) -> bool:
-        """Fill an object that only the script can make; False if it has made none such."""
+        """Fill an object that only the script can create; return False if it is missing."""
         if tag in ("$enum", "$same"):
             return False
         if tag == "$kept":
@@ -478,9 +483,9 @@ def _pairs(old: Any, told: list[Any], place: str) -> Iterator[tuple[Any, Any, st
 
 
 class OptimizerAttributes:
-    """The attributes of the optimizers of `spec`, now and when the engine was made.
+    """Attributes of the optimizers of `spec`, now and at the creation of the engine.
 
-    torch's own optimizers are left out: their state is all in torch's places.
+    torch's own optimizers are skipped, because all their state is in `state` and `param_groups`.
     """
 
     def __init__(self, spec: SpecView) -> None:
@@ -492,7 +497,7 @@ class OptimizerAttributes:
         }
 
     def changed(self, optimizer: optim.Optimizer) -> AttributeValues | None:
-        """Return the attributes that have changed since; None for an optimizer of torch's."""
+        """Return the attributes that have changed, or None for one of torch's optimizers."""
         if optimizer not in self._initial:
             return None
         number = self._spec.optimizers.index(optimizer)
@@ -500,13 +505,13 @@ class OptimizerAttributes:
         return now.changed_since(self._initial[optimizer])
 
     def lacks(self) -> Iterator[str]:
-        """Yield a line for each attribute that a resume from a save of now would start again."""
+        """Yield a warning for each attribute that a resume from a save now would restart."""
         for optimizer in self._initial:
             values = self.changed(optimizer)
             for name, places in values.unsaved.items() if values is not None else ():
                 yield (
                     f"{type(optimizer).__name__} keeps {listed(places)} in its attribute {name}, "
-                    "which a checkpoint cannot hold: a resume would start it again. Keep tensors, "
+                    "which a checkpoint cannot hold, so a resume would restart it. Keep tensors, "
                     "numbers, text, or lists and dicts of these."
                 )
 
@@ -519,11 +524,18 @@ class OptimizerAttributes:
         *,
         common: bool = True,
     ) -> None:
-        """Restore the attributes of `optimizer` that were `saved`; `read` returns a stored tensor.
+        """Restore attributes of `optimizer`.
 
-        Attributes that had not changed by then get their first values, and so does state that
-        belongs to no parameter, if `common`. `say` gets a line about values that cannot be
-        restored. Raises CheckpointMismatch if the optimizer here is built in another way.
+        Attributes that had not changed when they were saved get their initial values. With
+        `common`, so does state that belongs to no parameter.
+
+        Args:
+            saved: The encoded attributes.
+            read: Returns a stored tensor.
+            say: Receives a warning about values that cannot be restored.
+
+        Raises:
+            CheckpointMismatch: The optimizer is built differently here.
         """
         if (now := self.changed(optimizer)) is None:
             return
@@ -539,20 +551,20 @@ class OptimizerAttributes:
                         restorer.restore(name, value)
         except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
             raise CheckpointMismatch(
-                f"The attributes of {type(optimizer).__name__} in the checkpoint do not fit the "
-                f"optimizer here ({type(error).__name__}: {error}). Make the optimizer that was "
-                "saved, or load the model alone: model_only=True."
+                f"The attributes of {type(optimizer).__name__} in the checkpoint do not match the "
+                f"optimizer here ({type(error).__name__}: {error}). Build the optimizer that was "
+                "saved, or load only the model: engine.load(path, model_only=True)."
             ) from error
         if lost := restorer.lost + unknown:
             say(
-                f"attributes of {type(optimizer).__name__} in the checkpoint cannot be restored: "
-                f"{listed(lost)}. They stay as they are here."
+                f"these attributes of {type(optimizer).__name__} cannot be restored from the "
+                f"checkpoint and keep their values: {listed(lost)}."
             )
 
     def plain(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        """Return the changed attributes for a state_dict; empty if there are none."""
+        """Return the changed attributes for a state_dict; may be empty."""
         values = self.changed(optimizer)
-        # State of no parameter stands in torch's own part of a state_dict.
+        # torch's own part of the state_dict contains the state of no parameter.
         fields = {} if values is None else {k: v for k, v in values.fields.items() if k != _COMMON}
         if values is None or not fields:
             return {}

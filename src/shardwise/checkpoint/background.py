@@ -1,9 +1,14 @@
-"""Writes a checkpoint beside training, by a thread, from a copy of the states.
+"""Background save: a thread writes a checkpoint from a copy of the states.
 
-Collectives belong to training, so the ranks' threads meet in the draft's folder: each leaves a
-note when its part is on the disk, rank 0 waits for all notes and gives the checkpoint its name,
-and the others see that, or read rank 0's note of what went wrong. Room for the notes is taken
-before anything else is written, so that a full disk cannot silence them.
+Only the training thread may start collectives, so the ranks' threads communicate through files in
+the draft's folder:
+
+    each rank   writes its part, then a note with its checksums or its failure
+    rank 0      waits for all notes, then renames the draft, or leaves a note of the failure
+    others      wait until they see the rename or rank 0's note
+
+Disk space for the notes is reserved before anything else is written, so that a failure can be
+reported even if the disk is full.
 """
 
 from __future__ import annotations
@@ -24,21 +29,21 @@ from shardwise.layout.byte_ranges import Extent
 from shardwise.timeline import Row, span
 
 RESERVED = 4096
-"""Bytes that the note of a failure may have: one block."""
+"""Bytes reserved for the note of a failure: one block."""
 
 PAUSE = 0.02
-"""Seconds between looks into the folder."""
+"""Seconds between polls of the folder."""
 
 
 class Copies:
-    """Copies the tensors that it is given, into memory that the next save uses again."""
+    """Sink that copies tensors, into memory that the next save reuses."""
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
         self._given: list[tuple[str, Sequence[Extent], memoryview]] = []
 
     def begin(self) -> None:
-        """Forget the copies of a save that failed before it was written."""
+        """Drop the copies of a save that failed before it was written."""
         self._given = []
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
@@ -53,20 +58,20 @@ class Copies:
         """No-op: the memory is copied."""
 
     def play(self, sink: TensorSink) -> None:
-        """Give all copies to `sink`."""
+        """Write all copies to `sink`."""
         for kind, ranges, memory in self._given:
             sink.write(kind, ranges, memory)
         sink.settle()
 
 
 class BackgroundSave(threading.Thread):
-    """A thread that writes one save. Once it has ended, `failure` says what went wrong.
+    """Thread that writes one save. After it has ended, `failure` is an error message or None.
 
-    The interpreter waits for the thread before it ends.
+    It is not a daemon: the interpreter waits for it before it exits.
 
     Args:
-        finish: Completes the checkpoint from the checksums of all ranks; called on rank 0.
-        limit: Seconds that a rank waits for the others after its own part.
+        finish: Publishes the checkpoint with the checksums of all ranks; called on rank 0.
+        limit: Seconds that a rank waits for the others after writing its own part.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class BackgroundSave(threading.Thread):
         self._rank, self._size, self._limit = rank, size, limit
 
     def run(self) -> None:
-        """Write, leave a note, and wait for the outcome on all ranks."""
+        """Write this rank's part, leave a note, and wait for the result of all ranks."""
         with span("write", Row.BACKGROUND):
             sums = self._own()
         try:
@@ -97,7 +102,7 @@ class BackgroundSave(threading.Thread):
                     self._complete()
                 else:
                     self._await()
-        except Exception as error:  # nobody else would hear of it
+        except Exception as error:  # no caller would see an exception of this thread
             self.failure = self.failure or self._said(error)
 
     def _own(self) -> list[Any]:
@@ -105,7 +110,7 @@ class BackgroundSave(threading.Thread):
         try:
             self._copies.play(self._writer)
             sums = self._writer.finish()
-        except Exception as error:  # the others wait for a note, whatever went wrong
+        except Exception as error:  # the other ranks wait for a note even then
             self.failure = self._said(error)
             return []
         finally:
@@ -116,7 +121,7 @@ class BackgroundSave(threading.Thread):
 
     def _complete(self) -> None:
         """Rank 0: wait for all notes, then publish the checkpoint."""
-        # All of them, also after a failure: a rank that still writes must not lose its folder.
+        # Wait for all notes even after a failure: a rank that still writes needs its folder.
         notes = [self._note_of(rank) for rank in range(self._size)]
         failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
         if not failed:
@@ -130,15 +135,15 @@ class BackgroundSave(threading.Thread):
                         for sums in (note["sums"] for note in notes)
                     ]
                 )
-            except Exception as error:  # the same
+            except Exception as error:  # the other ranks wait for rank 0's note
                 failed = [f"Rank 0: {self._said(error)}"]
         if failed:
             self.failure = failed[0]
-            self.draft.empty()  # so that there is room for the note, and for others
+            self.draft.empty()  # frees space for the note, and for other files
             _leave(self.draft.path, "end", {"failure": failed[0]})
 
     def _await(self) -> None:
-        """Other ranks: wait until rank 0 has published the checkpoint, or says why not."""
+        """Other ranks: wait until rank 0 has published the checkpoint or reported a failure."""
         deadline = time.monotonic() + self._limit
         end = _path(self.draft.path, "end")
         while time.monotonic() < deadline:
@@ -173,12 +178,12 @@ def _path(folder: Path, name: str) -> Path:
 
 
 def reserve(folder: Path, rank: int) -> None:
-    """Reserve the disk space that the note of `rank` needs at least. Raises OSError."""
+    """Reserve disk space for the note of `rank`. Raises OSError."""
     _aside(folder, f"rank-{rank}").write_bytes(b" " * RESERVED)
 
 
 def _leave(folder: Path, name: str, note: Mapping[str, Any]) -> None:
-    """Write a note that is there whole or not at all. Without space for it, write only that."""
+    """Write a note atomically. If there is no space for all of it, write only the failure."""
     aside = _aside(folder, name)
     try:
         _write(aside, note)
@@ -192,7 +197,7 @@ def _aside(folder: Path, name: str) -> Path:
 
 
 def _write(path: Path, note: Mapping[str, Any]) -> None:
-    """Overwrite the reserved space, which needs no more. JSON ignores the spaces that follow."""
+    """Overwrite the reserved space. JSON readers ignore the spaces after the value."""
     data = json.dumps(note).encode()
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(data)

@@ -1,7 +1,7 @@
-"""Encodes values of schedulers, loaders and optimizers as JSON, and decodes them, never as code.
+"""JSON encoding of the state of schedulers, loaders and optimizers. Never runs code.
 
-JSON's own values stand for themselves. What it does not know is a map of one key that begins with
-a dollar sign:
+JSON's own types are stored as they are. Any other type is a map with one key that starts with a
+dollar sign:
 
     {"$tuple": [...]}                       {"$map": [[key, value], ...]}
     {"$counter": [[key, count], ...]}       {"$float": "nan"}
@@ -22,16 +22,18 @@ from shardwise.checkpoint.schema import DEEPEST, Fault, plain_value
 from shardwise.errors import BrokenCheckpoint
 
 LARGEST = 64
-"""Elements of a tensor that may stand in JSON."""
+"""Maximum number of elements of a tensor in JSON."""
 
 
 class NotPlain(TypeError):
-    """A value that has no place in JSON; says what it is."""
+    """A value that cannot be encoded; the message names its type."""
 
 
 def encode(value: Any) -> Any:
-    """`value` as JSON knows it. Raises NotPlain for a type that is not listed above, and for what
-    is nested deeper than a reader goes."""
+    """Return the JSON encoding of `value`.
+
+    Raises NotPlain for a type that is not listed above, and if the value is nested too deeply.
+    """
     try:
         encoded = _encode(value)
         plain_value("value", encoded)
@@ -41,7 +43,7 @@ def encode(value: Any) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    # Exact types: an IntEnum or a subclass of dict would come back as something else.
+    # Exact types: an IntEnum or a subclass of dict would be decoded as another type.
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if type(value) is float:
@@ -77,7 +79,7 @@ def _encode_tensor(value: Tensor) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given. Raises BrokenCheckpoint for what it cannot have made."""
+    """Return the value that `encode` encoded. Raises BrokenCheckpoint if it cannot have."""
     if isinstance(value, list):
         return [decode(each) for each in value]
     if not isinstance(value, dict):
@@ -87,7 +89,7 @@ def decode(value: Any) -> Any:
             return _DECODERS[key](value[key])
         except (ArithmeticError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise BrokenCheckpoint(
-                f"A value in checkpoint.json is none that was written: {str(value)[:80]}. Take "
+                f"checkpoint.json has a value that cannot be decoded: {str(value)[:80]}. Use "
                 "another checkpoint."
             ) from error
     return {key: decode(each) for key, each in value.items()}

@@ -1,4 +1,4 @@
-"""Plans a save, hands out this rank's byte ranges, and makes the documents next to the tensors.
+"""Plan of a save, this rank's byte ranges, and the documents next to the tensors.
 
 plan ─▶ lend: spans ─▶ extents ─▶ byte ranges ─▶ a writer or a copy ─▶ documents with checksums
 """
@@ -41,32 +41,32 @@ from shardwise.tiers.host_window import HostWindow
 T = TypeVar("T")
 
 Sums = Mapping[TensorKey, Sequence[ChecksumPart]]
-"""By set and tensor, the checksums of the parts that a rank has written."""
+"""Checksums of the parts that a rank has written, by set and tensor."""
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The contents of a checkpoint before it is written; the same on all ranks."""
+    """Contents of a checkpoint before it is written; the same on all ranks."""
 
     sets: dict[str, list[TensorFile]]
     reported: ReportedState
     state: dict[str, dict[str, Any]]
-    """By parameter its state of single values, as JSON."""
+    """State that is a single value, as JSON, by parameter and key."""
     borders: list[str]
-    """The parameters at which segments of optimizer state were cut."""
+    """Parameters at whose borders segments of optimizer state were cut."""
     extra_fields: dict[str, Any]
-    """The fields that an ExtraSets adds."""
+    """Fields that an ExtraSets adds."""
     failure: str | None
-    """Why a value cannot be saved, if so."""
+    """Why a value cannot be saved, or None."""
 
     @property
     def files(self) -> list[TensorFile]:
-        """All of them."""
+        """All files of all sets."""
         return [file for files in self.sets.values() for file in files]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files."""
+        """Total size of all files in bytes."""
         return sum(file.nbytes for file in self.files)
 
 
@@ -77,7 +77,7 @@ def plan(
     spec, states, inventory = engine_tensors.spec, engine_tensors.states, engine_tensors.inventory
     of_all_layers = engine_tensors.of_all_layers
     reported = engine_tensors.trained.reported()
-    # Ranks may differ in the shape of a buffer that grows: the rank that writes it decides.
+    # Ranks may disagree on the shape of a buffer that grows: the rank that writes it decides.
     buffers: dict[str, TensorSpec] = {}
     mine = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
     for several in spec.world_group.gather_objects(mine):
@@ -91,8 +91,8 @@ def plan(
     singles |= {e.name: e.numbers for e in engine_tensors.idle if e.numbers or e.tensors}
     for part in of_all_layers(singles):
         numbers |= part
-    # Segments were cut where a parameter had no gradient. A load cuts there again, because
-    # optimizers keep one step count for each segment.
+    # Segments were cut where a parameter had no gradient. A load must make the same cuts,
+    # because optimizers keep one step count per segment.
     borders = _joined(of_all_layers([named[number].name for number in sorted(reported.borders)]))
     specs = {
         MODEL: [
@@ -107,7 +107,7 @@ def plan(
         for kind, each in specs.items()
         if each
     }
-    # A value that no file can hold is an error of all ranks, but only after the collectives below.
+    # A value that no file can hold is an error on all ranks, but only after the next collective.
     state, failure = optimizer_fields.encoded_state(numbers)
     extra = extra_sets.fields(
         {"state": state, "borders": borders, "scaling": scaling}, of_all_layers
@@ -118,7 +118,7 @@ def plan(
 def _specs_of_groups(
     engine_tensors: EngineTensors, reported: ReportedState
 ) -> dict[str, list[TensorSpec]]:
-    """Return by set the tensors of which each group of ranks has a version. Collective."""
+    """Return, by set, the tensors that differ between groups of ranks. Collective."""
     spec, extra = engine_tensors.spec, engine_tensors.extra
     mine = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
     if extra is not None:
@@ -126,7 +126,7 @@ def _specs_of_groups(
     several = engine_tensors.of_all_layers(mine)
     joined = {kind: _joined(each[kind] for each in several) for kind in mine}
     if extra is not None:
-        # Not over the layers: one replica's ranks write the buffers for all.
+        # Not across the layers: the ranks of one replica write the buffers of all.
         buffers = [spec_of(name, value) for name, value in engine_tensors.extra_buffers.items()]
         joined[GROUP] += _joined(spec.step_group.gather_objects(buffers))
     return {
@@ -141,10 +141,10 @@ def _joined(several: Iterable[Iterable[T]]) -> list[T]:
 
 
 def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> None:
-    """Give `sink` all that this rank writes. Collective if memory is out of order."""
+    """Pass to `sink` everything that this rank writes. Collective if memory is out of order."""
     known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
-    # Of a tensor in channels_last order, a rank has no contiguous range of the file. These
-    # are put together and written whole, all others first from where they are.
+    # A tensor in channels_last order has no contiguous range of the file on any rank. Such
+    # tensors are assembled and written whole, after all others, which are written in place.
     apart = engine_tensors.out_of_order(made.reported)
     apart = {(engine_tensors.set_of(kind), name) for kind, name in apart}
     window = HostWindow()
@@ -162,13 +162,12 @@ def _lend_span(
     sink: TensorSink,
     window: HostWindow,
 ) -> None:
-    """Give `sink` this rank's share of the `wanted` tensors of a span, which are in the set
-    `kind`."""
+    """Pass to `sink` this rank's share of the `wanted` tensors of a span in the set `kind`."""
     storage = held.storage
     mine = [part for part in held.extents if (kind, part.tensor) in wanted]
     if not mine:
         return
-    # Ranks with the same elements write equal shares, so that all disks and links are used.
+    # Ranks that hold the same elements write equal shares, so that all disks and links are used.
     first, end = share(storage.numel, held.copy, held.copies)
     pieces = [
         (number, max(a, first) - a, min(b, end) - a, a)
@@ -184,7 +183,7 @@ def _lend_span(
             parts = clipped(mine, begin, begin + near.numel())
             memory = near.view(torch.uint8).numpy().data if near.numel() else memoryview(b"")
             sink.write(kind, byte_ranges(parts, storage.dtype.itemsize, CHUNK), memory)
-        # The storage may reuse the memory of this piece: the sink must be done with it.
+        # The storage may reuse this memory, so the sink must have finished reading it.
         sink.settle()
         storage.put(number, changed=False)
 
@@ -198,9 +197,9 @@ def documents(
     """Return the small files of a checkpoint by name, checkpoint.json last.
 
     Args:
-        several: The checksums of what each rank has written.
-        fields: The fields of checkpoint.json besides those about files.
-        more: Further small files.
+        several: The checksums of the parts that each rank has written.
+        fields: The fields of checkpoint.json, except those about files.
+        more: Additional small files.
     """
     parts: dict[TensorKey, list[ChecksumPart]] = {}
     for sums in several:

@@ -1,7 +1,7 @@
-"""Maps intervals of buckets to named tensors, so that checkpoints read and write them by spans.
+"""Maps intervals of buckets to named tensors, so that checkpoints can read and write them.
 
-A state knows intervals of buckets. To the world outside it is tensors with names, of which each
-rank has some elements: a checkpoint is written from, and read into, these spans.
+The states store intervals of flat buckets. A checkpoint stores tensors by name, and
+each rank holds some of their elements. A TensorSpan connects the two.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shardwise.states.parameters.sharded_bucket import ShardedBucket
 from shardwise.states.storage.storage import MemoryStorage, Storage
 
 MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
-"""Kinds of sets that every checkpoint may have."""
+"""Kinds of sets that any checkpoint may have."""
 
 OUTER, GROUP = "outer", "group"
-"""Kinds of extra sets: the same for all groups of ranks, and one for each group."""
+"""Kinds of extra sets: one that all groups of ranks share, and one per group."""
 
 ATTRIBUTES = "attributes"
-"""The kind of tensors that optimizers keep in attributes."""
+"""Kind of the tensors in optimizers' attributes."""
 
 MASTER = "master"
 """Key of fp32 masters among the optimizer's tensors."""
@@ -42,11 +42,10 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """A flat interval of one set's tensors, which `copies` ranks hold and this one as number
-    `copy`.
+    """A flat interval with tensors of one set. `copies` ranks hold it; this rank is number `copy`.
 
-    Elements in no extent are padding. With `as_counted`, elements have the order of their own
-    tensor, even if their parameter is stored in another order.
+    Elements outside all extents are padding. With `as_counted`, elements are in the order of their
+    own tensor, even if their parameter is stored in another order.
     """
 
     kind: str
@@ -59,25 +58,25 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class ReportedState:
-    """Optimizer state of all ranks: by parameter its entries, with a Blank for each tensor, and the
-    parameters at which segments were cut."""
+    """Optimizer state of all ranks: the entries by parameter, with a Blank for each tensor, and
+    the parameters at whose borders segments were cut."""
 
     states: dict[int, dict[str, Any]]
     borders: set[int]
 
 
 def state_name(name: str, key: str) -> str:
-    """Return the name of entry `key` of parameter `name` among the optimizer's tensors."""
+    """Return the tensor name of entry `key` in the state of parameter `name`."""
     return f"{name}.{key}"
 
 
 class TensorSpans:
-    """The spans of one rank in trained parameters, masters, optimizer state and averages.
+    """Spans of one rank in trained parameters, masters, optimizer state and averages.
 
     Args:
-        group: The ranks that shard the states, if `scattered`.
-        among: Number of this rank among the ranks with the same elements, and their count; by
-            whether a rank has only a part of each tensor.
+        group: Ranks that shard the states, if `scattered`.
+        among: This rank's position among the ranks with the same elements, and their number. The
+            key says whether a rank has only a part of each tensor (tensor parallelism).
         among_own: The same for optimizer state, which each group of ranks has for itself.
     """
 
@@ -106,7 +105,7 @@ class TensorSpans:
         }
 
     def reported(self) -> ReportedState:
-        """Gather which state there is from all ranks. Collective."""
+        """Gather the optimizer state's entries from all ranks. Collective."""
         mine = self._own_states(), self._own_borders()
         gathered = self._group.gather_objects(mine) if self._scattered else [mine]
         states: dict[int, dict[str, Any]] = {}
@@ -153,7 +152,7 @@ class TensorSpans:
             yield from self._states(index)
 
     def _intervals(self, index: int) -> Iterator[tuple[str, str | None, Storage]]:
-        """Yield set, key and storage of the states that cover a whole interval."""
+        """Yield set, key and storage of each state that covers a whole interval."""
         interval = self._optimizer.intervals[index]
         yield MODEL, None, interval.target
         if interval.master is not interval.target:
@@ -187,7 +186,7 @@ class TensorSpans:
     def _extents(
         self, index: int, key: str | None, numbers: set[int] | None = None
     ) -> list[Extent]:
-        """The extents of a bucket's interval by the names of a key; of `numbers` if given."""
+        """Return the extents of a bucket's interval, named by `key`; only of `numbers` if given."""
         interval = self._optimizer.intervals[index]
         names = {
             slot.parameter: self._name(slot.parameter, key)
@@ -203,16 +202,16 @@ class TensorSpans:
     def _holding(
         self, index: int, kind: str, storage: Storage, found: Sequence[Extent]
     ) -> TensorSpan:
-        # A bucket holds parts of tensors only, or none.
+        # Tensors of a bucket are either all whole or all parts, so the first slot decides.
         slots = self._optimizer.intervals[index].bucket.slots
         among = self._among_own if kind == OPTIMIZER else self._among
         copy, copies = among[slots[0].parameter in self._shards]
         return TensorSpan(kind, storage, found, copy, copies)
 
-    # -- tensors whose memory is not in the order of their elements -------------------------
+    # -- tensors whose memory order differs from their element order ------------------------
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
-        """Return set and name of tensors whose memory is not in the order of their elements."""
+        """Return set and name of tensors whose memory order differs from their element order."""
         return {
             (kind, self._name(slot.parameter, key))
             for index in range(len(self._optimizer.intervals))
@@ -223,7 +222,7 @@ class TensorSpans:
         }
 
     def reordered(self, reported: ReportedState) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield these tensors flat in the order of their elements, whole on every rank.
+        """Yield these tensors flat in element order, whole on every rank.
 
         Collective, bucket by bucket.
         """
@@ -250,8 +249,8 @@ class TensorSpans:
     def _wholes(
         self, index: int, slots: Sequence[Slot], reported: ReportedState
     ) -> Iterator[tuple[str, str | None, torch.dtype]]:
-        """Yield set, key and dtype of the states that are flat over a bucket. The same on all
-        ranks."""
+        """Yield set, key and dtype of the states that are flat over a bucket, in the same order
+        on all ranks."""
         for kind, key, storage in self._intervals(index):
             yield kind, key, storage.dtype
         dtypes = {
@@ -264,7 +263,7 @@ class TensorSpans:
             yield OPTIMIZER, key, dtypes[key]
 
     def _whole(self, index: int, kind: str, key: str | None, dtype: torch.dtype) -> Tensor:
-        """Gather one state of a whole bucket."""
+        """Gather one state of a whole bucket. Collective if the state is sharded."""
         interval = self._optimizer.intervals[index]
         own = {(k, name): storage for k, name, storage in self._intervals(index)}
         device = self._parameters.kind(index)[1]
@@ -294,8 +293,7 @@ def of_tensor(
     kind: str = MODEL,
     shard: Shard | None = None,
 ) -> TensorSpan:
-    """Return the span of a whole tensor that `copies` ranks hold, or of the part that `shard`
-    names."""
+    """Return the span of a whole tensor that `copies` ranks hold, or of its part `shard`."""
     whole = Extent(name, 0, value.numel(), 0)
     found = [whole] if shard is None else of_whole(whole, shard)
     return TensorSpan(kind, MemoryStorage(_flat(value)), found, copy, copies)
@@ -304,8 +302,8 @@ def of_tensor(
 def reordered_bucket(
     bucket: ShardedBucket, group: Collectives
 ) -> Iterator[tuple[NamedParameter, Tensor]]:
-    """Yield the tensors of `bucket` whose memory is not in the order of their elements, in that
-    order."""
+    """Yield the tensors of `bucket` whose memory order differs from their element order, in
+    element order. Collective."""
     if all(named.in_order for named in bucket.named):
         return
     value = bucket.storage.loaded(bucket.kind[2])

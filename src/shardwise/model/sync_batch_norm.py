@@ -1,7 +1,8 @@
-"""Synchronises BatchNorm over all ranks, with weighted counts, on CPU and accelerators.
+"""Synchronised BatchNorm over all ranks, with weighted counts, on CPU and accelerators.
 
-Each rank sends the count, mean and sum of squared deviations of its rows; the pairwise formula of
-Chan, Golub and LeVeque (1983) joins them in fp64. A rank that was given a stand-in counts nothing.
+Each rank sends the count, the mean and the sum of squared deviations of its rows. They are combined
+in fp64 with the pairwise formula of Chan, Golub and LeVeque (1983). A rank with a stand-in batch
+counts nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +31,15 @@ from shardwise.world.current_batch import CurrentBatch
 
 @dataclass(frozen=True)
 class _Statistics:
-    """Of a batch over all ranks: fp64 mean and biased variance per channel, the number of rows;
-    whether this rank's rows count, and the number of the forward."""
+    """Statistics of a batch over all ranks.
+
+    Args:
+        mean: fp64 mean per channel, (C,).
+        variance: fp64 biased variance per channel, (C,).
+        total: Number of rows.
+        counts: Whether this rank's rows count.
+        forward: Number of the forward.
+    """
 
     mean: Tensor
     variance: Tensor
@@ -41,12 +49,12 @@ class _Statistics:
 
     @property
     def backward(self) -> int:
-        """The number of the backward's exchange; the next ones are of a second derivative."""
+        """Number of the backward's exchange; the following numbers are for second derivatives."""
         return 4 * self.forward
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise with the statistics of all ranks."""
+    """Normalisation with the statistics of all ranks."""
 
     @staticmethod
     def forward(
@@ -70,14 +78,14 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph: gradients of these gradients are wanted
+        if torch.is_grad_enabled():  # create_graph=True: the gradients must be differentiable
             return _to_go_through_again(ctx, grad)
         x, weight, mean, invstd64, total = ctx.saved_tensors
         dims = ctx.dims
         shape = [1, -1] + [1] * (x.ndim - 2)
         dy = grad.to(mean.dtype)
         centred = x.to(mean.dtype) - mean.view(shape)
-        # fp64 between ranks: the sum over ranks then rounds like one sum over all rows.
+        # fp64 between ranks, so that the sum over ranks rounds like one sum over all rows.
         sum_dy = dy.sum(dims).double()
         sum_dy_centred = (dy * centred).sum(dims).double()
         row = torch.cat([sum_dy, sum_dy_centred])
@@ -88,15 +96,14 @@ class _Normalise(torch.autograd.Function):
         dx = (dy - all_dy.to(mean.dtype).view(shape) - centred * slope) * invstd
         if weight is not None:
             dx = dx * weight.to(mean.dtype).view(shape)
-        # Of this rank's rows only: the engine sums gradients of parameters over the ranks.
+        # From this rank's rows only: the engine sums parameter gradients over the ranks.
         dweight = None if weight is None else (sum_dy_centred * invstd64).to(weight.dtype)
         dbias = None if weight is None else sum_dy.to(weight.dtype)
         return dx.to(x.dtype), dweight, dbias, None, None, None
 
 
 class _Summed(torch.autograd.Function):
-    """`row` (a number for each channel) summed over the ranks in `call`; its gradient is summed in
-    the same way."""
+    """Sum of `row` (one number per channel) over the ranks; its gradient is summed the same way."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, ranks: StatisticsRows, call: int) -> Tensor:
@@ -109,9 +116,9 @@ class _Summed(torch.autograd.Function):
 
 
 def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
-    """What backward gives, by operations that autograd can differentiate once more.
+    """Compute the result of backward with operations that autograd can differentiate again.
 
-    Normalising is done anew for that, with statistics that are made of `x` as autograd sees it.
+    For that the normalisation is repeated, with statistics that autograd can trace back to `x`.
     """
     x, weight, _, _, total = ctx.saved_tensors
     share, total = float(ctx.counts), total.clamp(min=1.0)
@@ -136,10 +143,10 @@ def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
 
 @torch.no_grad()
 def _joined(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
-    """The statistics over all ranks; collective."""
+    """Return the statistics over all ranks. Collective."""
     x, dims = _wide(x), _dims(x)
-    # Mean and squared deviations, not sums of x and x*x: their difference cancels where the mean is
-    # large against the deviation.
+    # Mean and squared deviations, not sums of x and x*x: their difference would cancel if the mean
+    # is large compared with the deviation.
     variance, mean = torch.var_mean(x, dims, correction=0)
     count = float(x.numel() // x.shape[1]) if counts else 0.0
     row = torch.cat([mean.double(), variance.double() * count, mean.new_full((1,), count).double()])
@@ -148,7 +155,7 @@ def _joined(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
 
 
 def _of_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, biased variance and number over all ranks, of their `rows`."""
+    """Return mean, biased variance and row count over all ranks, from their `rows`."""
     channels = rows.shape[1] // 2
     means, squares, numbers = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = numbers.sum()
@@ -162,7 +169,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _dims(x: Tensor) -> list[int]:
-    """All but the channels'."""
+    """Return all dims except the channel dim."""
     return [0, *range(2, x.ndim)]
 
 
@@ -171,9 +178,9 @@ def _like(value: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """What a BatchNorm module's class becomes; its parameters and buffers stay as they are.
+    """Base class that a BatchNorm module gets; its parameters and buffers do not change.
 
-    Copies and pickles of it are of the plain class again.
+    Copies and pickles of the module have the plain class.
     """
 
     _plain: type[nn.Module]
@@ -181,17 +188,18 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     _feed: CurrentBatch
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (N, C, ...). In eval mode as the plain class; in training over all ranks."""
-        if not self.training or isinstance(x, FakeTensor):  # of that only the shape is wanted
+        """Normalise `x`, (N, C, ...), in training over all ranks, in eval mode as usual."""
+        # A FakeTensor has no values: only the output shape is needed.
+        if not self.training or isinstance(x, FakeTensor):
             return super().forward(x)
         self._feed.check_even("A forward of synchronised BatchNorm in training mode")
         self._check_input_dim(x)  # type: ignore[no-untyped-call]
         batch = self._feed.batch_of_forward(training=torch.is_grad_enabled())
         counts = batch is None or batch.samples > 0
-        # A recomputation neither speaks with the other ranks nor asks what the batch is by then.
+        # A recomputation must not communicate, nor ask for the current batch, which is a later one.
         of_all = once(lambda: _joined(x, self._ranks, counts))
-        # Before normalising: torch.utils.checkpoint ends a recomputation with the last tensor that
-        # autograd saves, and plain BatchNorm has updated its statistics by then.
+        # Before the normalisation, as in plain BatchNorm: torch.utils.checkpoint stops a
+        # recomputation after the last tensor that autograd saves.
         if self.track_running_stats and self.running_mean is not None:
             self._follow(of_all.mean, of_all.variance, of_all.total)
         return _Normalise.apply(  # type: ignore[no-any-return, no-untyped-call]
@@ -199,7 +207,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         )
 
     def follow_others(self, rows: Tensor) -> None:
-        """Take the running statistics on by `rows`, those of a forward that this rank skips."""
+        """Update the running statistics from the `rows` of a forward that this rank skips."""
         if self.track_running_stats and self.running_mean is not None:
             self._follow(*_of_rows(rows.to(self.running_mean.device)))
 
@@ -208,7 +216,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         with torch.no_grad():
-            # Zero if all ranks have stand-ins. A tensor, because `if` would wait for the device.
+            # 0 if all ranks have stand-ins. A tensor, because `if` would wait for the device.
             counted = total > 0
             self.num_batches_tracked.add_(counted)
             unbiased = variance * total / (total - 1).clamp(min=1.0)
@@ -220,7 +228,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
                 running.copy_(torch.where(counted, joined, running))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickle refuses to make an object of another class than its own in the usual way.
+        # By default, pickle refuses an object whose __class__ is not the class in its state.
         state: dict[str, Any] = self.__getstate__()  # type: ignore[no-untyped-call]
         kept = {key: value for key, value in state.items() if key not in ("_ranks", "_feed")}
         return copyreg._reconstructor, (self._plain, object, None), kept  # type: ignore[attr-defined]
@@ -238,7 +246,7 @@ def _synchronised(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
     elif issubclass(plain, nn.modules.batchnorm._LazyNormBase):
         return None
     else:
-        # Every forward before torch's own must leave the normalisation to `super().forward`.
+        # Every forward before torch's own must delegate the normalisation to `super().forward`.
         own = plain.__mro__[: plain.__mro__.index(nn.modules.batchnorm._BatchNorm)]
         for forward in (vars(each)["forward"] for each in own if "forward" in vars(each)):
             names = getattr(getattr(forward, "__code__", None), "co_names", ())
@@ -249,7 +257,7 @@ def _synchronised(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
 
 
 def _class_of(module: nn.Module) -> Any:
-    """Its class, which mypy does not believe to have a hash."""
+    """Return its class, typed as Any because mypy does not consider it hashable."""
     return type(module)
 
 
@@ -257,8 +265,10 @@ _eager: Any = None
 
 
 def _run_eagerly() -> None:
-    """Let torch.compile leave our forward as it is. Not a decorator: this imports torch's compiler,
-    seconds that only who needs it should pay."""
+    """Exclude our forward from torch.compile.
+
+    This is not a decorator because it imports torch's compiler, which takes seconds.
+    """
     global _eager
     if _eager is None:
         _eager = torch.compiler.disable(_SyncBatchNorm.forward, recursive=True)  # type: ignore[no-untyped-call]
@@ -266,9 +276,11 @@ def _run_eagerly() -> None:
 
 
 def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch) -> int:
-    """Let every BatchNorm of `models` use the statistics of all ranks of `order`; returns how many.
+    """Make every BatchNorm of `models` use the statistics of all ranks of `order`; return their
+    number.
 
-    Subclasses too, but for those that normalise in a forward of their own (see `is_out_of_reach`).
+    Subclasses are included, except those that normalise in their own forward (see
+    `is_out_of_reach`).
     """
     found = _to_convert(models)
     if not found:
@@ -283,7 +295,7 @@ def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch)
 
 
 def _to_convert(models: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._BatchNorm]:
-    """The BatchNorms of `models` that can be converted, by name."""
+    """Return the BatchNorms of `models` that can be converted, by name."""
     found: dict[nn.modules.batchnorm._BatchNorm, str] = {}
     for number, model in enumerate(models):
         for name, module in model.named_modules():
@@ -298,7 +310,7 @@ def _to_convert(models: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._
 
 
 def is_out_of_reach(module: nn.Module) -> bool:
-    """Whether `module` is a BatchNorm that `convert` leaves as it is."""
+    """Return whether `module` is a BatchNorm that `convert` cannot change."""
     if isinstance(module, _SyncBatchNorm):
         return False
     is_one = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -317,5 +329,5 @@ def restore(models: Iterable[nn.Module]) -> None:
 
 
 def converted(models: Iterable[nn.Module]) -> set[_SyncBatchNorm]:
-    """The modules that `convert` has changed."""
+    """Return the modules that `convert` has changed."""
     return {m for model in models for m in model.modules() if isinstance(m, _SyncBatchNorm)}

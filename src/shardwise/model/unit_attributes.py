@@ -1,8 +1,8 @@
-"""Restores attributes that a forward changes (a counter, a cache, a list) for its recomputation.
+"""Attributes that a forward changes (a counter, a cache, a list), restored for its recomputation.
 
-Buffers are not all that a forward leaves behind. When it runs again it must read the attributes
-that it has read, and what it writes to them then must not count twice. So those that a forward has
-changed are what they were while it runs again, and after that what they have become.
+A forward may change attributes as well as buffers. A recomputation must read the same values as the
+forward, and its own writes must not count a second time. So the changed attributes get their
+previous values while the forward runs again, and their present values afterwards.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from torch import Tensor, nn
 from shardwise.errors import ModelError
 
 _OWN = frozenset(vars(nn.Module()))
-"""What every module has: parameters, buffers, hooks."""
+"""Attributes that every module has: parameters, buffers, hooks."""
 _PLAIN = "torch.nn.modules."
-"""Modules of classes from here leave their attributes alone."""
+"""Modules of classes in this package do not change their attributes."""
 _CONTAINERS = (list, dict, set, deque)
 _LONG = 1000
-"""Entries of a container from which on it is taken for data: only another one is noticed."""
+"""Containers with at least this many entries are taken for data: only replacing them is noticed."""
 _NOTHING: Any = object()
 
 Values = list[tuple[nn.Module, str, Any]]
-"""Module, name and value of attributes; `_NOTHING` for one that was not there."""
+"""Module, name and value of attributes; `_NOTHING` if the attribute did not exist."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Before:
-    """A module's attributes before a forward, with what was in its containers and how often its
-    tensors had been written to."""
+    """A module's attributes before a forward, with the contents of its containers and the versions
+    of its tensors."""
 
     module: nn.Module
     attributes: dict[str, Any]
@@ -43,7 +43,7 @@ class _Before:
 
 
 def look(unit: nn.Module) -> list[_Before]:
-    """Remember the attributes of all modules of a unit."""
+    """Return the present attributes of all modules of a unit."""
     return [
         _looked_at(module)
         for module in unit.modules()
@@ -56,7 +56,7 @@ def _looked_at(module: nn.Module) -> _Before:
     contents, versions = [], []
     for name, value in attributes.items():
         if isinstance(value, Tensor):
-            if not value.is_inference():  # those count no writes
+            if not value.is_inference():  # torch counts no writes for those
                 versions.append((name, value, value._version))
         elif type(value) in _CONTAINERS and name not in _OWN and len(value) < _LONG:
             contents.append((name, value, value.copy()))
@@ -64,7 +64,7 @@ def _looked_at(module: nn.Module) -> _Before:
 
 
 def changed(before: list[_Before]) -> Values:
-    """What the attributes were that a forward since then has changed.
+    """Return the previous values of the attributes that have changed since `before`.
 
     Raises ModelError for a tensor that was changed in place.
     """
@@ -84,7 +84,7 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
     for name, value, copy in before.contents:
         if name not in copies:
             continue
-        # Identity, not equality: comparing tensors in a container would compute, or raise.
+        # Identity, not equality: comparing tensors in a container would compute or raise.
         is_dict = isinstance(value, dict)
         pairs = (value.values(), copy.values()) if is_dict else (value, copy)
         keys_are_same = not is_dict or value.keys() == copy.keys()
@@ -94,7 +94,7 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
 
 @contextmanager
 def stand_ins(values: Values) -> Iterator[None]:
-    """Inside the block attributes are as in `values`; after it, what they were."""
+    """Context manager that sets attributes to `values`, and restores them."""
     held = [(module, name, vars(module).get(name, _NOTHING)) for module, name, _ in values]
     try:
         for module, name, value in values:
@@ -114,8 +114,8 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
 
 def _in_place(module: nn.Module, name: str) -> ModelError:
     return ModelError(
-        f"The forward of {type(module).__name__} changes its attribute {name}, a tensor, in place. "
-        "With --activations recomputed it runs again in backward, where it would change it twice "
-        f"and read another value than before. Make it a buffer, register_buffer({name!r}, ...), "
-        "which is looked after; or --activations kept."
+        f"The forward of {type(module).__name__} changes its tensor attribute {name} in place. "
+        "With --activations recomputed, forward runs again in backward, and would read the changed "
+        f"tensor and change it again. Make it a buffer, register_buffer({name!r}, ...), which is "
+        "handled, or use --activations kept."
     )

@@ -1,4 +1,4 @@
-"""Finds the repeated blocks of a model, which are compiled, sharded and recomputed one by one."""
+"""Repeated blocks of a model, which are compiled, sharded and recomputed one by one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from torch import nn
 def find_units(
     model: nn.Module, patterns: Sequence[str] | None = None
 ) -> list[tuple[str, nn.Module]]:
-    """The model's repeated blocks in order of registration, by name.
+    """Return names and modules of the model's repeated blocks, in registration order.
 
-    With `patterns` (module names in which * stands for one part or some of it, such as
-    "encoder.layer.*") they are the modules so named instead.
+    Without `patterns`:
 
-    Without, a block is a child of an `nn.ModuleList` or `nn.Sequential` that has a sibling of its
-    own class with parameters, and inside a block no further ones are looked for; a child of any
-    other module with such a sibling (an encoder beside a decoder) is one where it has no blocks
-    inside. A model without repetition has none.
+    - A child of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` is a block if it has
+      parameters and a sibling of the same class. Blocks are not searched for further blocks.
+    - A child of any other module with such a sibling (an encoder next to a decoder) is a block only
+      if it contains no blocks.
+    - A model without repetition has no blocks.
 
-    A container without a forward (a `ModuleList`, a `ModuleDict`) is no block, since nobody calls
-    it: inside another container its children stand in its place, and so they do where a pattern
-    names it.
+    A container without a forward (`ModuleList`, `ModuleDict`) is never a block, because nothing
+    calls it. Inside another container, or if a pattern names it, its children take its place.
+
+    Args:
+        patterns: Names of the modules to return instead. A * matches one part of a name, or some of
+            it, as in "encoder.layer.*".
     """
     if patterns is not None:
         return _named(model, patterns)
@@ -31,7 +34,7 @@ def find_units(
 
 
 def unknown(models: Sequence[nn.Module], patterns: Sequence[str]) -> list[str]:
-    """Those of `patterns` that name no module with parameters in any of `models`."""
+    """Return the `patterns` that match no module with parameters in any of `models`."""
     return [
         pattern for pattern in patterns if not any(_named(model, [pattern]) for model in models)
     ]
@@ -47,7 +50,7 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Modu
     for name, module in named:
         parts = name.split(".")
         for pattern in (each.split(".") for each in patterns):
-            # Part by part: a star must not match across a dot.
+            # Part by part, because a star must not match across a dot.
             if len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern)):
                 found += _called(name, module)
                 break
@@ -74,7 +77,7 @@ def _within(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`module`, or the modules in it that are called in its place if it has no forward."""
+    """Yield `module`, or if it has no forward, the modules in it that are called instead."""
     if _has_forward(module):
         yield name, module
         return
@@ -84,7 +87,7 @@ def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether `module` can be called: containers of torch cannot."""
+    """Return whether `module` can be called; torch's containers cannot."""
     kind = type(module)
     overrides = kind.forward is not nn.Module.forward or kind.__call__ is not nn.Module.__call__
     return overrides or "forward" in vars(module)

@@ -73,7 +73,7 @@ def test_an_edit_on_purpose_is_accepted(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     edited = path.read_text().replace('"lr": 0.1', '"lr": 9.001')
     path.write_text(edited)
-    with pytest.raises(BrokenCheckpoint, match=r"not what was written.*checkpoint accept"):
+    with pytest.raises(BrokenCheckpoint, match=r"changed after it was written.*checkpoint accept"):
         document.load(tmp_path)
     document.accept(tmp_path)
     told = document.load(tmp_path)
@@ -90,13 +90,16 @@ def test_an_edit_on_purpose_is_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "no JSON"),
-        ("[]", "does not say"),
-        ('{"format": "shardwise checkpoint", "version": 3}', "of version 3"),
+        ("{", "not valid JSON"),
+        ("[]", "not a Shardwise checkpoint"),
+        ('{"format": "shardwise checkpoint", "version": 3}', "has version 3"),
         ('{"format": "shardwise checkpoint", "version": 2}', "does not end with its CRC-32"),
-        ('{"format": "shardwise checkpoint", "version": true}', "the version True"),
-        ('{"format": "shardwise checkpoint", "version": NaN}', "no number of JSON"),
-        ('{"format": "shardwise checkpoint", "version": 1, "crc32": ""}', "which its version 1"),
+        ('{"format": "shardwise checkpoint", "version": true}', "the invalid version True"),
+        ('{"format": "shardwise checkpoint", "version": NaN}', "not a JSON number"),
+        (
+            '{"format": "shardwise checkpoint", "version": 1, "crc32": ""}',
+            "files of version 1 do not",
+        ),
         ('{"format": "shardwise checkpoint", "version": 1, "step": true}', "its step is True"),
         ('{"format": "shardwise checkpoint", "version": 1, "step": 1}', "has no seed"),
     ],
@@ -151,7 +154,7 @@ def test_values_that_cannot_be(tmp_path, field, value, said):
 
 def test_json_that_is_too_deep_for_the_parser(tmp_path):
     (tmp_path / "checkpoint.json").write_text("[" * 10**6)
-    with pytest.raises(BrokenCheckpoint, match="no JSON"):
+    with pytest.raises(BrokenCheckpoint, match="not valid JSON"):
         document.load(tmp_path)
 
 
@@ -159,5 +162,5 @@ def test_json_that_is_too_deep_for_the_parser(tmp_path):
 def test_what_is_no_file(tmp_path, kind):
     path = tmp_path / "checkpoint.json"
     path.mkdir() if kind == "a folder" else os.mkfifo(path)
-    with pytest.raises(BrokenCheckpoint, match=f"is {kind}, and a file belongs there"):
+    with pytest.raises(BrokenCheckpoint, match=f"is {kind}, but must be a file"):
         document.load(tmp_path)

@@ -46,7 +46,7 @@ def test_it_takes_the_place_of_an_older_one(tmp_path, how, ending):
 def test_what_fails_leaves_the_older_one(tmp_path, how):
     path = tmp_path / "m.safetensors"
     write_tensors({"a": torch.ones(2)}, {}, {}, path)
-    with pytest.raises(CheckpointError, match="hold no tensors of"):
+    with pytest.raises(CheckpointError, match="cannot hold tensors of"):
         write_tensors({"a": torch.ones(2, dtype=torch.complex128)}, {}, {}, path)
     assert safetensors.torch.load_file(path)["a"].tolist() == [1, 1]
     assert os.listdir(tmp_path) == [path.name]

@@ -68,7 +68,7 @@ def test_what_is_not_plain(value):
     ],
 )
 def test_what_nobody_encoded(told):
-    with pytest.raises(BrokenCheckpoint, match=r"none that was written"):
+    with pytest.raises(BrokenCheckpoint, match=r"cannot be decoded"):
         decode(told)
 
 

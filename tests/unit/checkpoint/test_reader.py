@@ -23,7 +23,7 @@ def test_what_is_no_file(tmp_path, opened, kind):
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(BrokenCheckpoint, match=f"m is {kind}, and a file belongs there"):
+    with pytest.raises(BrokenCheckpoint, match=f"m is {kind}, but must be a file"):
         opened([path])
 
 
@@ -36,11 +36,11 @@ def test_an_index_that_is_no_file(tmp_path):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ({0: torch.ones(2)}, "has a tensor under 0, which is no name"),
+        ({0: torch.ones(2)}, "has a tensor under 0, which is not a name"),
         ({"a": torch.eye(2).to_sparse()}, r"has 'a' as a torch\.sparse_coo tensor"),
         ({"a": torch.ones(2, device="meta")}, r"has 'a' as a torch\.strided tensor on meta"),
-        ({"a": torch.ones(2, dtype=torch.complex128)}, "no tensors of"),
-        ([1, 2], "holds no state_dict"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, "cannot hold tensors of"),
+        ([1, 2], "contains no state_dict"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # since torch 2.15

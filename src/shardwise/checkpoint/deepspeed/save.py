@@ -1,4 +1,4 @@
-"""One save of DeepSpeed as tensors by name, with what stands beside them."""
+"""One DeepSpeed save: tensors by name, and its other contents."""
 
 from __future__ import annotations
 
@@ -47,15 +47,20 @@ _OF_DEEPSPEED = {
     "autoep_layers",
     "universal_checkpoint_info",
 }
-"""What DeepSpeed writes beside a model; the rest is the user's client_state."""
+"""Keys that DeepSpeed writes next to a model; all others are the user's client_state."""
 
 
 class Save:
-    """What DeepSpeed saved in `folder`, that of a tag. Bytes of tensors are read when asked for.
+    """A DeepSpeed save in `folder`, the folder of a tag. Tensors are read on demand.
 
-    `model` has the model's tensors: of stage 3 in fp32, else in the dtype of the run. `optimizer`
-    is the optimizer's of stage 0, `partitions` that of the others. Raises CheckpointError for what
-    is not read here, BrokenCheckpoint where files are missing or cut.
+    Attributes:
+        model: The model's tensors: fp32 at stage 3, otherwise in the dtype of the run.
+        optimizer: The optimizer's state_dict at stage 0.
+        partitions: The optimizer's state at other stages.
+
+    Raises:
+        CheckpointError: The save is of an unsupported kind.
+        BrokenCheckpoint: Files are missing or truncated.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,7 +76,7 @@ class Save:
             told = _map_in(path).get("optimizer_state_dict")
             if not isinstance(told, dict):
                 raise BrokenCheckpoint(
-                    f"{path} holds no optimizer_state_dict. Take another checkpoint."
+                    f"{path} has no optimizer_state_dict. Use another checkpoint."
                 )
             saved[rank] = told
         self.stage = stage_of(folder, saved)
@@ -81,8 +86,8 @@ class Save:
             self.partitions = Partitions(folder, self.stage, saved, self._shapes())
         elif self._beside.get("param_shapes") is not None:
             raise BrokenCheckpoint(
-                f"{folder} was saved with ZeRO, and none of its *_optim_states.pt is there. Bring "
-                "them back, or take another checkpoint."
+                f"{folder} was saved with ZeRO, but all its *_optim_states.pt are missing. Restore "
+                "them, or use another checkpoint."
             )
         self.ranks = len(saved) or self._count("dp_world_size", 1)
         self.optimizer: dict[str, Any] | None = self._beside.get("optimizer")
@@ -97,38 +102,37 @@ class Save:
         told = self._beside.get("param_shapes")
         if not isinstance(told, list) or not all(isinstance(each, dict) for each in told):
             raise BrokenCheckpoint(
-                f"{self.files.models[0]} does not say which parameters the optimizer's partitions "
-                "hold (param_shapes). Take another checkpoint."
+                f"{self.files.models[0]} does not list the parameters in the optimizer's "
+                "partitions (param_shapes). Use another checkpoint."
             )
         return [{str(name): tuple(shape) for name, shape in each.items()} for each in told]
 
-    # -- what stands beside the tensors ---------------------------------------------------
+    # -- contents other than tensors ------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """How many steps were made, those included that an overflow skipped."""
+        """Number of steps, including those that an overflow skipped."""
         return self._count("global_steps")
 
     @property
     def counts(self) -> dict[str, int]:
-        """What DeepSpeed counts: steps, those of them that were skipped, samples."""
+        """DeepSpeed's counters: steps, skipped steps, samples."""
         names = ("global_steps", "skipped_steps", "global_samples")
         return {name: self._count(name) for name in names}
 
     @property
     def version(self) -> str:
-        """The version of DeepSpeed that wrote it."""
+        """Version of DeepSpeed that wrote the save."""
         return str(self._beside.get("ds_version", "unknown"))
 
     @property
     def scheduler(self) -> Any:
-        """The state of the learning-rate scheduler; None without one."""
+        """State of the learning-rate scheduler, or None."""
         return self._beside.get("lr_scheduler")
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """What the user had saved beside. Objects of classes are Inert: records of their
-        attributes."""
+        """The user's client_state. Objects of classes are Inert: records of their attributes."""
         return {k: value for k, value in self._beside.items() if k not in _OF_DEEPSPEED}
 
     # -- the model ------------------------------------------------------------------------
@@ -137,8 +141,8 @@ class Save:
         module = self._beside.get("module")
         if not isinstance(module, dict):
             raise CheckpointError(
-                f"{self.files.models[0]} holds no module: it is of a pipeline, or of another "
-                "program. Save one of a run without a pipeline."
+                f"{self.files.models[0]} has no module: it was saved by a pipeline, or by another "
+                "program. Save it in a run without a pipeline."
             )
         found = FragmentReader()
         if self.stage == STAGE_3:
@@ -150,7 +154,8 @@ class Save:
         return found
 
     def _read_pieces(self, found: FragmentReader, module: dict[str, Any]) -> None:
-        """Of stage 3: whole buffers, and what each rank has of frozen and trained parameters."""
+        """Read a stage 3 save: whole buffers, and each rank's part of frozen and trained
+        parameters."""
         for name in self._beside.get("buffer_names") or ():
             found.add_whole(name, module[name])
         for name, shape in (self._beside.get("frozen_param_shapes") or {}).items():
@@ -168,13 +173,16 @@ class Save:
             found.add_from(name, found, twin)
 
     def is_narrow(self, name: str) -> bool:
-        """Whether parameter `name` was trained in another dtype than that of its master."""
+        """Return whether parameter `name` was trained in another dtype than its master."""
         spec = self.model.specs.get(name)
         return spec is not None and spec.dtype != "F32"
 
     def shape_of(self, name: str, names: Mapping[str, Sequence[str]]) -> tuple[int, ...]:
-        """The shape of parameter `name` of a model, whose `names` are all of each tensor's by the
-        first. Raises CheckpointMismatch where there is none."""
+        """Return the shape of a model's parameter. Raises CheckpointMismatch if it is missing.
+
+        Args:
+            names: All names of each of the model's tensors, keyed by the first.
+        """
         theirs = tensor_names.match({name: names.get(name, [name])}, self.model.specs).found
         if name not in theirs:
             raise CheckpointMismatch(
@@ -185,7 +193,7 @@ class Save:
 
     @property
     def twins(self) -> dict[str, str]:
-        """Of tied weights all names but one, with that one."""
+        """Maps each alias of a tied weight to its canonical name."""
         shared = self._beside.get("shared_params")
         if isinstance(shared, dict) and (shared or self.stage == STAGE_3):
             return dict(shared)
@@ -199,8 +207,11 @@ class Save:
         return found
 
     def fp32(self) -> FragmentReader:
-        """The model's tensors with fp32 masters in the place of what was trained in 16 bit, once
-        of tied weights. Stage 0 does not say which master is whose: there are none of them."""
+        """Return the model's tensors, with fp32 masters in place of 16-bit parameters.
+
+        Tied weights appear once. A stage 0 save does not say which master belongs to which
+        parameter, so its masters are not used.
+        """
         found = FragmentReader()
         masters = FragmentReader()
         if self.partitions is not None and self.stage != STAGE_3:
@@ -215,12 +226,12 @@ class Save:
 def _map_in(path: Path) -> dict[str, Any]:
     told = inert.load(path)
     if not isinstance(told, dict):
-        raise BrokenCheckpoint(f"{path} holds no map, as DeepSpeed writes one.")
+        raise BrokenCheckpoint(f"{path} does not contain a dict. Use another checkpoint.")
     return told
 
 
 def _loss_scale(saved: dict[str, Any]) -> tuple[float, int] | None:
-    """The loss scale of fp16 and the steps since it has changed; None where there is none."""
+    """Return the fp16 loss scale and the steps since it changed; None if there is no scale."""
     scaler = saved.get("loss_scaler")
     told = vars(scaler) if isinstance(scaler, inert.Inert) else saved
     scale = told.get("cur_scale")

@@ -1,4 +1,4 @@
-"""Records the operations that build a model, as a dispatch mode."""
+"""Dispatch mode that records the operations that build a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _META = torch.device("meta")
 
 
 class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every operation inside the block."""
+    """Dispatch mode that records every operation inside the block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, nothing is recorded: the recorder itself is at work."""
+        """Context manager for the recorder's own operations, which are not recorded."""
         before, self.quiet = self.quiet, True
         try:
             yield
@@ -58,7 +58,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.quiet = before
 
     def defer(self, tensor: Tensor) -> Tensor:
-        """The deferred twin of a real tensor; what is on meta already stays itself."""
+        """Return the deferred twin of a real tensor; a meta tensor is returned unchanged."""
         if tensor.is_meta or tensor.layout is not torch.strided:
             return tensor
         record = record_of(tensor)
@@ -73,7 +73,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _perform(self, call: RecordedCall) -> Any:
         for tensor in call.tensors:
-            # Give a real tensor what was written through its deferred twin.
+            # Bring a real tensor up to date with writes through its deferred twin.
             record = None if tensor.is_meta else record_of(tensor)
             if record is not None and record.present != record.content:
                 tensor.untyped_storage().copy_(replay(record.content))
@@ -94,7 +94,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.defer(result) if isinstance(result, Tensor) else result
 
     def _plain(self, call: RecordedCall) -> Any:
-        """No deferred tensor takes part: as without the block, and onto the tape."""
+        """Run and record a call without deferred arguments."""
         if not call.changes_records():
             return call.run()
         if not call.can_be_recorded():
@@ -109,21 +109,21 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _deferred(self, call: RecordedCall) -> Any:
-        """Onto the tape only; done for real for the sake of the generator where it draws."""
-        entry = TapeEntry(call)  # before the call: it notes what the arguments hold now
+        """Record a call without running it, except that a random one must advance its generator."""
+        entry = TapeEntry(call)  # before the call, because it records the arguments' contents
         try:
             results = call.exchanged(_as_meta).run()
-        except NotImplementedError:  # its shapes cannot be known without doing it
+        except NotImplementedError:  # its output shapes depend on values
             return self._for_real(call)
-        # Later draws must be those of a model built without the recorder, so the generator has to
-        # advance as if the values had been computed.
+        # Later draws must be the same as in a plain build, so the generator must advance as if the
+        # values had been computed.
         if call.kind.random:
             perform(entry.operation, call.generator())
         entry.finish(results, device=call.device())
         return results
 
     def _for_real(self, call: RecordedCall) -> Any:
-        """With the values of deferred arguments: for what must be known at once."""
+        """Run a call with the values of deferred arguments, because its result is needed now."""
         entry = TapeEntry(call)
         storages: dict[int, UntypedStorage] = {}
         stand_ins: list[tuple[Tensor, Tensor]] = []
@@ -146,7 +146,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _move(self, call: RecordedCall) -> Any:
-        """An operation that makes a tensor point elsewhere: `t_`, `set_`, `resize_`."""
+        """Run an operation that makes a tensor refer to other memory: `t_`, `set_`, `resize_`."""
         target = call.tensors[0]
         record = deferred_record(target)
         if record is None:
@@ -156,8 +156,8 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = record_of(target)
         if moved is None or (moved is record and target.untyped_storage().nbytes() != before):
             raise ModelError(
-                f"{call.function} gave a parameter other memory, which on_meta cannot record: "
-                "assign a new nn.Parameter instead."
+                f"{call.function} gave a parameter other memory, which on_meta cannot record. "
+                "Assign a new nn.Parameter instead."
             )
         return results
 
