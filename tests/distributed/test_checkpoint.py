@@ -267,7 +267,7 @@ def own_optimizer_case(world, folder):
     for row in (0, 3):
         alike(loads(world, path, None, own_optimizer, zero=row), values)
     engine = engine_of(made(), zero=1)
-    with pytest.raises(CheckpointMismatch, match=r"Whole of 1 group.*AdamW of 1 group"):
+    with pytest.raises(CheckpointMismatch, match=r"Whole with 1 group.*AdamW with 1 group"):
         engine.load(path)
     engine.load(path, model_only=True)
     assert engine.steps == 0
@@ -503,7 +503,7 @@ def passed_over_case(world, folder, field, value):
     model = fresh()
     engine = engine_of(model, zero=2)
     before = whole(engine, model)
-    with pytest.raises(BrokenCheckpoint, match=r"step-3.*cut short.*None of the 2 before it"):
+    with pytest.raises(BrokenCheckpoint, match=r"step-3.*cut short.*Nor is any of the 2 before it"):
         engine.resume(folder)
     alike(whole(engine, model), before)
 

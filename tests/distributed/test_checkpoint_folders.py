@@ -82,7 +82,7 @@ def kinds_case(world, folder, key, value):
     once(world, edit)
     model, engine = fresh(world, zero=1)
     before = whole(engine, model)
-    with pytest.raises(BrokenCheckpoint, match=f"^The {key} of|^{key} of group 0 of AdamW is"):
+    with pytest.raises(BrokenCheckpoint, match=f"^The {key} of|sets {key} of group 0 of AdamW to"):
         engine.resume(folder)
     alike(whole(engine, model), before)
     engine.close()

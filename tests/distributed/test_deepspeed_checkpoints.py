@@ -99,7 +99,7 @@ def test_a_cut_file_changes_nothing(group, tmp_path):
     file = next((tmp_path / "cut").glob("*/*rank_1*optim_states.pt"))
     file.write_bytes(file.read_bytes()[:-100])
     for said, same in group(2)(refused, tmp_path / "cut", BrokenCheckpoint):
-        assert "is cut short" in said
+        assert "is truncated" in said
         assert same
 
 
