@@ -123,7 +123,7 @@ def lost_case(world, folder):
         for step in (1, 2):
             once(world, (folder / f"step-{step}" / "checkpoint.json").unlink)
         with pytest.raises(
-            BrokenCheckpoint, match=r"step-3 is named like.* nor do 2 before it.*from scratch"
+            BrokenCheckpoint, match=r"step-3 is named like.*nor do 2 before it.*from scratch"
         ):
             engine.resume(folder)
         assert engine.steps == 2, "nothing was changed"
