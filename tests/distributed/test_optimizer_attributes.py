@@ -181,7 +181,7 @@ def test_background_save_has_the_tensors_of_its_step(group, tmp_path):
     assert list(fields) == ["buffers"]
     with OpenedCheckpoint(path) as opened:
         assert sorted(opened.sets["attributes"].specs) == ["0.buffers.0", "0.buffers.2"]
-        assert all(good for _, good in opened.checked())
+        assert all(good for _, good in opened.verify_tensors())
 
 
 def beginning_case(world, folder):

@@ -21,14 +21,14 @@ def test_modules_that_come_and_go() -> None:
     buffers = Buffers([model], Solo(), left_out=set())
     model(torch.randn(4, 3))
     buffers.agree(differ=False)
-    assert [each.index for each in buffers._followed] == [0, 1, 2, 3, 4, 5]
+    assert [each.index for each in buffers._averaged] == [0, 1, 2, 3, 4, 5]
 
     gone = model[0]
     model[0] = nn.BatchNorm1d(3)
     buffers.meet(left_out=set())
     assert all(module is not gone for module, _ in buffers._places)
-    assert [each.index for each in buffers._followed] == [0, 1, 2]
-    assert [buffers._places[each.index][0] for each in buffers._followed] == [model[2]] * 3
+    assert [each.index for each in buffers._averaged] == [0, 1, 2]
+    assert [buffers._places[each.index][0] for each in buffers._averaged] == [model[2]] * 3
     buffers.remember()
     model(torch.randn(4, 3))
     assert changed(buffers) == ["3.running_mean", "4.running_var", "5.num_batches_tracked"]

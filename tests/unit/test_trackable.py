@@ -36,7 +36,7 @@ def test_a_generator_goes_on(make: Any, tmp_path: Any) -> None:
     fields, files = first.states()
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    second.give(second.read(tmp_path, {"tracked": fields, "files": {}}))
+    second.restore(second.read(tmp_path, {"tracked": fields, "files": {}}))
     assert drawn(fresh) == drawn(saved)
 
 
@@ -55,7 +55,7 @@ def test_containers_are_filled_in_place(saved: Any, fresh: Any, tmp_path: Any) -
     fields, files = first.states()
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    second.give(second.read(tmp_path, {"tracked": fields, "files": {}}))
+    second.restore(second.read(tmp_path, {"tracked": fields, "files": {}}))
     second.add({"progress": fresh})  # what was loaded waits for it
     assert list(fresh) == list(saved)
     assert not isinstance(saved, dict) or fresh == saved
@@ -78,6 +78,6 @@ def test_what_another_engine_tracks_is_tracked() -> None:
         "Loader(data)", StreamShape(batch_size=1, micro_batches=1, steps_per_epoch=1)
     )
     one, other = Tracking(), Tracking()
-    assert len(list(other.lacks([], [stream]))) == 1
+    assert len(list(other.describe_losses([], [stream]))) == 1
     one.add({"loader": Loaderlike()})
-    assert list(other.lacks([], [stream])) == []
+    assert list(other.describe_losses([], [stream])) == []

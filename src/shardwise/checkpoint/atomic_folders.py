@@ -36,14 +36,14 @@ _HIDDEN = re.compile(r"\.step-([0-9]+)\.(partial|replaced|gone)(\.[0-9]+)?")
 
 
 @dataclass(frozen=True, order=True)
-class Found:
+class FolderOfStep:
     """A checkpoint in a folder."""
 
     step: int
     path: Path
 
 
-def complete(folder: Path) -> list[Found]:
+def complete(folder: Path) -> list[FolderOfStep]:
     """Return the complete checkpoints in `folder`, oldest step first."""
     if not folder.is_dir():
         return []
@@ -57,7 +57,7 @@ def complete(folder: Path) -> list[Found]:
         elif hidden and hidden[2] == "replaced":
             # A save of the same step was killed between its two renames.
             found.setdefault(int(hidden[1]), path)
-    return [Found(step, found[step]) for step in sorted(found)]
+    return [FolderOfStep(step, found[step]) for step in sorted(found)]
 
 
 def _has_document(path: Path) -> bool:
@@ -67,7 +67,7 @@ def _has_document(path: Path) -> bool:
         return False
 
 
-def lost(folder: Path) -> list[Found]:
+def incomplete_checkpoints(folder: Path) -> list[FolderOfStep]:
     """Return the folders with the name and contents of a checkpoint but no DOCUMENT, oldest
     first."""
     if not folder.is_dir():
@@ -82,7 +82,7 @@ def lost(folder: Path) -> list[Found]:
         except OSError:  # an unreadable folder may contain anything
             is_empty = False
         if not is_empty:
-            found.append(Found(int(named[1]), path))
+            found.append(FolderOfStep(int(named[1]), path))
     return sorted(found)
 
 
@@ -135,7 +135,7 @@ class Draft:
         self.final = place_of(folder, step)
         self.path = self._partial = folder / f".step-{step}.partial"
         self._replaced = folder / f".step-{step}.replaced"
-        self.left: list[str] = []
+        self.warnings: list[str] = []
         """Messages about files that could not be removed."""
 
     def begin(self) -> None:
@@ -151,7 +151,7 @@ class Draft:
         if self.nbytes > self._free():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self._partial.mkdir()
-        if not _takes_offsets(self._partial):
+        if not _supports_offsets(self._partial):
             self.path = Path(tempfile.mkdtemp(prefix="shardwise-checkpoint-"))
 
     def finish(self, documents: Mapping[str, bytes]) -> None:
@@ -180,15 +180,15 @@ class Draft:
         if self.path != self._partial:
             self._remove(self.path)
 
-    def refused(self, error: OSError) -> str:
+    def describe_error(self, error: OSError) -> str:
         """Return the message for a disk error."""
         place = Path(error.filename or self.path)
         return (
             f"The checkpoint of step {self.step} was not written: {error.strerror or error} "
-            f"({place}). {self._way_out(error, place)} Earlier complete checkpoints are intact."
+            f"({place}). {self._advice(error, place)} Earlier complete checkpoints are intact."
         )
 
-    def _way_out(self, error: OSError, place: Path) -> str:
+    def _advice(self, error: OSError, place: Path) -> str:
         """Return advice for an error at `place`."""
         if error.errno == errno.EEXIST and place.is_dir():
             return "Another run may be saving there: give each run its own folder."
@@ -233,7 +233,7 @@ class Draft:
             try:
                 found.path.rename(gone)
             except OSError as error:
-                self.left.append(file_system.not_removed(found.path, error))
+                self.warnings.append(file_system.not_removed(found.path, error))
             else:
                 self._remove(gone)
 
@@ -254,11 +254,11 @@ class Draft:
         """Remove `path`; return whether it is gone."""
         why = file_system.remove(path)
         if why is not None:
-            self.left.append(why)
+            self.warnings.append(why)
         return why is None
 
 
-def _takes_offsets(folder: Path) -> bool:
+def _supports_offsets(folder: Path) -> bool:
     """Return whether files in `folder` can be written at any offset."""
     path = folder / ".probe"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)

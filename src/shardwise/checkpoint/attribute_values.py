@@ -52,10 +52,10 @@ _STATELESS = (
 _OTHERS = {"_io", "_thread", "_weakref", "logging", "re", "shardwise", "threading", "torch"}
 """Packages whose objects (locks, loggers, groups of ranks) a resume does not need."""
 
-_NOTHING = object()
+_MISSING = object()
 
 
-def _saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
+def _objects_saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
     """Yield objects that attributes may refer to and that are saved elsewhere, with their paths."""
     yield "optimizer", optimizer
     yield "held", held(optimizer)
@@ -65,7 +65,7 @@ def _saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
         yield f"param_groups.{number}.params", group["params"]
 
 
-def _inside(place: str, key: Any) -> str:
+def _path_of(place: str, key: Any) -> str:
     """Return the path of the value under the encoded `key` at `place`."""
     if isinstance(key, dict):
         key = next(iter(key.values()))
@@ -94,11 +94,11 @@ class AttributeValues:
         names = [
             name
             for name, value in self.fields.items()
-            if value != initial.fields.get(name, _NOTHING)
+            if value != initial.fields.get(name, _MISSING)
             or self.marks.get(name) != initial.marks.get(name)
         ]
         fields = {name: self.fields[name] for name in names}
-        wanted = {name for value in fields.values() for name in _stored(value)}
+        wanted = {name for value in fields.values() for name in _stored_names(value)}
         return AttributeValues(
             fields,
             {name: value for name, value in self.tensors.items() if name in wanted},
@@ -107,7 +107,7 @@ class AttributeValues:
         )
 
 
-def _stored(value: Any) -> Iterator[str]:
+def _stored_names(value: Any) -> Iterator[str]:
     """Yield the names of the stored tensors in an encoded `value`."""
     if isinstance(value, dict):
         if "$stored" in value:
@@ -115,7 +115,7 @@ def _stored(value: Any) -> Iterator[str]:
             return
         value = list(value.values())
     for each in value if isinstance(value, list) else ():
-        yield from _stored(each)
+        yield from _stored_names(each)
 
 
 def _is_map(value: Any) -> bool:
@@ -131,18 +131,18 @@ def _is_pair(value: Any, first: type, second: type) -> bool:
 
 
 _FORMS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("$parameter", "$same", "$enum"), lambda told: isinstance(told, str)),
-    **dict.fromkeys(("$tuple", "$list", "$deque"), lambda told: isinstance(told, list)),
-    "$kept": lambda told: told is None,
-    "$given": lambda told: isinstance(told, dict),
+    **dict.fromkeys(("$parameter", "$same", "$enum"), lambda content: isinstance(content, str)),
+    **dict.fromkeys(("$tuple", "$list", "$deque"), lambda content: isinstance(content, list)),
+    "$kept": lambda content: content is None,
+    "$given": lambda content: isinstance(content, dict),
     "$map": _is_map,
-    "$small": lambda told: _is_pair(told, dict, bool),
-    "$stored": lambda told: _is_pair(told, str, bool),
-    "$object": lambda told: _is_pair(told, str, dict),
-    "$optimizer": lambda told: (
-        isinstance(told, dict)
-        and all(map(_is_map, told["groups"]))
-        and isinstance(told["attributes"], dict)
+    "$small": lambda content: _is_pair(content, dict, bool),
+    "$stored": lambda content: _is_pair(content, str, bool),
+    "$object": lambda content: _is_pair(content, str, dict),
+    "$optimizer": lambda content: (
+        isinstance(content, dict)
+        and all(map(_is_map, content["groups"]))
+        and isinstance(content["attributes"], dict)
     ),
 }
 """Checks by tag whether a save can have written the value under that tag."""
@@ -165,23 +165,23 @@ def _check(value: Any) -> None:
         if isinstance(value, list):
             raise TypeError("a list without a tag")
         return
-    ((tag, told),) = value.items()
+    ((tag, content),) = value.items()
     if tag not in _FORMS:
         json_values.decode(value)
         return
-    if not _FORMS[tag](told):
+    if not _FORMS[tag](content):
         raise TypeError(tag)
     if tag in ("$tuple", "$list", "$deque"):
-        inside = told
+        inside = content
     elif tag == "$map":
-        inside = [each for _, each in told]
+        inside = [each for _, each in content]
     elif tag == "$object":
-        inside = list(told[1].values())
+        inside = list(content[1].values())
     elif tag == "$optimizer":
-        inside = [each for group in told["groups"] for _, each in group]
-        inside += [told["state"], *told["attributes"].values()]
+        inside = [each for group in content["groups"] for _, each in group]
+        inside += [content["state"], *content["attributes"].values()]
     else:
-        inside = [told[0]] if tag == "$small" else [told] if tag == "$given" else []
+        inside = [content[0]] if tag == "$small" else [content] if tag == "$given" else []
     for each in inside:
         _check(each)
 
@@ -195,27 +195,27 @@ class _Encoder:
         self._names = {named.parameter: named.name for named in spec.located()}
         self._by_id = {id(parameter): name for parameter, name in self._names.items()}
         self._modules = {module for model in spec.models for module in model.modules()}
-        self._places = {id(value): place for place, value in _saved_elsewhere(optimizer)}
+        self._places = {id(value): place for place, value in _objects_saved_elsewhere(optimizer)}
         self._alive: list[Any] = []  # keeps objects alive, so that no id in `_places` is reused
-        self._left = _MOST
+        self._values_left = _MOST
         self._depth_in_objects = 0
         self._name = ""
-        self._made = AttributeValues({}, {}, {}, {})
+        self._values = AttributeValues({}, {}, {}, {})
 
     def encode(self) -> AttributeValues:
         """Encode every attribute."""
         found = attributes_of(self._optimizer) | {_COMMON: common_state(held(self._optimizer))}
         for self._name, value in found.items():
-            self._made.fields[self._name] = self._encoded(value, self._name)
-        return self._made
+            self._values.fields[self._name] = self._encode(value, self._name)
+        return self._values
 
     def _mark(self, mark: Any) -> None:
-        self._made.marks.setdefault(self._name, []).append(mark)
+        self._values.marks.setdefault(self._name, []).append(mark)
 
-    def _encoded(self, value: Any, place: str) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            return self._left_out(value, place)
+    def _encode(self, value: Any, place: str) -> Any:
+        self._values_left -= 1
+        if self._values_left < 0:
+            return self._skip(value, place)
         if isinstance(value, nn.Parameter) and value in self._names:
             return {"$parameter": self._names[value]}
         if (isinstance(value, nn.Module) and value in self._modules) or isinstance(
@@ -230,26 +230,28 @@ class _Encoder:
         if isinstance(value, Enum):
             return {"$enum": value.name}
         if isinstance(value, tuple):
-            return {"$tuple": self._items(value, place)}
+            return {"$tuple": self._encode_items(value, place)}
         if id(value) in self._places:
             return {"$same": self._places[id(value)]}
         # Recorded before the contents are encoded, so that a cycle becomes a "$same".
         self._places[id(value)] = place
         self._alive.append(value)
         if isinstance(value, Tensor):
-            return self._tensor(value, place)
+            return self._encode_tensor(value, place)
         if isinstance(value, dict):
-            return {"$map": self._map(value, place)}
+            return {"$map": self._encode_map(value, place)}
         if isinstance(value, list | deque):
-            return {"$list" if isinstance(value, list) else "$deque": self._items(value, place)}
+            return {
+                "$list" if isinstance(value, list) else "$deque": self._encode_items(value, place)
+            }
         if isinstance(value, optim.Optimizer):
-            return {"$optimizer": self._other(value, place)}
-        return self._object(value, place)
+            return {"$optimizer": self._encode_optimizer(value, place)}
+        return self._encode_object(value, place)
 
-    def _items(self, several: Any, place: str) -> list[Any]:
-        return [self._encoded(each, f"{place}.{index}") for index, each in enumerate(several)]
+    def _encode_items(self, several: Any, place: str) -> list[Any]:
+        return [self._encode(each, f"{place}.{index}") for index, each in enumerate(several)]
 
-    def _map(self, value: Mapping[Any, Any], place: str) -> list[Any]:
+    def _encode_map(self, value: Mapping[Any, Any], place: str) -> list[Any]:
         encoded = []
         for key, each in value.items():
             known: Any
@@ -261,14 +263,14 @@ class _Encoder:
                 try:
                     known = json_values.encode(key)
                 except NotPlain:
-                    self._left_out(key, f"{place}[...]")
+                    self._skip(key, f"{place}[...]")
                     continue
-            encoded.append([known, self._encoded(each, _inside(place, known))])
+            encoded.append([known, self._encode(each, _path_of(place, known))])
         return encoded
 
-    def _tensor(self, value: Tensor, place: str) -> Any:
+    def _encode_tensor(self, value: Tensor, place: str) -> Any:
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            return self._left_out(value, place)
+            return self._skip(value, place)
         on_device = value.device.type != "cpu"
         try:
             return {"$small": [json_values.encode(value), on_device]}
@@ -277,10 +279,10 @@ class _Encoder:
             # Not in objects, though: they may refer to the data set, which would be saved.
             self._mark(_Identity(value) if self._depth_in_objects else object())
             name = f"{self._number}.{place}"
-            self._made.tensors[name] = value.detach()
+            self._values.tensors[name] = value.detach()
             return {"$stored": [name, on_device]}
 
-    def _other(self, other: optim.Optimizer, place: str) -> dict[str, Any]:
+    def _encode_optimizer(self, other: optim.Optimizer, place: str) -> dict[str, Any]:
         """Encode an optimizer that this one refers to, such as one that it wraps."""
         groups = []
         for number, group in enumerate(other.param_groups):
@@ -288,39 +290,39 @@ class _Encoder:
             is_shared = id(group) in self._places
             self._places.setdefault(id(group), here)
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-            groups.append([] if is_shared else self._map(options, here))
+            groups.append([] if is_shared else self._encode_map(options, here))
         fields = attributes_of(other).items()
         return {
             "groups": groups,
-            "state": self._encoded(held(other), f"{place}.state"),
-            "attributes": {name: self._encoded(v, f"{place}.{name}") for name, v in fields},
+            "state": self._encode(held(other), f"{place}.state"),
+            "attributes": {name: self._encode(v, f"{place}.{name}") for name, v in fields},
         }
 
-    def _object(self, value: Any, place: str) -> Any:
+    def _encode_object(self, value: Any, place: str) -> Any:
         """Encode a generator, an object with a state_dict, or one with attributes."""
         self._depth_in_objects += 1
         try:
-            if (given := _state_dict_of(value)) is not _NOTHING:
+            if (state := _state_dict_of(value)) is not _MISSING:
                 self._mark(object())  # the returned objects may be new at each call
-                return {"$given": self._encoded(given, f"{place}.state_dict()")}
+                return {"$given": self._encode(state, f"{place}.state_dict()")}
             package = type(value).__module__.partition(".")[0]
             if package in _OTHERS:
                 return {"$kept": None}
             if package in sys.stdlib_module_names or not hasattr(value, "__dict__"):
-                return self._left_out(value, place)
+                return self._skip(value, place)
             fields = vars(value).items()
-            encoded = {name: self._encoded(each, f"{place}.{name}") for name, each in fields}
+            encoded = {name: self._encode(each, f"{place}.{name}") for name, each in fields}
             return {"$object": [type(value).__qualname__, encoded]}
         finally:
             self._depth_in_objects -= 1
 
-    def _left_out(self, value: Any, place: str) -> Any:
+    def _skip(self, value: Any, place: str) -> Any:
         """Record that `value` cannot be saved."""
         # There is no way to see whether a mutable value has changed, so assume that it has.
         counts = isinstance(value, Iterator) or hasattr(value, "__array__")
         is_constant = isinstance(value, Hashable) and not counts
         self._mark(_Identity(value) if is_constant else object())
-        places = self._made.unsaved.setdefault(self._name, [])
+        places = self._values.unsaved.setdefault(self._name, [])
         places.append(f"{place} (a {type(value).__name__})")
         return {"$kept": None}
 
@@ -347,7 +349,7 @@ def _state_dict_of(value: Any) -> Any:
     try:
         return trackable("value", value).state_dict()
     except UsageError:
-        return _NOTHING
+        return _MISSING
 
 
 class _Restorer:
@@ -364,13 +366,13 @@ class _Restorer:
         self._read = read
         self._device = spec.device
         self._parameters = {named.name: named.parameter for named in spec.located()}
-        self._places: dict[str, Any] = dict(_saved_elsewhere(optimizer))
+        self._places: dict[str, Any] = dict(_objects_saved_elsewhere(optimizer))
 
     def restore(self, name: str, saved: Any) -> None:
         """Restore attribute `name` from its `saved` value."""
         if name == _COMMON:
             common, state = common_state(held(self._optimizer)), held(self._optimizer)
-            new = self._restored(common, saved, name)
+            new = self._restore_value(common, saved, name)
             for key in common:
                 state.pop(key, None)
             state.update(new)
@@ -378,51 +380,51 @@ class _Restorer:
             self._put(vars(self._optimizer), name, saved, name)
 
     def _put(self, into: MutableMapping[Any, Any], key: Any, saved: Any, place: str) -> None:
-        value = self._restored(into.get(key, _NOTHING), saved, place)
-        if value is not _NOTHING:
+        value = self._restore_value(into.get(key, _MISSING), saved, place)
+        if value is not _MISSING:
             into[key] = value
 
-    def _restored(self, now: Any, saved: Any, place: str) -> Any:
+    def _restore_value(self, now: Any, saved: Any, place: str) -> Any:
         """Return the value for `place`: the present object `now`, filled in place if possible."""
-        tag, told = next(iter(saved.items())) if isinstance(saved, dict) else ("", saved)
+        tag, content = next(iter(saved.items())) if isinstance(saved, dict) else ("", saved)
         if tag == "$parameter":
-            return self._parameters[told]
-        if tag == "$same" and told in self._places:
-            return self._places[told]
+            return self._parameters[content]
+        if tag == "$same" and content in self._places:
+            return self._places[content]
         if tag == "$enum" and isinstance(now, Enum):
-            return type(now)[told]
+            return type(now)[content]
         if tag == "$tuple":
             old = now if isinstance(now, tuple) else ()
-            parts = [self._restored(n, s, p) for n, s, p in _pairs(old, told, place)]
+            parts = [self._restore_value(n, s, p) for n, s, p in _pairs(old, content, place)]
             return type(now)._make(parts) if hasattr(now, "_make") else tuple(parts)
         if tag in ("$small", "$stored"):
-            value = self._tensor(now, tag, *told)
+            value = self._restore_tensor(now, tag, *content)
         elif tag == "$map":
-            value = self._map(now, told, place)
+            value = self._restore_map(now, content, place)
         elif tag in ("$list", "$deque"):
-            value = self._list(now, list if tag == "$list" else deque, told, place)
+            value = self._restore_list(now, list if tag == "$list" else deque, content, place)
         elif tag in ("$optimizer", "$object", "$given", "$kept", "$enum", "$same"):
             value = now
-            if not self._fill(now, tag, told, place):
+            if not self._fill(now, tag, content, place):
                 self.lost.append(place)
         else:
             return json_values.decode(saved)
         self._places[place] = value
         return value
 
-    def _tensor(self, now: Any, tag: str, told: Any, on_device: bool) -> Tensor:
-        value: Tensor = json_values.decode(told) if tag == "$small" else self._read(told)
+    def _restore_tensor(self, now: Any, tag: str, content: Any, on_device: bool) -> Tensor:
+        value: Tensor = json_values.decode(content) if tag == "$small" else self._read(content)
         if isinstance(now, Tensor) and now.shape == value.shape:
             now.detach().copy_(value)
             return now
         return value.to(self._device) if on_device else value
 
-    def _map(self, now: Any, told: Any, place: str) -> Any:
+    def _restore_map(self, now: Any, content: Any, place: str) -> Any:
         into: MutableMapping[Any, Any] = now if isinstance(now, dict) else {}
         self._places[place] = into  # before the contents, which may refer to it
         old = dict(into)
         into.clear()
-        for key, saved in told:
+        for key, saved in content:
             known: Any
             if isinstance(key, dict) and "$parameter" in key:
                 known = self._parameters[key["$parameter"]]
@@ -430,56 +432,56 @@ class _Restorer:
                 known = id(self._parameters[key["$id"]])
             else:
                 known = json_values.decode(key)
-            value = self._restored(old.get(known, _NOTHING), saved, _inside(place, key))
-            if value is not _NOTHING:
+            value = self._restore_value(old.get(known, _MISSING), saved, _path_of(place, key))
+            if value is not _MISSING:
                 into[known] = value
         return into
 
-    def _list(self, now: Any, kind: type[Any], told: Any, place: str) -> Any:
+    def _restore_list(self, now: Any, kind: type[Any], content: Any, place: str) -> Any:
         into: Any = now if isinstance(now, kind) else kind()
         self._places[place] = into
         old = list(into)
         into.clear()
-        into.extend(self._restored(n, s, p) for n, s, p in _pairs(old, told, place))
+        into.extend(self._restore_value(n, s, p) for n, s, p in _pairs(old, content, place))
         return into
 
-    def _fill(self, now: Any, tag: str, told: Any, place: str) -> bool:
+    def _fill(self, now: Any, tag: str, content: Any, place: str) -> bool:
         """Fill an object that only the script can create; return False if it is missing."""
         if tag in ("$enum", "$same"):
             return False
         if tag == "$kept":
-            return now is not _NOTHING
+            return now is not _MISSING
         if tag == "$given":
-            if _state_dict_of(now) is _NOTHING:
+            if _state_dict_of(now) is _MISSING:
                 return False
-            state = self._restored(_NOTHING, told, f"{place}.state_dict()")
+            state = self._restore_value(_MISSING, content, f"{place}.state_dict()")
             trackable("value", now).load_state_dict(state)
             return True
         self._places[place] = now
         if tag == "$object":
-            kind, fields = told
+            kind, fields = content
             if type(now).__qualname__ != kind:
                 return False
         else:
             if not isinstance(now, optim.Optimizer):
                 return False
             for number, (group, options) in enumerate(
-                zip(now.param_groups, told["groups"], strict=True)
+                zip(now.param_groups, content["groups"], strict=True)
             ):
                 here = f"{place}.param_groups.{number}"
                 self._places.setdefault(here, group)
                 for key, saved in options:
-                    self._put(group, key, saved, _inside(here, key))
-            self._restored(held(now), told["state"], f"{place}.state")
-            fields = told["attributes"]
+                    self._put(group, key, saved, _path_of(here, key))
+            self._restore_value(held(now), content["state"], f"{place}.state")
+            fields = content["attributes"]
         for name, saved in fields.items():
             self._put(vars(now), name, saved, f"{place}.{name}")
         return True
 
 
-def _pairs(old: Any, told: list[Any], place: str) -> Iterator[tuple[Any, Any, str]]:
-    for index, saved in enumerate(told):
-        yield old[index] if index < len(old) else _NOTHING, saved, f"{place}.{index}"
+def _pairs(old: Any, content: list[Any], place: str) -> Iterator[tuple[Any, Any, str]]:
+    for index, saved in enumerate(content):
+        yield old[index] if index < len(old) else _MISSING, saved, f"{place}.{index}"
 
 
 class OptimizerAttributes:
@@ -504,7 +506,7 @@ class OptimizerAttributes:
         now = _Encoder(optimizer, number, self._spec).encode()
         return now.changed_since(self._initial[optimizer])
 
-    def lacks(self) -> Iterator[str]:
+    def describe_losses(self) -> Iterator[str]:
         """Yield a warning for each attribute that a resume from a save now would restart."""
         for optimizer in self._initial:
             values = self.changed(optimizer)
@@ -541,12 +543,14 @@ class OptimizerAttributes:
             return
         initial = self._initial[optimizer].fields
         names = [n for n in now.fields if n in initial and (common or n != _COMMON)]
-        begun = {name: initial[name] for name in names}
-        unknown = [n for n, value in begun.items() if n not in saved and any(_stored(value))]
+        initial_values = {name: initial[name] for name in names}
+        unknown = [
+            n for n, value in initial_values.items() if n not in saved and any(_stored_names(value))
+        ]
         restorer = _Restorer(optimizer, self._spec, read)
         try:
             with torch.no_grad():
-                for name, value in {**begun, **saved}.items():
+                for name, value in {**initial_values, **saved}.items():
                     if name not in unknown:
                         restorer.restore(name, value)
         except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:

@@ -40,26 +40,26 @@ class Copies:
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
-        self._given: list[tuple[str, Sequence[Extent], memoryview]] = []
+        self._copied: list[tuple[str, Sequence[Extent], memoryview]] = []
 
     def begin(self) -> None:
         """Drop the copies of a save that failed before it was written."""
-        self._given = []
+        self._copied = []
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
         """Copy `memory`."""
-        number = len(self._given)
+        number = len(self._copied)
         if number == len(self._memory) or self._memory[number].nbytes != len(memory):
             self._memory[number:] = [np.empty(len(memory), dtype=np.uint8)]
         np.copyto(self._memory[number], np.frombuffer(memory, dtype=np.uint8))
-        self._given.append((kind, ranges, self._memory[number].data))
+        self._copied.append((kind, ranges, self._memory[number].data))
 
     def settle(self) -> None:
         """No-op: the memory is copied."""
 
     def play(self, sink: TensorSink) -> None:
         """Write all copies to `sink`."""
-        for kind, ranges, memory in self._given:
+        for kind, ranges, memory in self._copied:
             sink.write(kind, ranges, memory)
         sink.settle()
 
@@ -94,24 +94,26 @@ class BackgroundSave(threading.Thread):
     def run(self) -> None:
         """Write this rank's part, leave a note, and wait for the result of all ranks."""
         with span("write", Row.BACKGROUND):
-            sums = self._own()
+            sums = self._write_own_part()
         try:
-            _leave(self.draft.path, f"rank-{self._rank}", {"sums": sums, "failure": self.failure})
+            _leave_note(
+                self.draft.path, f"rank-{self._rank}", {"sums": sums, "failure": self.failure}
+            )
             with span("complete", Row.BACKGROUND):
                 if self._rank == 0:
                     self._complete()
                 else:
-                    self._await()
+                    self._wait_for_rank_0()
         except Exception as error:  # no caller would see an exception of this thread
-            self.failure = self.failure or self._said(error)
+            self.failure = self.failure or self._describe(error)
 
-    def _own(self) -> list[Any]:
+    def _write_own_part(self) -> list[Any]:
         """Write this rank's part, and return its checksums."""
         try:
             self._copies.play(self._writer)
             sums = self._writer.finish()
         except Exception as error:  # the other ranks wait for a note even then
-            self.failure = self._said(error)
+            self.failure = self._describe(error)
             return []
         finally:
             self._writer.close()
@@ -122,13 +124,13 @@ class BackgroundSave(threading.Thread):
     def _complete(self) -> None:
         """Rank 0: wait for all notes, then publish the checkpoint."""
         # Wait for all notes even after a failure: a rank that still writes needs its folder.
-        notes = [self._note_of(rank) for rank in range(self._size)]
+        notes = [self._wait_for_note(rank) for rank in range(self._size)]
         failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
         if not failed:
             try:
                 # Before the rename: a complete checkpoint has no notes in it.
                 for rank in range(self._size):
-                    _path(self.draft.path, f"rank-{rank}").unlink()
+                    _note_path(self.draft.path, f"rank-{rank}").unlink()
                 self._finish(
                     [
                         {(kind, name): [ChecksumPart(*p) for p in ps] for kind, name, ps in sums}
@@ -136,16 +138,16 @@ class BackgroundSave(threading.Thread):
                     ]
                 )
             except Exception as error:  # the other ranks wait for rank 0's note
-                failed = [f"Rank 0: {self._said(error)}"]
+                failed = [f"Rank 0: {self._describe(error)}"]
         if failed:
             self.failure = failed[0]
             self.draft.empty()  # frees space for the note, and for other files
-            _leave(self.draft.path, "end", {"failure": failed[0]})
+            _leave_note(self.draft.path, "end", {"failure": failed[0]})
 
-    def _await(self) -> None:
+    def _wait_for_rank_0(self) -> None:
         """Other ranks: wait until rank 0 has published the checkpoint or reported a failure."""
         deadline = time.monotonic() + self._limit
-        end = _path(self.draft.path, "end")
+        end = _note_path(self.draft.path, "end")
         while time.monotonic() < deadline:
             # The rename is the only sign of success: rank 0 may fail until that moment.
             if not self.draft.path.exists() and (self.draft.final / DOCUMENT).exists():
@@ -156,9 +158,9 @@ class BackgroundSave(threading.Thread):
             time.sleep(PAUSE)
         self.failure = f"Rank 0 did not complete {self.draft.final} within {self._limit:.0f} s."
 
-    def _note_of(self, rank: int) -> dict[str, Any]:
+    def _wait_for_note(self, rank: int) -> dict[str, Any]:
         deadline = time.monotonic() + self._limit
-        path = _path(self.draft.path, f"rank-{rank}")
+        path = _note_path(self.draft.path, f"rank-{rank}")
         while not path.exists():
             if time.monotonic() > deadline:
                 late = f"{self.draft.final} lacks its part after {self._limit:.0f} s."
@@ -167,36 +169,36 @@ class BackgroundSave(threading.Thread):
         note: dict[str, Any] = json.loads(path.read_bytes())
         return note
 
-    def _said(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         if isinstance(error, OSError):
-            return self.draft.refused(error)
+            return self.draft.describe_error(error)
         return f"{self.draft.final} was not written. {type(error).__name__}: {error}"
 
 
-def _path(folder: Path, name: str) -> Path:
+def _note_path(folder: Path, name: str) -> Path:
     return folder / f".{name}.note"
 
 
 def reserve(folder: Path, rank: int) -> None:
     """Reserve disk space for the note of `rank`. Raises OSError."""
-    _aside(folder, f"rank-{rank}").write_bytes(b" " * RESERVED)
+    _unfinished_path(folder, f"rank-{rank}").write_bytes(b" " * RESERVED)
 
 
-def _leave(folder: Path, name: str, note: Mapping[str, Any]) -> None:
+def _leave_note(folder: Path, name: str, note: Mapping[str, Any]) -> None:
     """Write a note atomically. If there is no space for all of it, write only the failure."""
-    aside = _aside(folder, name)
+    aside = _unfinished_path(folder, name)
     try:
-        _write(aside, note)
+        _write_note(aside, note)
     except OSError as error:
-        _write(aside, {"failure": (note["failure"] or str(error))[: RESERVED // 8]})
-    aside.replace(_path(folder, name))
+        _write_note(aside, {"failure": (note["failure"] or str(error))[: RESERVED // 8]})
+    aside.replace(_note_path(folder, name))
 
 
-def _aside(folder: Path, name: str) -> Path:
-    return _path(folder, name).with_suffix(".writing")
+def _unfinished_path(folder: Path, name: str) -> Path:
+    return _note_path(folder, name).with_suffix(".writing")
 
 
-def _write(path: Path, note: Mapping[str, Any]) -> None:
+def _write_note(path: Path, note: Mapping[str, Any]) -> None:
     """Overwrite the reserved space. JSON readers ignore the spaces after the value."""
     data = json.dumps(note).encode()
     with path.open("r+b" if path.exists() else "wb") as file:

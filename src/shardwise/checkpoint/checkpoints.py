@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.atomic_folders import DOCUMENT, Found, place_of
+from shardwise.checkpoint.atomic_folders import DOCUMENT, FolderOfStep, place_of
 from shardwise.checkpoint.engine_view import EngineView
 from shardwise.checkpoint.loader import CheckpointLoader
 from shardwise.checkpoint.saver import CheckpointSaver
@@ -51,7 +51,7 @@ class Checkpoints:
         self._tracked = Tracking()
         self.saver = CheckpointSaver(state, self._tracked)
         self.loader = CheckpointLoader(state, self._tracked)
-        self._home: Path | None = None  # folder that it resumed from, else of the last save
+        self._folder: Path | None = None  # folder that it resumed from, else of the last save
         self._options = _SaveOptions()
         self._resumes = False
         self._saved: tuple[int, int] | None = None  # the moment that the save in _home has
@@ -74,7 +74,7 @@ class Checkpoints:
 
     def save_and_stay(
         self,
-        folder: str | PathLike[str],
+        target: str | PathLike[str],
         keep: int | None,
         *,
         background: bool = False,
@@ -82,26 +82,26 @@ class Checkpoints:
     ) -> Path | None:
         """Save without leaving, even if this process has been asked to end."""
         self._state.refuse_in_step("engine.save")
-        home, split = Path(folder), int(split_gb * 1e9)
+        target, split = Path(target), int(split_gb * 1e9)
         if self._world.settings.trial:
-            path = place_of(home, self._state.steps)
+            path = place_of(target, self._state.steps)
             self._trial_paths |= {path}
             return path
         saved = None
         try:
-            saved = self.saver.save(home, keep=keep, background=background, split=split)
+            saved = self.saver.save(target, keep=keep, background=background, split=split)
         except CheckpointNotWritten as error:
             self.saver.tolerate(error)
         # A run that resumes from one folder and also saves elsewhere (say, its best checkpoint)
         # must still make its final save in the folder that the next start reads.
-        if self._home in (None, home) or not self._resumes:
-            self._settle_in(home, _SaveOptions(keep, split))
+        if self._folder in (None, target) or not self._resumes:
+            self._use_folder(target, _SaveOptions(keep, split))
             self._saved = None if background or saved is None else self._moment()
         return saved
 
     # -- resuming and loading ---------------------------------------------------------------
 
-    def resume(self, home: Path) -> int:
+    def resume(self, folder: Path) -> int:
         """See Engine.resume."""
         if self._world.settings.trial:
             return self._state.steps
@@ -109,36 +109,36 @@ class Checkpoints:
             self._returns.come_back()
             return self._state.steps
         # Claim first: the previous start of this job may still be writing there.
-        self.saver.claim(home)
+        self.saver.claim(folder)
         self.saver.wait()
-        self.saver.end_removals(home)
-        complete, lost = self.loader.found(home)
+        self.saver.end_removals(folder)
+        complete, incomplete = self.loader.list_checkpoints(folder)
         loaded = self._load_newest([found.path for found in complete])
         if loaded is None:
-            _refuse_beside(home, lost)
-            line = f"no checkpoint in {home}: starting at step {self._state.steps}"
+            _refuse_fresh_start(folder, incomplete)
+            line = f"no checkpoint in {folder}: starting at step {self._state.steps}"
         else:
-            for found in lost:
+            for found in incomplete:
                 if found.step > self._state.steps:
-                    self._pass_over(f"{found.path} is incomplete: it has no {DOCUMENT}.")
+                    self._report_skipped(f"{found.path} is incomplete: it has no {DOCUMENT}.")
             line = f"resumed from {loaded}, at step {self._state.steps}"
-        self._continue_in(home, _SaveOptions(), is_saved=loaded is not None)
+        self._continue_in(folder, _SaveOptions(), is_saved=loaded is not None)
         if not self._state.spec.settings.quiet:
             self._world.print(f"shardwise: {line}")
         return self._state.steps
 
-    def resume_from(self, home: Path, path: Path | None) -> None:
-        """Resume from `path`, a checkpoint in `home`, or from the present state if it is None.
+    def resume_from(self, folder: Path, path: Path | None) -> None:
+        """Resume from `path`, a checkpoint in `folder`, or from the present state if it is None.
         Collective."""
-        self.saver.claim(home)
+        self.saver.claim(folder)
         if path is not None:
             self.load(path)
-        self._continue_in(home, _SaveOptions(), is_saved=path is not None)
+        self._continue_in(folder, _SaveOptions(), is_saved=path is not None)
 
-    def _continue_in(self, home: Path, options: _SaveOptions, *, is_saved: bool) -> None:
-        """Save to `home` from now on, and tell the launcher that a restart resumes from there."""
+    def _continue_in(self, folder: Path, options: _SaveOptions, *, is_saved: bool) -> None:
+        """Save to `folder` from now on, and tell the launcher that a restart resumes from there."""
         self._resumes, self._saved = True, self._moment() if is_saved else None
-        self._settle_in(home, options)
+        self._use_folder(folder, options)
         self._world.progress.resumes()
         if self._returns is not None:
             self._returns.are_expected()
@@ -155,28 +155,28 @@ class Checkpoints:
         Returns:
             JSON for `come_back`; None if the save failed or the user has not named a folder.
         """
-        home, options = self._home, self._options
-        if home is None:
+        folder, options = self._folder, self._options
+        if folder is None:
             return None
-        path: Path | None = place_of(home, self._state.steps)
+        path: Path | None = place_of(folder, self._state.steps)
         if self._saved != self._moment():
             with self.saver.at_boundary():
-                path = self.save_and_stay(home, options.keep, split_gb=options.split / 1e9)
+                path = self.save_and_stay(folder, options.keep, split_gb=options.split / 1e9)
         if path is None:
             return None
-        about = {"home": str(home), "path": str(path.resolve())}
+        record = {"home": str(folder), "path": str(path.resolve())}
         options_now = {"keep": options.keep, "split": options.split}
-        return about | options_now | {"draws_are_one": self._world.draws.is_one}
+        return record | options_now | {"draws_are_one": self._world.draws.is_one}
 
-    def come_back(self, about: Mapping[str, Any]) -> None:
+    def come_back(self, record: Mapping[str, Any]) -> None:
         """Resume from the save of the other groups, with the same folder. Collective over this
         group."""
-        self.load(Path(about["path"]))
-        options = _SaveOptions(about["keep"], about["split"])
-        self._continue_in(Path(about["home"]), options, is_saved=True)
-        self._world.draws.is_one = about["draws_are_one"]  # this group takes up their stream
+        self.load(Path(record["path"]))
+        options = _SaveOptions(record["keep"], record["split"])
+        self._continue_in(Path(record["home"]), options, is_saved=True)
+        self._world.draws.is_one = record["draws_are_one"]  # this group takes up their stream
 
-    def _pass_over(self, why: object) -> None:
+    def _report_skipped(self, why: object) -> None:
         self._world.print(f"shardwise: skipped a checkpoint: {why}", file=sys.stderr)
 
     def _load_newest(self, paths: Sequence[Path]) -> Path | None:
@@ -190,7 +190,7 @@ class Checkpoints:
                 continue
             # Only now: if no checkpoint is intact, the error of the newest is raised instead.
             for each in broken:
-                self._pass_over(each)
+                self._report_skipped(each)
             return path
         if broken:
             older = f" Nor is any of the {len(broken) - 1} before it intact." if broken[1:] else ""
@@ -219,24 +219,24 @@ class Checkpoints:
         """
         return self._state.steps, self._world.steps_made
 
-    def _settle_in(self, home: Path, options: _SaveOptions) -> None:
-        """Use `home` for the final save, and start watching for a request to end."""
-        if self._home is None:
+    def _use_folder(self, folder: Path, options: _SaveOptions) -> None:
+        """Use `folder` for the final save, and start watching for a request to end."""
+        if self._folder is None:
             self._world.preemption.heed(self._is_between_steps, self._save_at_the_end)
-        self._home, self._options = home, options
+        self._folder, self._options = folder, options
 
     def _is_between_steps(self) -> bool:
         return self._state.is_between_steps
 
     def _save_at_the_end(self) -> Path:
         """Save into the user's folder, unless the present state is already saved there."""
-        assert self._home is not None
+        assert self._folder is not None
         if self._saved == self._moment():
-            return place_of(self._home, self._state.steps)
+            return place_of(self._folder, self._state.steps)
         # A forward may have run since the last step, and its step will never be made.
         self.saver.go_back_to_boundary()
         return self.saver.save(
-            self._home,
+            self._folder,
             keep=self._options.keep,
             background=False,
             split=self._options.split,
@@ -251,13 +251,13 @@ class Checkpoints:
             self._world.preemption.leave_out(self._save_at_the_end)
 
 
-def _refuse_beside(home: Path, lost: Sequence[Found]) -> None:
+def _refuse_fresh_start(folder: Path, incomplete: Sequence[FolderOfStep]) -> None:
     """Raise BrokenCheckpoint if a run would start from scratch next to incomplete checkpoints."""
-    if lost:
-        newest = lost[0].path
-        more = f" (nor do {len(lost) - 1} before it)" if lost[1:] else ""
+    if incomplete:
+        newest = incomplete[0].path
+        more = f" (nor do {len(incomplete) - 1} before it)" if incomplete[1:] else ""
         raise BrokenCheckpoint(
-            f"{newest} is named like a checkpoint but has no {DOCUMENT}{more}, and {home} has no "
+            f"{newest} is named like a checkpoint but has no {DOCUMENT}{more}, and {folder} has no "
             "complete checkpoint, so this run would start from scratch. Restore the file, or load "
             f'only the weights (engine.load("{newest}", model_only=True)) and save to another '
             "folder. To start from scratch, move it away."

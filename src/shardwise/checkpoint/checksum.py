@@ -25,7 +25,7 @@ class ChecksumPart:
     crc: int
 
 
-def joined(parts: Iterable[ChecksumPart], nbytes: int) -> int | None:
+def combine(parts: Iterable[ChecksumPart], nbytes: int) -> int | None:
     """Return the CRC-32 of the `nbytes` bytes that `parts` (in any order) cover.
 
     Returns None if they do not cover each byte exactly once.

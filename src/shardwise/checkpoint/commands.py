@@ -44,7 +44,7 @@ def checkpoint(ctx: click.Context) -> None:
         ctx.exit(click.UsageError.exit_code)
 
 
-def _told(command: Callable[..., int]) -> Callable[..., int]:
+def _report_errors(command: Callable[..., int]) -> Callable[..., int]:
     """Decorate a command to print our errors as one line, without a traceback."""
 
     @wraps(command)
@@ -57,7 +57,7 @@ def _told(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-def _say(console: Console, line: str) -> None:
+def _print_line(console: Console, line: str) -> None:
     """Print a line literally: brackets in names are not markup."""
     console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
@@ -67,7 +67,7 @@ _PATH = click.argument("path", type=click.Path(path_type=Path))
 
 @checkpoint.command(short_help="Show the contents of a checkpoint.")
 @_PATH
-@_told
+@_report_errors
 def inspect(path: Path) -> int:
     """Show step, optimizers and every tensor of a checkpoint."""
     from rich.console import Console
@@ -75,23 +75,23 @@ def inspect(path: Path) -> int:
     from shardwise.checkpoint.tools import OpenedCheckpoint, summary
 
     console = Console()
-    if (save := _of_deepspeed(path)) is not None:
+    if (save := _open_deepspeed(path)) is not None:
         return _inspect_save(console, save)
     with OpenedCheckpoint(path) as opened:
         for name, value in summary(opened).items():
-            _say(console, f"{name:>10}  {value}")
+            _print_line(console, f"{name:>10}  {value}")
         lines = list(opened.lines())
         console.print(_table(lines))
         for kind in opened.sets:
             several = [line for line in lines if line.kind == kind]
             size = sum(line.spec.nbytes for line in several)
-            _say(console, f"{kind:>10}  {len(several)} tensors, {size:,} bytes")
+            _print_line(console, f"{kind:>10}  {len(several)} tensors, {size:,} bytes")
     return 0
 
 
 @checkpoint.command(short_help="Read all files, and compare the checksums.")
 @_PATH
-@_told
+@_report_errors
 def verify(path: Path) -> int:
     """Read all files and compare the checksums; exit with 1 if any file has changed."""
     from rich.console import Console
@@ -99,19 +99,19 @@ def verify(path: Path) -> int:
     from shardwise.checkpoint.tools import OpenedCheckpoint
 
     console, wrong, count = Console(), [], 0
-    if (save := _of_deepspeed(path)) is not None:
+    if (save := _open_deepspeed(path)) is not None:
         return _verify_save(console, save)
     with OpenedCheckpoint(path) as opened:
         with console.status("reading"):
-            for line, good in opened.checked():
+            for line, good in opened.verify_tensors():
                 count += 1
                 if not good:
                     wrong.append(line)
-        missing, changed = opened.missing(), opened.changed()
+        missing, changed = opened.missing_tensors(), opened.changed_files()
         for name in missing:
-            _say(console, f"missing     {name}")
+            _print_line(console, f"missing     {name}")
         for name in changed:
-            _say(console, f"changed     {name}")
+            _print_line(console, f"changed     {name}")
         if wrong:
             console.print(_table(wrong, "Changed tensors"))
         good = not wrong and not missing and not changed
@@ -119,13 +119,13 @@ def verify(path: Path) -> int:
         faults += f", {len(changed)} other files changed" if changed else ""
         result = "all as written" if good else faults
         result += "" if opened.is_summed else f" ({DOCUMENT} has no checksum: an earlier version)"
-        _say(console, f"{opened.path}: {count} tensors, {result}")
+        _print_line(console, f"{opened.path}: {count} tensors, {result}")
     return 0 if good else NOT_WHOLE
 
 
 @checkpoint.command(short_help="Accept files that you edited on purpose.")
 @_PATH
-@_told
+@_report_errors
 def accept(path: Path) -> int:
     """Accept deliberate edits of checkpoint.json and the small files next to it.
 
@@ -147,24 +147,24 @@ def accept(path: Path) -> int:
 @_PATH
 @click.argument("to", type=click.Path(path_type=Path))
 @click.option("--average", is_flag=True, help="write the moving average of the weights instead")
-@_told
+@_report_errors
 def export(path: Path, to: Path, average: bool) -> int:
     """Write the model to one plain file. TO ends in .safetensors or .pt."""
-    from shardwise.checkpoint.tools import export as write
+    from shardwise.checkpoint.tools import export as write_file
 
-    if _of_deepspeed(path) is not None:
+    if _open_deepspeed(path) is not None:
         if average:
             raise CheckpointError(
                 f"{path} is a DeepSpeed checkpoint, which has no moving average. Leave out "
                 "--average."
             )
         return _convert(path, to)
-    count = write(path, to, "average" if average else "model")
+    count = write_file(path, to, "average" if average else "model")
     click.echo(printable(f"{to}: {count} tensors"))
     return 0
 
 
-def _of_deepspeed(path: Path) -> Save | None:
+def _open_deepspeed(path: Path) -> Save | None:
     """Return the DeepSpeed checkpoint at `path`, or None."""
     from shardwise.checkpoint.deepspeed.folders import find
     from shardwise.checkpoint.deepspeed.save import Save
@@ -176,12 +176,12 @@ def _of_deepspeed(path: Path) -> Save | None:
 def _inspect_save(console: Console, save: Save) -> int:
     from shardwise.checkpoint.tools import TensorLine
 
-    _say(console, f"{'written by':>13}  {_described(save)}")
-    _say(console, f"{'client_state':>13}  {', '.join(save.client_state) or 'nothing'}")
+    _print_line(console, f"{'written by':>13}  {_describe(save)}")
+    _print_line(console, f"{'client_state':>13}  {', '.join(save.client_state) or 'nothing'}")
     specs = [save.model.specs[name] for name in sorted(save.model.specs)]
     console.print(_table(TensorLine("model", spec, "", "") for spec in specs))
     size = sum(spec.nbytes for spec in specs)
-    _say(console, f"{'model':>13}  {len(specs)} tensors, {size:,} bytes")
+    _print_line(console, f"{'model':>13}  {len(specs)} tensors, {size:,} bytes")
     return 0
 
 
@@ -191,11 +191,11 @@ def _verify_save(console: Console, save: Save) -> int:
     with console.status("reading"):
         faults = [fault for path in save.files.all if (fault := inert.damage(path)) is not None]
     for fault in faults:
-        _say(console, f"changed     {fault}")
+        _print_line(console, f"changed     {fault}")
     result = f"{len(faults)} changed" if faults else "all as written"
-    _say(
+    _print_line(
         console,
-        f"{save.files.folder}: {_described(save)}: {len(save.files.all)} files, {result}",
+        f"{save.files.folder}: {_describe(save)}: {len(save.files.all)} files, {result}",
     )
     return NOT_WHOLE if faults else 0
 
@@ -205,17 +205,17 @@ def _table(lines: Iterable[TensorLine], title: str | None = None) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=SIMPLE, title=title, title_justify="left")
+    table = Table(box=SIMPLE, title=title, title_justify="left")
     for column in ("set", "tensor", "dtype", "shape"):
-        drawn.add_column(column, overflow="fold")
-    drawn.add_column("bytes", justify="right", no_wrap=True)
-    drawn.add_column("CRC-32", no_wrap=True)
+        table.add_column(column, overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("CRC-32", no_wrap=True)
     for line in lines:
         spec = line.spec
         shape = " x ".join(map(str, spec.shape)) or "-"
         words = line.kind, spec.name, spec.dtype, shape, f"{spec.nbytes:,}", line.checksum or "-"
-        drawn.add_row(*(Text(printable(word)) for word in words))
-    return drawn
+        table.add_row(*(Text(printable(word)) for word in words))
+    return table
 
 
 # -- DeepSpeed checkpoints --------------------------------------------------------------------
@@ -252,11 +252,11 @@ def _convert(folder: Path, out: Path) -> int:
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("writing", total=numel(save))
         count = write_fp32(save, place, lambda more: progress.advance(task, more))
-    click.echo(printable(f"{place}: {count} tensors in fp32, from {_described(save)}"))
+    click.echo(printable(f"{place}: {count} tensors in fp32, from {_describe(save)}"))
     return 0
 
 
-def _described(save: Save) -> str:
+def _describe(save: Save) -> str:
     """Return a one-line description of a DeepSpeed checkpoint."""
     ranks = "1 rank" if save.ranks == 1 else f"{save.ranks} ranks"
     return f"DeepSpeed {save.version}, ZeRO stage {save.stage} on {ranks}, step {save.steps}"

@@ -63,19 +63,19 @@ def load(folder: Path) -> dict[str, Any]:
     if summed and crc_of(data[:-_LENGTH_OF_END]) != (written := summed[1].decode()):
         raise BrokenCheckpoint(
             f"{path} was changed after it was written: its CRC-32 is not {written}. "
-            f"{_accept(folder)}"
+            f"{_accept_hint(folder)}"
         )
-    told = _parsed(path, data)
-    if told["version"] == VERSION and not summed:
+    fields = _parse(path, data)
+    if fields["version"] == VERSION and not summed:
         raise BrokenCheckpoint(
             f"{path} was changed after it was written: it does not end with its CRC-32. "
-            f"{_accept(folder)}"
+            f"{_accept_hint(folder)}"
         )
-    if told["version"] == UNSUMMED and _SUM in told:
+    if fields["version"] == UNSUMMED and _SUM in fields:
         raise BrokenCheckpoint(
             f"{path} has a CRC-32, but files of version {UNSUMMED} do not. Use another checkpoint."
         )
-    return _checked(path, told)
+    return _check_fields(path, fields)
 
 
 def accept(folder: Path) -> dict[str, Any]:
@@ -86,13 +86,13 @@ def accept(folder: Path) -> dict[str, Any]:
     except for a wrong checksum, and OSError if the file cannot be written.
     """
     path = folder / DOCUMENT
-    told = _checked(path, _parsed(path, _read(folder)))
-    tensors = {name for names in told["sets"].values() for name in names}
-    there = [path.name for path in folder.iterdir() if path.suffix in (".json", ".pt")]
-    for name in sorted({*told["files"], *there} - tensors - {DOCUMENT}):
-        told["files"][name] = crc_of(read_whole(folder / name))
-    known = [name for name in (*schema.FIELDS, *schema.OPTIONAL) if name in told]
-    replace_file(path, dump({name: told[name] for name in known}))
+    fields = _check_fields(path, _parse(path, _read(folder)))
+    tensors = {name for names in fields["sets"].values() for name in names}
+    names = [path.name for path in folder.iterdir() if path.suffix in (".json", ".pt")]
+    for name in sorted({*fields["files"], *names} - tensors - {DOCUMENT}):
+        fields["files"][name] = crc_of(read_whole(folder / name))
+    known = [name for name in (*schema.FIELDS, *schema.OPTIONAL) if name in fields]
+    replace_file(path, dump({name: fields[name] for name in known}))
     return load(folder)
 
 
@@ -101,7 +101,7 @@ def crc_of(data: bytes) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-def _accept(folder: Path) -> str:
+def _accept_hint(folder: Path) -> str:
     return (
         "Use another checkpoint. If you edited it on purpose: "
         f"`shardwise checkpoint accept {folder}`."
@@ -113,30 +113,30 @@ def _read(folder: Path) -> bytes:
     try:
         return read_whole(path)
     except OSError as error:
-        there = [found.path.name for found in complete(folder.parent) if found.path != folder]
+        others = [found.path.name for found in complete(folder.parent) if found.path != folder]
         hint = "Name the folder of one step, as in checkpoints/step-200, or their parent."
-        if there:
-            more = "..., " if len(there) > SHOWN else ""
-            hint = f"{folder.parent} contains {more}{', '.join(there[-SHOWN:])}."
+        if others:
+            more = "..., " if len(others) > SHOWN else ""
+            hint = f"{folder.parent} contains {more}{', '.join(others[-SHOWN:])}."
         raise CheckpointError(
             f"{folder} is not a checkpoint: {DOCUMENT} cannot be read ({error.strerror}). {hint}"
         ) from error
 
 
-def _parsed(path: Path, data: bytes) -> dict[str, Any]:
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
     """Return the JSON object of one of our files, of a known version."""
     try:
         # Python would accept NaN and Infinity, which are not JSON, and the load would use them.
-        told = json.loads(data, parse_constant=_refuse_constant)
+        fields = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpoint(
             f"{path} is not valid JSON ({error}). Use another checkpoint."
         ) from error
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise BrokenCheckpoint(
             f'{path} is not a Shardwise checkpoint: it lacks "format": "{FORMAT}". Use another.'
         )
-    version = told.get("version")
+    version = fields.get("version")
     if type(version) is not int or version < UNSUMMED:
         raise BrokenCheckpoint(f"{path} has the invalid version {version!r:.60}. Use another.")
     if version > VERSION:
@@ -144,21 +144,21 @@ def _parsed(path: Path, data: bytes) -> dict[str, Any]:
             f"{path} has version {version}, but this Shardwise reads versions up to {VERSION}. "
             "Install the Shardwise that wrote it, or a later one."
         )
-    return told
+    return fields
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _checked(path: Path, told: dict[str, Any]) -> dict[str, Any]:
-    """Return `told` if its fields are valid. Raises BrokenCheckpoint."""
-    if told["version"] == UNSUMMED:
-        told.setdefault("files", {})
+def _check_fields(path: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return `fields` if its fields are valid. Raises BrokenCheckpoint."""
+    if fields["version"] == UNSUMMED:
+        fields.setdefault("files", {})
     try:
-        schema.check(told)
+        schema.check(fields)
     except schema.Fault as fault:
         raise BrokenCheckpoint(
             f"{path} has invalid content: {fault}. Use another checkpoint."
         ) from fault
-    return told
+    return fields

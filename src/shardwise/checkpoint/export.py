@@ -26,7 +26,7 @@ def write_model(model: nn.Module, path: Path) -> None:
 
     A suffix in `PICKLED` means torch.save, any other suffix safetensors, which hold tensors only.
     """
-    write_tensors(*_plain(model), path)
+    write_tensors(*_split_state_dict(model), path)
 
 
 def write_tensors(
@@ -46,11 +46,11 @@ def write_tensors(
         OSError: The file cannot be written.
         CheckpointError: Safetensors have no such dtype.
     """
-    with written_aside(path) as file:
+    with replace_when_complete(path) as file:
         if path.suffix in PICKLED:
-            twins = {alias: tensors[first] for alias, first in aliases.items()}
+            alias_tensors = {alias: tensors[first] for alias, first in aliases.items()}
             with disk_errors(file) as writer:
-                torch.save({**tensors, **twins, **rest}, writer)
+                torch.save({**tensors, **alias_tensors, **rest}, writer)
         else:
             specs = [
                 TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
@@ -81,14 +81,14 @@ def write_safetensors(
     Raises:
         CheckpointError: There are more tensors than a file may hold.
     """
-    laid, *more = lay_out(path.stem, specs, limit=math.inf, aliases=aliases)
+    layout, *more = lay_out(path.stem, specs, limit=math.inf, aliases=aliases)
     if more:
         raise CheckpointError(
             f"{len(specs)} tensors are too many for {path}: a safetensors file may have "
             f"{MOST_TENSORS}. Write a .pt file instead."
         )
-    file.write(laid.header)
-    for placed in laid.tensors.values():  # in the order of their offsets
+    file.write(layout.header)
+    for placed in layout.tensors.values():  # in the order of their offsets
         for flat in parts(placed.spec):
             if flat.numel():
                 file.write(flat.view(torch.uint8).numpy().data)
@@ -142,7 +142,7 @@ _NEEDS_A_NAME = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.E
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[IO[bytes]]:
+def replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
     """Context manager that yields a file which becomes `path` once it is complete.
 
     The folder is created. The file has no name before that, so a killed process leaves
@@ -218,16 +218,16 @@ def plain_state(model: nn.Module) -> dict[str, Any]:
 
     Tied weights are one tensor.
     """
-    tensors, aliases, rest = _plain(model)
-    found = tensors | {alias: tensors[first] for alias, first in aliases.items()} | rest
-    return {key: found[key] for name in model.state_dict() if (key := _plain_name(name)) in found}
+    tensors, aliases, rest = _split_state_dict(model)
+    state = tensors | {alias: tensors[first] for alias, first in aliases.items()} | rest
+    return {key: state[key] for name in model.state_dict() if (key := _plain_name(name)) in state}
 
 
 def _plain_name(key: str) -> str:
     return key.replace("_orig_mod.", "")
 
 
-def _plain(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+def _split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
     """Return copies of the tensors by plain name, the first name of each alias, and all other
     entries of the state_dict."""
     tensors: dict[str, Tensor] = {}

@@ -100,19 +100,19 @@ def take(folder: Path, patience: float | None = None) -> FolderClaim:
     deadline = time.monotonic() + patience
     while True:
         with _mutex:
-            found = _try(folder)
-        if isinstance(found, FolderClaim):
-            return found
+            claim = _try_to_claim(folder)
+        if isinstance(claim, FolderClaim):
+            return claim
         if time.monotonic() >= deadline:
             raise FolderInUse(
-                f"Another job saves into {folder}: {found}. Two jobs would remove each other's "
+                f"Another job saves into {folder}: {claim}. Two jobs would remove each other's "
                 "checkpoints. Give this job its own folder, or stop the other one. To load what it "
                 f'has saved: engine.load("{folder}/step-N").'
             )
         time.sleep(PAUSE)
 
 
-def _try(folder: Path) -> FolderClaim | str:
+def _try_to_claim(folder: Path) -> FolderClaim | str:
     """Return a claim, or the name of the job that holds the folder."""
     path = folder.resolve() / LOCK
     held = _locks.get(path)
@@ -125,10 +125,10 @@ def _try(folder: Path) -> FolderClaim | str:
             # lockf, not flock: some NFS clients keep flock local to one host.
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            said = _name_in(fd)
+            holder = _read_holder(fd)
             os.close(fd)
             if error.errno in _TAKEN:
-                return said
+                return holder
             if error.errno in _UNKNOWN:
                 return FolderClaim(folder, False, None)
             raise
@@ -136,7 +136,7 @@ def _try(folder: Path) -> FolderClaim | str:
             os.close(fd)
             continue
         lock = _locks[path] = _Lock(fd, path)
-        _sign(fd)
+        _write_holder(fd)
         return FolderClaim(folder, True, lock)
 
 
@@ -148,7 +148,7 @@ def _identity(file: Path | int) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _sign(fd: int) -> None:
+def _write_holder(fd: int) -> None:
     """Write who holds the lock into the file, for human readers."""
     name = {
         "script": sys.argv[0] if sys.argv else "",
@@ -164,10 +164,10 @@ def _sign(fd: int) -> None:
         os.ftruncate(fd, 0)
 
 
-def _name_in(fd: int) -> str:
+def _read_holder(fd: int) -> str:
     try:
-        told: dict[str, Any] = json.loads(os.pread(fd, 4096, 0))
-        words = "{script} (process {process} on {host}, since {since})".format(**told)
+        holder: dict[str, Any] = json.loads(os.pread(fd, 4096, 0))
+        words = "{script} (process {process} on {host}, since {since})".format(**holder)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError):
         return "a job that did not record its name"
     return printable(words[:300])

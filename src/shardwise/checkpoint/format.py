@@ -60,7 +60,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedTensor:
     """A tensor in a file: bytes [begin, end), counted from the start of the file."""
 
     spec: TensorSpec
@@ -75,7 +75,7 @@ class TensorFile:
 
     name: str
     header: bytes
-    tensors: Mapping[str, Placed]
+    tensors: Mapping[str, PlacedTensor]
     metadata: Mapping[str, str]
     nbytes: int
 
@@ -95,15 +95,15 @@ def lay_out(
     # sorted() is stable: all ranks compute the same layout from the same list.
     ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
     groups: list[list[TensorSpec]] = [[]]
-    held = 0
+    size = 0
     for spec in ordered:
-        if groups[-1] and (held + spec.nbytes > limit or len(groups[-1]) == MOST_TENSORS):
+        if groups[-1] and (size + spec.nbytes > limit or len(groups[-1]) == MOST_TENSORS):
             groups.append([])
-            held = 0
+            size = 0
         groups[-1].append(spec)
-        held += spec.nbytes
+        size += spec.nbytes
     names = file_names(stem, len(groups))
-    return [_file(name, group, aliases) for name, group in zip(names, groups, strict=True)]
+    return [_build_file(name, group, aliases) for name, group in zip(names, groups, strict=True)]
 
 
 def file_names(stem: str, count: int) -> list[str]:
@@ -128,9 +128,11 @@ def index(files: Sequence[TensorFile]) -> dict[str, Any]:
     }
 
 
-def _file(name: str, specs: Sequence[TensorSpec], aliases: Mapping[str, str]) -> TensorFile:
-    held = {spec.name for spec in specs}
-    metadata = {"format": "pt"} | {a: kept for a, kept in sorted(aliases.items()) if kept in held}
+def _build_file(name: str, specs: Sequence[TensorSpec], aliases: Mapping[str, str]) -> TensorFile:
+    names = {spec.name for spec in specs}
+    metadata = {"format": "pt"} | {
+        a: first for a, first in sorted(aliases.items()) if first in names
+    }
     table: dict[str, Any] = {_METADATA: metadata}
     ends, offset = [], 0
     for spec in specs:
@@ -146,7 +148,7 @@ def _file(name: str, specs: Sequence[TensorSpec], aliases: Mapping[str, str]) ->
     text += b" " * (-len(text) % 8)
     start = _LENGTH + len(text)
     tensors = {
-        spec.name: Placed(spec, name, start + begin, start + end)
+        spec.name: PlacedTensor(spec, name, start + begin, start + end)
         for spec, (begin, end) in zip(specs, ends, strict=True)
     }
     header = len(text).to_bytes(_LENGTH, "little") + text
@@ -181,15 +183,15 @@ def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
     Raises BrokenCheckpoint unless the tensors fill the file from the header to its end without
     gaps or overlaps, and each has the size that its shape and dtype imply.
     """
-    table = _table(header[_LENGTH:], name)
+    table = _parse_table(header[_LENGTH:], name)
     metadata = table.pop(_METADATA, {})
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise _broken(name, "its metadata is not a map of text to text")
     start = len(header)
-    found = [_placed(key, value, name, start) for key, value in table.items()]
-    found.sort(key=lambda placed: (placed.begin, placed.end))
+    tensors = [_parse_entry(key, value, name, start) for key, value in table.items()]
+    tensors.sort(key=lambda placed: (placed.begin, placed.end))
     reached = start
-    for placed in found:
+    for placed in tensors:
         if placed.begin != reached:
             fault = "overlaps the one before" if placed.begin < reached else "leaves a gap before"
             raise _broken(name, f"tensor {placed.spec.name!r} {fault} it, at byte {placed.begin}")
@@ -197,10 +199,10 @@ def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
     if reached != nbytes:
         fault = "is cut short" if reached > nbytes else "has bytes that belong to no tensor"
         raise _broken(name, f"it {fault}: its tensors end at byte {reached} of {nbytes}")
-    return TensorFile(name, header, {p.spec.name: p for p in found}, metadata, nbytes)
+    return TensorFile(name, header, {p.spec.name: p for p in tensors}, metadata, nbytes)
 
 
-def _table(text: bytes, name: str) -> dict[str, Any]:
+def _parse_table(text: bytes, name: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise _broken(name, "its header does not begin with {")
     # Counted before parsing: a hostile header of 100 MB must not become millions of objects.
@@ -225,7 +227,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _placed(key: str, value: Any, name: str, start: int) -> Placed:
+def _parse_entry(key: str, value: Any, name: str, start: int) -> PlacedTensor:
     """Return one entry of a header, checked on its own."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise _broken(name, f"tensor {key!r} does not have exactly dtype, shape and data_offsets")
@@ -243,7 +245,7 @@ def _placed(key: str, value: Any, name: str, start: int) -> Placed:
             f"tensor {key!r} has {offsets[1] - offsets[0]} bytes, but {dtype} of shape {shape} "
             f"takes {spec.nbytes}",
         )
-    return Placed(spec, name, start + offsets[0], start + offsets[1])
+    return PlacedTensor(spec, name, start + offsets[0], start + offsets[1])
 
 
 def _are_counts(values: Any) -> bool:

@@ -96,11 +96,11 @@ def decode(value: Any) -> Any:
 
 
 _DECODERS: dict[str, Any] = {
-    "$tuple": lambda told: tuple(decode(each) for each in told),
+    "$tuple": lambda content: tuple(decode(each) for each in content),
     "$float": float,
-    "$counter": lambda told: Counter({decode(key): count for key, count in told}),
-    "$map": lambda told: {decode(key): decode(each) for key, each in told},
-    "$tensor": lambda told: torch.tensor(
-        [decode(each) for each in told["values"]], dtype=dtype_of(told["dtype"])
-    ).reshape(told["shape"]),
+    "$counter": lambda content: Counter({decode(key): count for key, count in content}),
+    "$map": lambda content: {decode(key): decode(each) for key, each in content},
+    "$tensor": lambda content: torch.tensor(
+        [decode(each) for each in content["values"]], dtype=dtype_of(content["dtype"])
+    ).reshape(content["shape"]),
 }

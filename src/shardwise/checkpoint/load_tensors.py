@@ -50,13 +50,13 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
         for name, value in [*inventory.buffers.items(), *inventory.whole.items()]:
             if name not in source.names:
                 continue
-            tensors, theirs = source.of_model(name)
+            tensors, saved_name = source.of_model(name)
             shard = spec.shard_of(value)
             if shard is None and value.device.type != "cpu" and value.is_contiguous():
                 for first, near in window.write(value.detach().view(-1), fresh=True):
-                    tensors.read(theirs, first, near)
+                    tensors.read(saved_name, first, near)
             else:
-                read = tensors.whole(theirs)
+                read = tensors.whole(saved_name)
                 found = read.view(value.shape) if shard is None else part_of(read, shard)
                 write(value.detach(), found)
         if spec.placement.is_sharded("optimizer"):
@@ -95,11 +95,11 @@ def fill_optimizers(
         if saved is not None:
             attributes.restore(optimizer, saved, read, say)
     places = {each.name: place for place, each in enumerate(states.parameters.named)}
-    entries = _entries(states, source, numbers, places)
+    entries = _state_entries(states, source, numbers, places)
     states.optimizer.restart(entries, {places[n] for n in numbers.borders if n in places})
     fill_spans(engine_tensors, source, itertools.filterfalse(_is_of_model, engine_tensors.trained))
-    for each in engine_tensors.idle:
-        state = _whole_state(source, numbers, each.name)
+    for each in engine_tensors.frozen_states:
+        state = _read_whole_state(source, numbers, each.name)
         shard = engine_tensors.spec.shard_of(each.parameter)
         if shard is not None:
             state = {key: part_of(value, shard) for key, value in state.items()}
@@ -113,7 +113,9 @@ def part_of(value: Any, shard: Shard) -> Any:
     return value
 
 
-def _whole_state(source: CheckpointSource, numbers: OptimizerFields, name: str) -> dict[str, Any]:
+def _read_whole_state(
+    source: CheckpointSource, numbers: OptimizerFields, name: str
+) -> dict[str, Any]:
     """Return the state of parameter `name` as the user's optimizer keeps it."""
     state = dict(numbers.state.get(name, {}))
     tensors = source.sets.get(OPTIMIZER)
@@ -125,7 +127,7 @@ def _whole_state(source: CheckpointSource, numbers: OptimizerFields, name: str) 
     return state
 
 
-def _entries(
+def _state_entries(
     states: StatesView,
     source: CheckpointSource,
     numbers: OptimizerFields,
@@ -167,14 +169,14 @@ def fill_spans(
     parameters, window = engine_tensors.states.parameters, HostWindow()
     frozen = [t for slab in parameters.frozen for t in slab.named]
     # Parameters whose memory order differs from the order of their elements (channels_last).
-    apart = {t.name: t for t in [*parameters.named, *frozen] if not t.in_order}
+    reordered = {t.name: t for t in [*parameters.named, *frozen] if not t.in_order}
     with torch.no_grad():
         for held in spans:
             storage = held.storage
             fills = {
                 e.tensor: found
                 for e in held.extents
-                if (found := _fill_of(held, e.tensor, source, apart)) is not None
+                if (found := _fill_function(held, e.tensor, source, reordered)) is not None
             }
             known = [extent for extent in held.extents if extent.tensor in fills]
             # If everything is overwritten, the old bytes need not be read from their tier.
@@ -190,27 +192,27 @@ def fill_spans(
                 storage.put(number, changed=True)
 
 
-def _fill_of(
-    held: TensorSpan, name: str, source: CheckpointSource, apart: Mapping[str, NamedParameter]
+def _fill_function(
+    held: TensorSpan, name: str, source: CheckpointSource, reordered: Mapping[str, NamedParameter]
 ) -> Fill | None:
     """Return a function that fills memory with elements of a tensor, or None if the checkpoint
     lacks it.
 
-    Tensors in `apart` have a memory order that differs from the file.
+    Tensors in `reordered` have a memory order that differs from the file.
     """
     found = source.values(held.kind, name, held.storage.dtype)
     if found is None:
         return None
-    tensors, theirs = found
+    tensors, saved_name = found
     keyed = held.kind in (OPTIMIZER, GROUP, OUTER)
-    laid = apart.get(name.rpartition(".")[0] if keyed else name)
-    if laid is None or held.as_counted:
-        return lambda into, offset: tensors.read(theirs, offset, into)
-    named = laid
+    parameter = reordered.get(name.rpartition(".")[0] if keyed else name)
+    if parameter is None or held.as_counted:
+        return lambda into, offset: tensors.read(saved_name, offset, into)
+    named = parameter
 
     @cache  # `fill` is called once per chunk
     def flat() -> Tensor:
-        return named.flattened(tensors.whole(theirs))
+        return named.flattened(tensors.whole(saved_name))
 
     def fill(into: Tensor, offset: int) -> None:
         whole, end = flat(), offset + into.numel()

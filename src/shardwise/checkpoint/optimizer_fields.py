@@ -44,12 +44,12 @@ class OptimizerFields:
                         group[key] = value
 
 
-def encoded(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
+def encode_optimizers(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
     """Return class, groups with options, and attributes of each optimizer, as JSON.
 
     Raises CheckpointError for a value that no file can hold.
     """
-    names = engine_tensors.optimized
+    names = engine_tensors.optimizer_names
     return [
         {
             "class": type(optimizer).__name__,
@@ -57,7 +57,7 @@ def encoded(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
                 {
                     "parameters": [names[p] for p in group["params"]],
                     "options": {
-                        key: _encoded(value, f"option {key} of {type(optimizer).__name__}")
+                        key: _encode(value, f"option {key} of {type(optimizer).__name__}")
                         for key, value in group.items()
                         if key not in ("params", "param_names")
                     },
@@ -72,20 +72,20 @@ def encoded(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
     ]
 
 
-def encoded_state(
+def encode_state(
     numbers: Mapping[str, Mapping[str, Any]],
 ) -> tuple[dict[str, dict[str, Any]], str | None]:
     """Return state that is a single value as JSON, by parameter, and an error message or None."""
     try:
         return {
-            name: {key: _encoded(value, f"{key} of {name}") for key, value in entries.items()}
+            name: {key: _encode(value, f"{key} of {name}") for key, value in entries.items()}
             for name, entries in numbers.items()
         }, None
     except CheckpointError as error:
         return {}, str(error)
 
 
-def _encoded(value: Any, what: str) -> Any:
+def _encode(value: Any, what: str) -> Any:
     try:
         return json_values.encode(value)
     except json_values.NotPlain as error:
@@ -144,28 +144,28 @@ def check(
     Raises BrokenCheckpoint for options that no optimizer of that class has.
     """
     classes = [(type(o).__name__, len(o.param_groups)) for o in engine_tensors.spec.optimizers]
-    there = [(described["class"], len(described["groups"])) for described in fields["optimizers"]]
-    if len(there) == len(classes):  # a save that names no class matches any
-        there = [(name or own[0], count) for own, (name, count) in zip(classes, there, strict=True)]
-    if classes != there:
+    saved = [(described["class"], len(described["groups"])) for described in fields["optimizers"]]
+    if len(saved) == len(classes):  # a save that names no class matches any
+        saved = [(name or own[0], count) for own, (name, count) in zip(classes, saved, strict=True)]
+    if classes != saved:
 
-        def said(several: list[tuple[str, int]]) -> str:
+        def describe(several: list[tuple[str, int]]) -> str:
             return " and ".join(f"{name} with {count} group(s)" for name, count in several)
 
         raise CheckpointMismatch(
-            f"The checkpoint has the optimizers {said(there)}, but this engine has "
-            f"{said(classes)}. Build the same ones, or load only the model: "
+            f"The checkpoint has the optimizers {describe(saved)}, but this engine has "
+            f"{describe(classes)}. Build the same ones, or load only the model: "
             "engine.load(path, model_only=True)."
         )
     _check_groups(engine_tensors, fields)
     _check_kind(engine_tensors.spec.optimizers, fields, numbers)
     _check_options(engine_tensors.spec.optimizers, numbers)
-    lost = sorted(set(fields["state"]) - set(engine_tensors.optimized.values()))
-    if lost:
+    unknown = sorted(set(fields["state"]) - set(engine_tensors.optimizer_names.values()))
+    if unknown:
         raise CheckpointMismatch(
             f"The checkpoint has optimizer state for parameters that no optimizer here has: "
-            f"{listed(lost)}. Pass the same parameters to the optimizer, or load only the model: "
-            "engine.load(path, model_only=True)."
+            f"{listed(unknown)}. Pass the same parameters to the optimizer, or load only the "
+            "model: engine.load(path, model_only=True)."
         )
 
 
@@ -174,23 +174,24 @@ def _check_groups(engine_tensors: EngineTensors, fields: Mapping[str, Any]) -> N
 
     Options belong to groups by position.
     """
-    there = {
+    saved_places = {
         name: place
         for place, group in enumerate(
             _groups(described["groups"] for described in fields["optimizers"])
         )
         for name in group["parameters"]
     }
-    names = engine_tensors.optimized
+    names = engine_tensors.optimizer_names
     optimizers = engine_tensors.spec.optimizers
     for place, group in enumerate(_groups(optimizer.param_groups for optimizer in optimizers)):
         for name in (names[p] for p in group["params"]):
-            if there.get(name, place) != place:
+            if saved_places.get(name, place) != place:
                 raise CheckpointMismatch(
-                    f"{name} is in parameter group {place} here, but was in group {there[name]} "
-                    "when the checkpoint was saved (counted over all optimizers). It would get "
-                    "the learning rate and options of the wrong group. Create the groups in the "
-                    "same order, or load only the model: engine.load(path, model_only=True)."
+                    f"{name} is in parameter group {place} here, but was in group "
+                    f"{saved_places[name]} when the checkpoint was saved (counted over all "
+                    "optimizers). It would get the learning rate and options of the wrong group. "
+                    "Create the groups in the same order, or load only the model: "
+                    "engine.load(path, model_only=True)."
                 )
 
 

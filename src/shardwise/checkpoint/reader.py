@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.file_system import must_be_file, open_to_read, read_whole
 from shardwise.checkpoint.format import (
-    Placed,
+    PlacedTensor,
     TensorFile,
     TensorSpec,
     dtype_name,
@@ -24,7 +24,7 @@ from shardwise.checkpoint.format import (
     header_length,
     parse,
 )
-from shardwise.checkpoint.schema import plain_name
+from shardwise.checkpoint.schema import is_plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 _CHUNK = 2**20
@@ -79,7 +79,7 @@ class SafetensorsReader(TensorReader):
         self.files: list[TensorFile] = []
         self._fds: dict[str, int] = {}
         self._paths: dict[str, Path] = {}
-        self._placed: dict[str, Placed] = {}
+        self._placed: dict[str, PlacedTensor] = {}
         try:
             for path in paths:
                 self._open(path)
@@ -114,7 +114,7 @@ class SafetensorsReader(TensorReader):
                     f"{path} and {self._placed[name].file} both contain {name!r}. Use another "
                     "checkpoint."
                 )
-            self._placed[name] = Placed(placed.spec, path.name, placed.begin, placed.end)
+            self._placed[name] = PlacedTensor(placed.spec, path.name, placed.begin, placed.end)
         self.files.append(file)
 
     def file_of(self, name: str) -> str:
@@ -138,7 +138,7 @@ class SafetensorsReader(TensorReader):
         if target is None:
             into.copy_(value)
 
-    def _fill(self, placed: Placed, at: int, data: memoryview) -> None:
+    def _fill(self, placed: PlacedTensor, at: int, data: memoryview) -> None:
         offset = placed.begin + at
         while data:
             # preadv has no shared file position, so threads may read the same file concurrently.
@@ -162,7 +162,7 @@ class PickleReader(TensorReader):
     def __init__(self, paths: Iterable[Path]) -> None:
         self._tensors: dict[str, Tensor] = {}
         for path in paths:
-            self._tensors |= _state_dict(_unpickled(path), path)
+            self._tensors |= _find_state_dict(_unpickle(path), path)
         self.specs = {
             name: TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
             for name, value in self._tensors.items()
@@ -174,7 +174,7 @@ class PickleReader(TensorReader):
         into.copy_(flat[first : first + into.numel()])
 
 
-def _unpickled(path: Path) -> Any:
+def _unpickle(path: Path) -> Any:
     try:
         must_be_file(path)
         try:
@@ -197,11 +197,11 @@ _INSIDE = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts store a model's tensors."""
 
 
-def _state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
+def _find_state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
     """Return the tensors in a loaded object by name."""
     while isinstance(loaded, Mapping):
         if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
-            return {_name_in(path, name, value): value for name, value in loaded.items()}
+            return {_check_name(path, name, value): value for name, value in loaded.items()}
         inside = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping)]
         if not inside:
             break
@@ -212,7 +212,7 @@ def _state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
     )
 
 
-def _name_in(path: Path, name: Any, value: Tensor) -> str:
+def _check_name(path: Path, name: Any, value: Tensor) -> str:
     """Return `name` if it is text and `value` can be read by ranges."""
     if value.layout != torch.strided or value.device.type != "cpu":
         raise CheckpointError(
@@ -264,19 +264,19 @@ def open_set(
     folder: Path, names: Iterable[Any], headers: Mapping[str, str] | None = None
 ) -> SafetensorsReader:
     """Open the files `names` of a checkpoint in `folder`; see SafetensorsReader for `headers`."""
-    return SafetensorsReader([folder / _plain_name(folder, name) for name in names], headers)
+    return SafetensorsReader([folder / _check_file_name(folder, name) for name in names], headers)
 
 
 def files_of(folder: Path, stem: str, suffix: str) -> list[Path] | None:
     """Return the files of the set `stem` in `folder`, from its index if any, or None."""
     index = folder / f"{stem}{suffix}.index.json"
     if os.path.lexists(index):
-        return [folder / name for name in _in_index(index)]
+        return [folder / name for name in _read_index(index)]
     whole = folder / f"{stem}{suffix}"
     return [whole] if os.path.lexists(whole) else None
 
 
-def _in_index(path: Path) -> list[str]:
+def _read_index(path: Path) -> list[str]:
     """Return the file names that an index lists."""
     try:
         table = json.loads(read_whole(path))["weight_map"]
@@ -285,12 +285,12 @@ def _in_index(path: Path) -> list[str]:
         raise BrokenCheckpoint(
             f"{path} is not the index of a split model: it has no weight_map of file names."
         ) from error
-    return [_plain_name(path, name) for name in names]
+    return [_check_file_name(path, name) for name in names]
 
 
-def _plain_name(path: Path, name: Any) -> str:
+def _check_file_name(path: Path, name: Any) -> str:
     """Return `name` if it is a file name without folders: no name may point outside `path`."""
-    if not plain_name(name):
+    if not is_plain_name(name):
         raise BrokenCheckpoint(
             f"{path} names the file {name!r}, which is not a file in the same folder."
         )

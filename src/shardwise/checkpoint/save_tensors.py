@@ -15,7 +15,7 @@ import torch
 
 from shardwise.checkpoint import document, optimizer_fields
 from shardwise.checkpoint.atomic_folders import DOCUMENT
-from shardwise.checkpoint.checksum import ChecksumPart, joined
+from shardwise.checkpoint.checksum import ChecksumPart, combine
 from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.checkpoint.format import TensorFile, TensorSpec, index, index_name, lay_out
 from shardwise.checkpoint.tensor_spans import (
@@ -88,18 +88,20 @@ def plan(
         named[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
         for number, entries in sorted(reported.states.items())
     }
-    singles |= {e.name: e.numbers for e in engine_tensors.idle if e.numbers or e.tensors}
+    singles |= {e.name: e.numbers for e in engine_tensors.frozen_states if e.numbers or e.tensors}
     for part in of_all_layers(singles):
         numbers |= part
     # Segments were cut where a parameter had no gradient. A load must make the same cuts,
     # because optimizers keep one step count per segment.
-    borders = _joined(of_all_layers([named[number].name for number in sorted(reported.borders)]))
+    borders = _concatenate(
+        of_all_layers([named[number].name for number in sorted(reported.borders)])
+    )
     specs = {
         MODEL: [
             inventory.parameters[name] if name in inventory.parameters else buffers[name]
             for name in inventory.names
         ],
-        AVERAGE: _joined(of_all_layers(average_specs(states))),
+        AVERAGE: _concatenate(of_all_layers(average_specs(states))),
         ATTRIBUTES: engine_tensors.attribute_specs,
     } | _specs_of_groups(engine_tensors, reported)
     sets = {
@@ -108,7 +110,7 @@ def plan(
         if each
     }
     # A value that no file can hold is an error on all ranks, but only after the next collective.
-    state, failure = optimizer_fields.encoded_state(numbers)
+    state, failure = optimizer_fields.encode_state(numbers)
     extra = extra_sets.fields(
         {"state": state, "borders": borders, "scaling": scaling}, of_all_layers
     )
@@ -124,34 +126,34 @@ def _specs_of_groups(
     if extra is not None:
         mine |= extra.specs()
     several = engine_tensors.of_all_layers(mine)
-    joined = {kind: _joined(each[kind] for each in several) for kind in mine}
+    combine = {kind: _concatenate(each[kind] for each in several) for kind in mine}
     if extra is not None:
         # Not across the layers: the ranks of one replica write the buffers of all.
         buffers = [spec_of(name, value) for name, value in engine_tensors.extra_buffers.items()]
-        joined[GROUP] += _joined(spec.step_group.gather_objects(buffers))
+        combine[GROUP] += _concatenate(spec.step_group.gather_objects(buffers))
     return {
         engine_tensors.set_of(kind, group): specs
-        for group, theirs in enumerate(spec.peers.gather_objects(joined))
+        for group, theirs in enumerate(spec.peers.gather_objects(combine))
         for kind, specs in theirs.items()
     }
 
 
-def _joined(several: Iterable[Iterable[T]]) -> list[T]:
+def _concatenate(several: Iterable[Iterable[T]]) -> list[T]:
     return list(itertools.chain.from_iterable(several))
 
 
-def lend(engine_tensors: EngineTensors, made: SavePlan, sink: TensorSink) -> None:
+def lend(engine_tensors: EngineTensors, save_plan: SavePlan, sink: TensorSink) -> None:
     """Pass to `sink` everything that this rank writes. Collective if memory is out of order."""
-    known = {(kind, n) for kind, files in made.sets.items() for f in files for n in f.tensors}
+    known = {(kind, n) for kind, files in save_plan.sets.items() for f in files for n in f.tensors}
     # A tensor in channels_last order has no contiguous range of the file on any rank. Such
     # tensors are assembled and written whole, after all others, which are written in place.
-    apart = engine_tensors.out_of_order(made.reported)
-    apart = {(engine_tensors.set_of(kind), name) for kind, name in apart}
+    out_of_order = engine_tensors.out_of_order(save_plan.reported)
+    out_of_order = {(engine_tensors.set_of(kind), name) for kind, name in out_of_order}
     window = HostWindow()
     for held in [*engine_tensors.trained, *engine_tensors.beside()]:
-        _lend_span(held, engine_tensors.set_of(held.kind), known - apart, sink, window)
-    if apart:
-        for held in engine_tensors.reordered(made.reported):
+        _lend_span(held, engine_tensors.set_of(held.kind), known - out_of_order, sink, window)
+    if out_of_order:
+        for held in engine_tensors.reordered(save_plan.reported):
             _lend_span(held, engine_tensors.set_of(held.kind), known, sink, window)
 
 
@@ -189,10 +191,10 @@ def _lend_span(
 
 
 def documents(
-    made: SavePlan,
-    several: Iterable[Sums],
+    save_plan: SavePlan,
+    sums_by_rank: Iterable[Sums],
     fields: Mapping[str, Any],
-    more: Mapping[str, bytes],
+    small_files: Mapping[str, bytes],
 ) -> dict[str, bytes]:
     """Return the small files of a checkpoint by name, checkpoint.json last.
 
@@ -202,25 +204,25 @@ def documents(
         more: Additional small files.
     """
     parts: dict[TensorKey, list[ChecksumPart]] = {}
-    for sums in several:
-        for tensor, found in sums.items():
-            parts.setdefault(tensor, []).extend(found)
-    checksums: dict[str, dict[str, str]] = {kind: {} for kind in made.sets}
-    for kind, files in made.sets.items():
+    for sums in sums_by_rank:
+        for tensor, tensor_parts in sums.items():
+            parts.setdefault(tensor, []).extend(tensor_parts)
+    checksums: dict[str, dict[str, str]] = {kind: {} for kind in save_plan.sets}
+    for kind, files in save_plan.sets.items():
         for placed in (placed for file in files for placed in file.tensors.values()):
             name = placed.spec.name
-            crc = joined(parts.get((kind, name), ()), placed.spec.nbytes)
+            crc = combine(parts.get((kind, name), ()), placed.spec.nbytes)
             assert crc is not None, (
                 f"{name} was not written whole: {sorted(parts.get((kind, name), ()))}"
             )
             checksums[kind][name] = f"{crc:08x}"
-    small = dict(more)
-    for kind, files in made.sets.items():
+    small = dict(small_files)
+    for kind, files in save_plan.sets.items():
         if len(files) > 1:
             small[index_name(kind)] = json.dumps(index(files), indent=1).encode() + b"\n"
-    sets = {kind: [file.name for file in files] for kind, files in made.sets.items()}
-    summed = {name: document.crc_of(data) for name, data in small.items()}
-    summed |= {file.name: document.crc_of(file.header) for file in made.files}
-    tensors = {"sets": sets, "checksums": checksums, "files": summed}
+    sets = {kind: [file.name for file in files] for kind, files in save_plan.sets.items()}
+    file_sums = {name: document.crc_of(data) for name, data in small.items()}
+    file_sums |= {file.name: document.crc_of(file.header) for file in save_plan.files}
+    tensors = {"sets": sets, "checksums": checksums, "files": file_sums}
     # Last: a folder counts as a checkpoint once this file is in it.
     return small | {DOCUMENT: document.dump(tensors | dict(fields))}

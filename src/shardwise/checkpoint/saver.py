@@ -68,10 +68,10 @@ class CheckpointSaver:
         group = self._spec.world_group
         # With elastic groups, write in the foreground: if a group left during a background save,
         # its part would be missing, and the save would have to start again.
-        behind = background and not group.comes_and_goes
+        in_background = background and not group.comes_and_goes
 
         def save() -> Path:
-            return self._save(folder, keep=keep, background=behind, split=split)
+            return self._save(folder, keep=keep, background=in_background, split=split)
 
         with span("save", Row.CHECKPOINT):
             return group.steadily(save)
@@ -83,11 +83,11 @@ class CheckpointSaver:
         self.wait()
         self._objects.check_passes()
         self._objects.look_for_changes()
-        for line in self._tracked.lacks(
+        for line in self._tracked.describe_losses(
             self._spec.optimizers, self._world.current_batch.training_streams()
         ):
             self._world.say_once(line)
-        for line in self._objects.attributes.lacks():
+        for line in self._objects.attributes.describe_losses():
             self._world.say_once(line)
         # Before any work: a second job in the same folder must fail at once, not after a long copy.
         self.claim(folder)
@@ -101,22 +101,26 @@ class CheckpointSaver:
         attributes = [self._objects.attributes.changed(each) for each in spec.optimizers]
         tensors = EngineTensors(spec, self._objects.states, state.extra_sets, attributes)
         scaling = engine_fields.SCALING.value(state)
-        made = save_tensors.plan(tensors, state.extra_sets, scaling, split)
+        save_plan = save_tensors.plan(tensors, state.extra_sets, scaling, split)
         # Only rank 0 encodes them: tracked objects may be large, and one copy is enough.
         is_first = group.rank == 0
         # Any rank may hold a value that cannot be saved: islands have separate optimizers.
-        fields, more, failure = self._fields(tensors, made) if is_first else ({}, {}, made.failure)
+        fields, small_files, failure = (
+            self._fields(tensors, save_plan) if is_first else ({}, {}, save_plan.failure)
+        )
         # Before the draft: a value that cannot be saved must leave no trace on disk.
         agree(group, failure)
-        draft = Draft(folder, state.steps, made.nbytes)
-        kept = partial(self._world.progress.kept, state.number, state.steps)
-        finish = partial(_finish, made, fields, more, draft, keep, kept, self._world.say_once)
+        draft = Draft(folder, state.steps, save_plan.nbytes)
+        report_kept = partial(self._world.progress.kept, state.number, state.steps)
+        finish = partial(
+            _finish, save_plan, fields, small_files, draft, keep, report_kept, self._world.say_once
+        )
         try:
-            self._begin(draft, made)
-            name, about = ("copy" if background else "write"), {"bytes": made.nbytes}
+            self._begin(draft, save_plan)
+            name, about = ("copy" if background else "write"), {"bytes": save_plan.nbytes}
             with span(name, Row.CHECKPOINT, about):
-                how = self._copy_and_start if background else self._write
-                how(tensors, made, draft, finish)
+                write = self._copy_and_start if background else self._write
+                write(tensors, save_plan, draft, finish)
         except CheckpointNotWritten:
             if group.rank == 0:
                 draft.discard()  # a partial checkpoint would only waste space
@@ -124,7 +128,7 @@ class CheckpointSaver:
         return draft.final
 
     def _fields(
-        self, tensors: EngineTensors, made: SavePlan
+        self, tensors: EngineTensors, save_plan: SavePlan
     ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
         """Return the fields of checkpoint.json, the small files, and an error message or None.
 
@@ -133,9 +137,9 @@ class CheckpointSaver:
         spec = self._spec
         try:
             tracked, files = self._tracked.states()
-            optimizers = optimizer_fields.encoded(tensors)
-            if made.failure is not None:
-                raise CheckpointError(made.failure)
+            optimizers = optimizer_fields.encode_optimizers(tensors)
+            if save_plan.failure is not None:
+                raise CheckpointError(save_plan.failure)
         except CheckpointError as error:
             return {}, {}, str(error)
         # For human readers: no load uses these.
@@ -149,8 +153,8 @@ class CheckpointSaver:
         }
         of_engine = engine_fields.values(self._state)
         required = {name: value for name, value in of_engine.items() if name in schema.FIELDS}
-        fields = {"optimizers": optimizers, "state": made.state, "borders": made.borders}
-        fields |= made.extra_fields | {"step": self._state.steps} | required
+        fields = {"optimizers": optimizers, "state": save_plan.state, "borders": save_plan.borders}
+        fields |= save_plan.extra_fields | {"step": self._state.steps} | required
         fields |= {"tracked": tracked, "written_by": written_by} | of_engine
         for model in spec.models if len(spec.models) == 1 else ():
             config: Any = getattr(model, "config", None)
@@ -160,7 +164,7 @@ class CheckpointSaver:
                 files["config.json"] = config.to_json_string().encode()
         return fields, files, None
 
-    def _begin(self, draft: Draft, made: SavePlan) -> None:
+    def _begin(self, draft: Draft, save_plan: SavePlan) -> None:
         """Create the draft's folder and files on rank 0, and check that all ranks see them.
         Collective.
 
@@ -170,9 +174,9 @@ class CheckpointSaver:
         if group.rank == 0:
             try:
                 draft.begin()
-                create(draft.path, made.files)
+                create(draft.path, save_plan.files)
             except OSError as error:
-                failure = draft.refused(error)
+                failure = draft.describe_error(error)
         agree(group, failure, CheckpointNotWritten)
         # Rank 0 uses a temporary folder if the file system has no writes at an offset.
         draft.path = group.gather_objects(draft.path)[0]
@@ -191,7 +195,7 @@ class CheckpointSaver:
     def _write(
         self,
         tensors: EngineTensors,
-        made: SavePlan,
+        save_plan: SavePlan,
         draft: Draft,
         finish: Callable[[Sequence[Sums]], None],
     ) -> None:
@@ -200,47 +204,47 @@ class CheckpointSaver:
         Raises CheckpointNotWritten on all ranks.
         """
         group, failure = self._spec.world_group, None
-        writer = Writer(draft.path, made.sets)
+        writer = Writer(draft.path, save_plan.sets)
         sums: Sums = {}
         try:
             # An OSError in here is about the disk of an offloaded state, not the checkpoint's.
-            save_tensors.lend(tensors, made, writer)
+            save_tensors.lend(tensors, save_plan, writer)
             try:
                 sums = writer.finish()
             except OSError as error:
-                failure = draft.refused(error)
+                failure = draft.describe_error(error)
         finally:
             writer.close()
         # Two rounds: rank 0 may publish the checkpoint only once every part is on disk.
         agree(group, failure, CheckpointNotWritten)
-        several = group.gather_objects(sums)
+        sums_by_rank = group.gather_objects(sums)
         if group.rank == 0:
             try:
-                finish(several)
+                finish(sums_by_rank)
             except OSError as error:
-                failure = draft.refused(error)
+                failure = draft.describe_error(error)
         agree(group, failure, CheckpointNotWritten)
 
     def _copy_and_start(
         self,
         tensors: EngineTensors,
-        made: SavePlan,
+        save_plan: SavePlan,
         draft: Draft,
         finish: Callable[[Sequence[Sums]], None],
     ) -> None:
         """Copy everything, and start a thread that writes the copy. Collective."""
         group, failure = self._spec.world_group, None
         self._copies.begin()
-        save_tensors.lend(tensors, made, self._copies)
+        save_tensors.lend(tensors, save_plan, self._copies)
         # Reserve space for the note of a failure now, because the thread may fill the disk.
         try:
             reserve(draft.path, group.rank)
         except OSError as error:
-            failure = draft.refused(error)
+            failure = draft.describe_error(error)
         agree(group, failure, CheckpointNotWritten)
         self._job = BackgroundSave(
             self._copies,
-            Writer(draft.path, made.sets),
+            Writer(draft.path, save_plan.sets),
             draft,
             finish,
             rank=group.rank,
@@ -341,24 +345,24 @@ class CheckpointSaver:
 
 
 def _finish(
-    made: SavePlan,
+    save_plan: SavePlan,
     fields: Mapping[str, Any],
-    more: Mapping[str, bytes],
+    small_files: Mapping[str, bytes],
     draft: Draft,
     keep: int | None,
-    kept: Callable[[], None],
+    report_kept: Callable[[], None],
     say: Callable[[str], None],
-    several: Sequence[Sums],
+    sums_by_rank: Sequence[Sums],
 ) -> None:
     """Publish a checkpoint with the checksums of all ranks, then remove the oldest ones.
 
     Runs on rank 0, possibly in a thread.
     """
-    draft.finish(save_tensors.documents(made, several, fields, more))
-    kept()
+    draft.finish(save_tensors.documents(save_plan, sums_by_rank, fields, small_files))
+    report_kept()
     if keep is not None:
         draft.prune(keep)
-    for line in draft.left:  # warnings only: this checkpoint is complete
+    for line in draft.warnings:  # warnings only: this checkpoint is complete
         say(line)
 
 

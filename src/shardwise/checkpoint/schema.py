@@ -61,13 +61,13 @@ number = _check(
 )
 
 
-def plain_name(name: Any) -> bool:
+def is_plain_name(name: Any) -> bool:
     """Return whether `name` is a file name without folders, so that no name points outside a
     checkpoint."""
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
-file_name = _check("the name of a file in the same folder", plain_name)
+file_name = _check("the name of a file in the same folder", is_plain_name)
 
 
 def plain_value(place: str, value: Any, depth: int = 0) -> None:
@@ -166,6 +166,6 @@ OPTIONAL: dict[str, Check] = {
 """Optional fields: only some runs write them, and older checkpoints lack them."""
 
 
-def check(told: Any) -> None:
+def check(fields: Any) -> None:
     """Raise Fault for the first field that is missing or has an invalid value."""
-    record(FIELDS, OPTIONAL)("", told)
+    record(FIELDS, OPTIONAL)("", fields)

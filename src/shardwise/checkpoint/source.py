@@ -126,9 +126,9 @@ def open_source(
         save = Save(folder)
         sets = {MODEL: save.model}
         if not model_only:
-            optimized = engine_tensors.optimized
+            optimizer_names = engine_tensors.optimizer_names
             groups = [
-                [optimized[parameter] for parameter in group["params"]]
+                [optimizer_names[parameter] for parameter in group["params"]]
                 for optimizer in engine_tensors.spec.optimizers
                 for group in optimizer.param_groups
             ]
@@ -136,18 +136,18 @@ def open_source(
     else:
         sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
     # Names may have the prefix of DistributedDataParallel or torch.compile.
-    found = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
-    _check(path, engine_tensors, sets[MODEL], found, strict=strict)
+    match = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
+    _check(path, engine_tensors, sets[MODEL], match, strict=strict)
     buffers = engine_tensors.inventory.buffers.keys()
     read = extra_sets.read_as(sets, fields, buffers, model_only=model_only)
-    return CheckpointSource(read, found.found, save, sets)
+    return CheckpointSource(read, match.found, save, sets)
 
 
 def _check(
     path: Path,
     engine_tensors: EngineTensors,
     tensors: TensorReader,
-    found: names.Match,
+    match: names.Match,
     *,
     strict: bool,
 ) -> None:
@@ -157,12 +157,12 @@ def _check(
     shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}
     misshapen = [
         f"{name} (model {list(shapes[name])}, file {list(tensors.specs[theirs].shape)})"
-        for name, theirs in found.found.items()
+        for name, theirs in match.found.items()
         if shapes[name] != tensors.specs[theirs].shape
     ]
     faults = [("with another shape", misshapen)]
     if strict:
-        faults += [("missing in the file", found.missing), ("unexpected", found.unexpected)]
+        faults += [("missing in the file", match.missing), ("unexpected", match.unexpected)]
     lines = [f"{what}: {names.listed(several)}" for what, several in faults if several]
     if lines:
         loosely = " To load what fits and keep the rest: strict=False." if not misshapen else ""
@@ -180,29 +180,30 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
     if source.foreign is not None:
         verify_save(source.foreign, rank, size)
         return
-    lost = [
+    missing = [
         f"{name} of the set {kind}"
         for kind, sums in source.fields["checksums"].items()
         for name in sums
         if kind not in source.written or name not in source.written[kind].specs
     ]
-    if lost:
+    if missing:
         raise BrokenCheckpoint(
-            f"{path} lacks tensors that were saved: {names.listed(lost)}. Use another checkpoint."
+            f"{path} lacks tensors that were saved: {names.listed(missing)}. Use another "
+            "checkpoint."
         )
     # All bytes of all sets, not just those that this rank will use: some rank checks each byte
     # once. Each tensor, largest first, goes to the least loaded rank, so that all finish together.
-    loads = [0] * size
+    bytes_by_rank = [0] * size
     specs = [
         (kind, spec)
         for kind, tensors in sorted(source.written.items())
         for spec in tensors.specs.values()
     ]
     for kind, spec in sorted(specs, key=lambda each: (-each[1].nbytes, each[1].name)):
-        turn = loads.index(min(loads))
-        loads[turn] += spec.nbytes
+        assigned_rank = bytes_by_rank.index(min(bytes_by_rank))
+        bytes_by_rank[assigned_rank] += spec.nbytes
         written = source.fields["checksums"].get(kind, {}).get(spec.name)
-        if turn == rank and source.written[kind].checksum(spec.name) != written:
+        if assigned_rank == rank and source.written[kind].checksum(spec.name) != written:
             raise BrokenCheckpoint(
                 f"{spec.name} of the set {kind} in {path} was changed after it was saved: its "
                 f"CRC-32 is not {written}. Use another checkpoint. `shardwise checkpoint verify` "

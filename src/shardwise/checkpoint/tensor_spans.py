@@ -148,7 +148,7 @@ class TensorSpans:
         """Yield all spans, bucket by bucket."""
         for index in range(len(self._optimizer.intervals)):
             for kind, key, storage in self._intervals(index):
-                yield self._holding(index, kind, storage, self._extents(index, key))
+                yield self._span(index, kind, storage, self._extents(index, key))
             yield from self._states(index)
 
     def _intervals(self, index: int) -> Iterator[tuple[str, str | None, Storage]]:
@@ -169,7 +169,7 @@ class TensorSpans:
                 if key in state
                 for piece in segment.pieces
             }
-            yield self._holding(index, OPTIMIZER, storage, self._extents(index, key, numbers))
+            yield self._span(index, OPTIMIZER, storage, self._extents(index, key, numbers))
         for segment, state in self._optimizer.state_of(index):
             for key, value in state.items():
                 is_tensor = self._optimizer.is_tensor(index, segment, key, value)
@@ -177,10 +177,10 @@ class TensorSpans:
                     continue
                 names = {p.parameter: self._name(p.parameter, key) for p in segment.pieces}
                 if flat := self._optimizer.is_flat(index, segment, key, value):
-                    found = extents(segment.pieces, segment.first, names, self._shards)
+                    parts = extents(segment.pieces, segment.first, names, self._shards)
                 else:
-                    found = [Extent(next(iter(names.values())), 0, value.numel(), 0)]
-                holding = self._holding(index, OPTIMIZER, MemoryStorage(_flat(value)), found)
+                    parts = [Extent(next(iter(names.values())), 0, value.numel(), 0)]
+                holding = self._span(index, OPTIMIZER, MemoryStorage(_flat(value)), parts)
                 yield replace(holding, as_counted=not flat)
 
     def _extents(
@@ -199,14 +199,12 @@ class TensorSpans:
         name = self._parameters.named[number].name
         return name if key is None else state_name(name, key)
 
-    def _holding(
-        self, index: int, kind: str, storage: Storage, found: Sequence[Extent]
-    ) -> TensorSpan:
+    def _span(self, index: int, kind: str, storage: Storage, parts: Sequence[Extent]) -> TensorSpan:
         # Tensors of a bucket are either all whole or all parts, so the first slot decides.
         slots = self._optimizer.intervals[index].bucket.slots
         among = self._among_own if kind == OPTIMIZER else self._among
         copy, copies = among[slots[0].parameter in self._shards]
-        return TensorSpan(kind, storage, found, copy, copies)
+        return TensorSpan(kind, storage, parts, copy, copies)
 
     # -- tensors whose memory order differs from their element order ------------------------
 
@@ -215,8 +213,8 @@ class TensorSpans:
         return {
             (kind, self._name(slot.parameter, key))
             for index in range(len(self._optimizer.intervals))
-            if (slots := self._odd_slots(index))
-            for kind, key, _ in self._wholes(index, slots, reported)
+            if (slots := self._reordered_slots(index))
+            for kind, key, _ in self._flat_states(index, slots, reported)
             for slot in slots
             if self._has(slot.parameter, key, reported)
         }
@@ -227,16 +225,16 @@ class TensorSpans:
         Collective, bucket by bucket.
         """
         for index in range(len(self._optimizer.intervals)):
-            if not (slots := self._odd_slots(index)):
+            if not (slots := self._reordered_slots(index)):
                 continue
-            for kind, key, dtype in self._wholes(index, slots, reported):
-                flat = self._whole(index, kind, key, dtype)
+            for kind, key, dtype in self._flat_states(index, slots, reported):
+                flat = self._gather_state(index, kind, key, dtype)
                 for slot in slots:
                     if self._has(slot.parameter, key, reported):
                         view = self._parameters.named[slot.parameter].view(flat, slot.start)
                         yield kind, self._name(slot.parameter, key), view.contiguous().view(-1)
 
-    def _odd_slots(self, index: int) -> list[Slot]:
+    def _reordered_slots(self, index: int) -> list[Slot]:
         return [
             slot
             for slot in self._optimizer.intervals[index].bucket.slots
@@ -246,7 +244,7 @@ class TensorSpans:
     def _has(self, number: int, key: str | None, reported: ReportedState) -> bool:
         return key in (None, MASTER) or key in reported.states.get(number, ())
 
-    def _wholes(
+    def _flat_states(
         self, index: int, slots: Sequence[Slot], reported: ReportedState
     ) -> Iterator[tuple[str, str | None, torch.dtype]]:
         """Yield set, key and dtype of the states that are flat over a bucket, in the same order
@@ -262,7 +260,7 @@ class TensorSpans:
         for key in sorted(dtypes):
             yield OPTIMIZER, key, dtypes[key]
 
-    def _whole(self, index: int, kind: str, key: str | None, dtype: torch.dtype) -> Tensor:
+    def _gather_state(self, index: int, kind: str, key: str | None, dtype: torch.dtype) -> Tensor:
         """Gather one state of a whole bucket. Collective if the state is sharded."""
         interval = self._optimizer.intervals[index]
         own = {(k, name): storage for k, name, storage in self._intervals(index)}
@@ -281,8 +279,8 @@ def of_sharded_bucket(bucket: ShardedBucket, among: Mapping[bool, tuple[int, int
     slots = list(zip(bucket.layout.slots, bucket.named, strict=True))
     names = {slot.parameter: named.name for slot, named in slots}
     shards = {slot.parameter: t.shard for slot, t in slots if t.shard is not None}
-    found = extents(bucket.layout.pieces(*bucket.own), bucket.own[0], names, shards)
-    return TensorSpan(MODEL, bucket.storage, found, *among[bool(shards)])
+    parts = extents(bucket.layout.pieces(*bucket.own), bucket.own[0], names, shards)
+    return TensorSpan(MODEL, bucket.storage, parts, *among[bool(shards)])
 
 
 def of_tensor(
@@ -295,8 +293,8 @@ def of_tensor(
 ) -> TensorSpan:
     """Return the span of a whole tensor that `copies` ranks hold, or of its part `shard`."""
     whole = Extent(name, 0, value.numel(), 0)
-    found = [whole] if shard is None else of_whole(whole, shard)
-    return TensorSpan(kind, MemoryStorage(_flat(value)), found, copy, copies)
+    parts = [whole] if shard is None else of_whole(whole, shard)
+    return TensorSpan(kind, MemoryStorage(_flat(value)), parts, copy, copies)
 
 
 def reordered_bucket(

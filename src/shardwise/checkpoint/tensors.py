@@ -55,16 +55,16 @@ class Inventory:
         return {alias: first for first, several in self.names.items() for alias in several[1:]}
 
 
-def take(spec: SpecView, states: StatesView) -> Inventory:
+def take_inventory(spec: SpecView, states: StatesView) -> Inventory:
     """Return the inventory of an engine's present tensors."""
     parameters = states.parameters
-    laid = {t.parameter: t for t in parameters.named}
-    laid |= {t.parameter: t for slab in parameters.frozen for t in slab.named}
+    forms = {t.parameter: t for t in parameters.named}
+    forms |= {t.parameter: t for slab in parameters.frozen for t in slab.named}
     names: dict[int, list[str]] = {}
     buffers: dict[str, Tensor] = {}
     homes: dict[str, nn.Module] = {}
     by_id: dict[int, Any] = {}
-    for name, value, module in _tensors(spec):
+    for name, value, module in _named_tensors(spec):
         homes.setdefault(name, module)
         names.setdefault(id(value), []).append(name)
         by_id[id(value)] = value
@@ -75,8 +75,8 @@ def take(spec: SpecView, states: StatesView) -> Inventory:
     whole: dict[str, Tensor] = {}
     for number, (first, *_) in names.items():
         value = by_id[number]
-        if value in laid:
-            form = laid[value]
+        if value in forms:
+            form = forms[value]
             specs[first] = TensorSpec(first, dtype_name(form.dtype), tuple(form.whole_shape))
         elif isinstance(value, nn.Parameter):
             specs[first] = spec_of(first, value, spec.shard_of(value))
@@ -88,17 +88,17 @@ def take(spec: SpecView, states: StatesView) -> Inventory:
     return Inventory(known, buffers, homes, whole, specs)
 
 
-def _tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
+def _named_tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
     """Yield name, tensor and owner of all parameters and persistent buffers, as in state_dict()."""
     for model, prefix in zip(spec.models, spec.prefixes, strict=True):
         # With duplicates, because the file lists every name of a tied weight.
         for path, module in model.named_modules(remove_duplicate=False):
-            kept = {
+            buffers = {
                 key: buffer
                 for key, buffer in module._buffers.items()
                 if key not in module._non_persistent_buffers_set
             }
-            for key, value in [*module._parameters.items(), *kept.items()]:
+            for key, value in [*module._parameters.items(), *buffers.items()]:
                 if value is not None:
                     name = ".".join(part for part in (prefix, path, key) if part)
                     yield name.replace("_orig_mod.", ""), value, module
@@ -128,7 +128,7 @@ def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> l
             if isinstance(entry, Blank):
                 name = tensor_spans.state_name(form.name, key)
                 specs.append(TensorSpec(name, dtype_name(entry.dtype), entry.shape))
-    for each in engine_tensors.idle:
+    for each in engine_tensors.frozen_states:
         for key, value in sorted(each.tensors.items()):
             shard = engine_tensors.spec.shard_of(each.parameter)
             specs.append(spec_of(tensor_spans.state_name(each.name, key), value, shard))
@@ -206,7 +206,7 @@ class FrozenState:
             }
 
 
-def _idle(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
+def _frozen_states(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
     """Yield the frozen parameters in the optimizers' groups, in order."""
     trained = {named.parameter for named in states.parameters.named}
     names = {named.parameter: named.name for named in spec.located()}
@@ -217,12 +217,12 @@ def _idle(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
                     yield FrozenState(names[parameter], parameter, group)
 
 
-def _place(rank: int, selected: list[bool]) -> tuple[int, int]:
+def _position(rank: int, selected: list[bool]) -> tuple[int, int]:
     """Return the position of `rank` among the `selected` ranks, and their number."""
     return sum(selected[:rank]), sum(selected)
 
 
-def _each(*several: list[bool]) -> list[bool]:
+def _all_hold(*several: list[bool]) -> list[bool]:
     """Return for each rank whether all conditions in `several` hold."""
     return [all(flags) for flags in zip(*several, strict=True)]
 
@@ -245,8 +245,8 @@ class EngineTensors:
         self.spec = spec
         self.states = states
         self.attributes = attributes
-        self.inventory = take(spec, states)
-        self.idle = list(_idle(spec, states))
+        self.inventory = take_inventory(spec, states)
+        self.frozen_states = list(_frozen_states(spec, states))
         run = spec.world_group
         self.attribute_specs, self._attribute_copies = self._share_attributes()
         places_of = spec.shard_group, spec.apart, spec.peers
@@ -258,8 +258,8 @@ class EngineTensors:
 
         def places(*conditions: list[bool]) -> dict[bool, tuple[int, int]]:
             return {
-                False: _place(run.rank, _each(near, *conditions)),
-                True: _place(run.rank, _each(near, parts, *conditions)),
+                False: _position(run.rank, _all_hold(near, *conditions)),
+                True: _position(run.rank, _all_hold(near, parts, *conditions)),
             }
 
         # Ranks that hold the same elements share the writing: `among` are those with the same
@@ -311,12 +311,12 @@ class EngineTensors:
         return self._extra_sets.set_name(kind, self.spec.peers.rank if group is None else group)
 
     @property
-    def optimized(self) -> dict[nn.Parameter, str]:
+    def optimizer_names(self) -> dict[nn.Parameter, str]:
         """Names of all parameters in the optimizers' groups, trained or frozen."""
         if self.spec.pipeline is not None:
             return {named.parameter: named.name for named in self.spec.located()}
         names = {named.parameter: named.name for named in self.states.parameters.named}
-        return names | {each.parameter: each.name for each in self.idle}
+        return names | {each.parameter: each.name for each in self.frozen_states}
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
@@ -337,8 +337,8 @@ class EngineTensors:
 
     def of_all_layers(self, mine: T) -> list[T]:
         """Gather `mine` from the pipeline's ranks, in order of their layers. Collective."""
-        line = self.spec.pipeline
-        return [mine] if line is None else line.group.gather_objects(mine)
+        pipeline = self.spec.pipeline
+        return [mine] if pipeline is None else pipeline.group.gather_objects(mine)
 
     def frozen(self) -> Iterator[TensorSpan]:
         """Yield the spans of sharded frozen parameters."""
@@ -354,7 +354,7 @@ class EngineTensors:
         yield from self.frozen()
         if self.extra is not None:
             yield from self.extra
-        for each in self.idle:
+        for each in self.frozen_states:
             for key, value in each.tensors.items():
                 name = tensor_spans.state_name(each.name, key)
                 yield self._tensor(name, value, each.parameter, tensor_spans.OPTIMIZER)

@@ -66,25 +66,25 @@ class OpenedCheckpoint:
                 written = self.fields["checksums"].get(kind, {}).get(name, "")
                 yield TensorLine(kind, tensors.specs[name], tensors.file_of(name), written)
 
-    def checked(self) -> Iterator[tuple[TensorLine, bool]]:
+    def verify_tensors(self) -> Iterator[tuple[TensorLine, bool]]:
         """Yield every tensor, and whether its bytes match the stored checksum."""
         for line in self.lines():
             yield line, self.sets[line.kind].checksum(line.spec.name) == line.checksum
 
-    def changed(self) -> list[str]:
+    def changed_files(self) -> list[str]:
         """Return the names of small files that are changed or missing."""
         tensors = {name for names in self.fields["sets"].values() for name in names}
-        found = []
+        names = []
         for name, written in self.fields["files"].items():
             if name not in tensors:  # the reader has already checked the headers of tensor files
                 try:
                     good = document.crc_of(read_whole(self.path / name)) == written
                 except (OSError, BrokenCheckpoint):
                     good = False
-                found += [] if good else [name]
-        return found
+                names += [] if good else [name]
+        return names
 
-    def missing(self) -> list[str]:
+    def missing_tensors(self) -> list[str]:
         """Return the tensors that have a checksum but are in no file."""
         return [
             f"{kind}: {name}"
@@ -124,7 +124,7 @@ def export(path: Path, to: Path, kind: str = "model") -> int:
 
 def _check_all(opened: OpenedCheckpoint, kind: str, values: dict[str, Tensor]) -> None:
     """Raise BrokenCheckpoint if a tensor of set `kind` does not match its checksum."""
-    for line, good in opened.checked():
+    for line, good in opened.verify_tensors():
         if line.kind == kind and not good:
             raise BrokenCheckpoint(
                 f"{line.spec.name} in {opened.path / line.file} was changed after it was written: "

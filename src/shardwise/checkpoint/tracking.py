@@ -18,7 +18,7 @@ from torch import Tensor, optim
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.document import crc_of
 from shardwise.checkpoint.file_system import read_whole
-from shardwise.checkpoint.schema import plain_name
+from shardwise.checkpoint.schema import is_plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
 from shardwise.world.current_batch import LoaderStream
 
@@ -34,20 +34,20 @@ class Tracking:
 
     def __init__(self) -> None:
         self._tracked: dict[str, Any] = {}
-        self._given: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
         self._pending: dict[str, Any] = {}
         _all.add(self)
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Track `objects` too, and restore any states that were loaded for them earlier."""
         for name, each in objects.items():
-            if name in self._given and self._given[name] is not each:
+            if name in self._objects and self._objects[name] is not each:
                 raise UsageError(
                     f"engine.track already has an object named {name}. Use another name."
                 )
-            self._tracked[name], self._given[name] = trackable(name, each), each
+            self._tracked[name], self._objects[name] = trackable(name, each), each
             if name in self._pending:
-                _give(name, self._tracked[name], self._pending.pop(name))
+                _restore_state(name, self._tracked[name], self._pending.pop(name))
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -64,18 +64,18 @@ class Tracking:
                 fields[name] = json_values.encode(state)
             except json_values.NotPlain as error:
                 fields[name] = {"$file": f"tracked-{name}.pt"}
-                files[f"tracked-{name}.pt"] = _pickled(name, state, str(error))
+                files[f"tracked-{name}.pt"] = _pickle(name, state, str(error))
         return fields, files
 
-    def lacks(
+    def describe_losses(
         self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
     ) -> Iterator[str]:
         """Yield a warning for each object whose state a resume would lose."""
         known = list(self._tracked.values())
         for optimizer in optimizers:
-            scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+            is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
             # A scheduler of schedulers (SequentialLR) may store the optimizer only in its parts.
-            tracked = any(
+            is_tracked = any(
                 hasattr(each, "get_last_lr")
                 and (
                     getattr(each, "optimizer", optimizer) is optimizer
@@ -83,13 +83,13 @@ class Tracking:
                 )
                 for each in known
             )
-            if scheduled and not tracked:
+            if is_scheduled and not is_tracked:
                 yield (
                     f"a learning-rate scheduler of {type(optimizer).__name__} is not tracked, so "
                     "a resume would restart it. Write engine.track(scheduler=scheduler)."
                 )
-        everyones = [each for tracking in _all for each in tracking._tracked.values()]
-        names = {getattr(each, "name", None) for each in everyones}
+        all_tracked = [each for tracking in _all for each in tracking._tracked.values()]
+        names = {getattr(each, "name", None) for each in all_tracked}
         for stream in streams:
             if not stream.passing and stream.name not in names:
                 yield (
@@ -119,13 +119,13 @@ class Tracking:
                 "only the model: engine.load(path, model_only=True)."
             )
         return {
-            name: _unpickled(path, value["$file"], sums)
+            name: _unpickle(path, value["$file"], sums)
             if isinstance(value, dict) and set(value) == {"$file"}
             else json_values.decode(value)
             for name, value in saved.items()
         }
 
-    def matched(self, states: Mapping[str, Any]) -> dict[str, Any]:
+    def match_schedulers(self, states: Mapping[str, Any]) -> dict[str, Any]:
         """Return scheduler states of another library, under the names used here.
 
         If there is one state and one tracked scheduler, they belong together. Otherwise names
@@ -136,20 +136,20 @@ class Tracking:
             return {schedulers[0]: next(iter(states.values()))}
         return dict(states)
 
-    def left_out(self, states: Mapping[str, Any]) -> list[str]:
+    def names_missing_from(self, states: Mapping[str, Any]) -> list[str]:
         """Return the tracked names that `states` lacks."""
         return sorted(set(self._tracked) - set(states))
 
-    def give(self, states: Mapping[str, Any]) -> None:
+    def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the state of each object. Raises BrokenCheckpoint if an object rejects it."""
         for name, state in states.items():
             if name in self._tracked:
-                _give(name, self._tracked[name], state)
+                _restore_state(name, self._tracked[name], state)
             else:
                 self._pending[name] = state
 
 
-def _give(name: str, each: Any, state: Any) -> None:
+def _restore_state(name: str, each: Any, state: Any) -> None:
     """Restore one state. Raises BrokenCheckpoint if `each` rejects it."""
     try:
         each.load_state_dict(state)
@@ -163,7 +163,7 @@ def _give(name: str, each: Any, state: Any) -> None:
         ) from error
 
 
-def _pickled(name: str, state: Any, odd: str) -> bytes:
+def _pickle(name: str, state: Any, odd: str) -> bytes:
     """Serialize a state with torch.save. Raises CheckpointError if reading it would run code."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -179,9 +179,9 @@ def _pickled(name: str, state: Any, odd: str) -> bytes:
     return buffer.getvalue()
 
 
-def _unpickled(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
+def _unpickle(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
     """Return the contents of file `name` in the checkpoint `path`, after a check of its CRC-32."""
-    if not plain_name(name):
+    if not is_plain_name(name):
         raise BrokenCheckpoint(
             f"{path} names the file {name!r}, which is not a file in the same folder. Use another "
             "checkpoint."

@@ -20,7 +20,7 @@ from threading import Event, Thread
 from typing import Protocol
 
 from shardwise.checkpoint.checksum import ChecksumPart
-from shardwise.checkpoint.format import Placed, TensorFile
+from shardwise.checkpoint.format import PlacedTensor, TensorFile
 from shardwise.layout.byte_ranges import Extent
 
 CHUNK = 8 * 2**20
@@ -46,10 +46,10 @@ class TensorSink(Protocol):
 def create(folder: Path, files: Iterable[TensorFile]) -> None:
     """Create files with their headers and full length. Raises OSError."""
     for file in files:
-        with (folder / file.name).open("xb") as made:
-            made.write(file.header)
+        with (folder / file.name).open("xb") as out:
+            out.write(file.header)
             # Full length at once, because ranks write their ranges in any order.
-            made.truncate(file.nbytes)
+            out.truncate(file.nbytes)
 
 
 class Writer:
@@ -60,7 +60,7 @@ class Writer:
 
     def __init__(self, folder: Path, sets: Mapping[str, Sequence[TensorFile]]) -> None:
         self._folder = folder
-        self._placed: dict[TensorKey, Placed] = {
+        self._placed: dict[TensorKey, PlacedTensor] = {
             (kind, name): placed
             for kind, files in sets.items()
             for file in files
@@ -69,7 +69,7 @@ class Writer:
         self._files: dict[str, int] = {}
         # Not an executor: the interpreter shuts executors down before it joins other threads.
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._obey, name="shardwise-checkpoint-writer")
+        self._thread = Thread(target=self._run_orders, name="shardwise-checkpoint-writer")
         self._thread.start()
         self._parts: dict[TensorKey, list[ChecksumPart]] = defaultdict(list)
         self._failure: BaseException | None = None
@@ -109,7 +109,7 @@ class Writer:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def _obey(self) -> None:
+    def _run_orders(self) -> None:
         """Run orders one after another. After a failure, write nothing more."""
         while (order := self._orders.get()) is not None:
             try:
@@ -117,7 +117,7 @@ class Writer:
             except BaseException as error:  # `finish` raises it in the caller's thread
                 self._failure = self._failure or error
 
-    def _put(self, placed: Placed, at: int, data: memoryview) -> None:
+    def _put(self, placed: PlacedTensor, at: int, data: memoryview) -> None:
         if self._failure is not None:
             return
         fd = self._files.get(placed.file)
@@ -142,8 +142,8 @@ class Writer:
 @cache
 def _sync_file_range() -> Callable[..., int] | None:
     """Return Linux's sync_file_range, which starts writeback and which Python does not wrap."""
-    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    return found
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    return function
 
 
 _WRITE = 2

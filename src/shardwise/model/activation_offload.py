@@ -87,7 +87,7 @@ class _Piece:
         self.source = None
 
 
-class _Moved:
+class _MovedTensor:
     """A saved tensor that is a view into a piece."""
 
     __slots__ = ("dtype", "offset", "piece", "shape", "stride")
@@ -132,7 +132,7 @@ class SavedTensors:
 
     # -- forward --------------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor) -> Kept | _Moved:
+    def pack(self, tensor: Tensor) -> Kept | _MovedTensor:
         """Return what autograd stores in place of `tensor`."""
         if (key := self._key(tensor)) is None:
             return Kept(tensor)
@@ -141,7 +141,7 @@ class SavedTensors:
         piece = self._by_key.get(key)
         if piece is None or piece.storage.expired():
             piece = self._send(key, tensor.detach())
-        return _Moved(piece, tensor)
+        return _MovedTensor(piece, tensor)
 
     def _key(self, tensor: Tensor) -> _Key | None:
         """Return the memory range to move for `tensor`, or None if it stays in place."""
@@ -202,7 +202,7 @@ class SavedTensors:
 
     # -- backward -------------------------------------------------------------------------
 
-    def unpack(self, held: Kept | _Moved) -> Tensor:
+    def unpack(self, held: Kept | _MovedTensor) -> Tensor:
         """Return the tensor of `held`. Raises UsageError if it was changed in place."""
         if isinstance(held, Kept):
             return held.value()

@@ -51,11 +51,11 @@ class Skippable(Protocol):
     num_features: int
     training: bool
 
-    def follow_others(self, rows: Tensor) -> None:
+    def update_from_others(self, rows: Tensor) -> None:
         """Update the running statistics from the `rows` of a forward that this rank skips."""
 
 
-class _Use(NamedTuple):
+class _ExpectedUse(NamedTuple):
     """The exchange that this rank expects.
 
     Args:
@@ -66,30 +66,30 @@ class _Use(NamedTuple):
 
     call: int
     before: int
-    again: bool
+    is_repeated: bool
 
-    def is_of(self, rows: list[list[float]]) -> bool:
+    def matches(self, rows: list[list[float]]) -> bool:
         """Return whether every rank present in `rows` is making this same call."""
-        if self.again or {int(call) for here, call, _ in rows if here} != {self.call}:
+        if self.is_repeated or {int(call) for here, call, _ in rows if here} != {self.call}:
             return False
         return self.call != FORWARD or all(
             used == (self.before if here else 0) for here, _, used in rows
         )
 
 
-class _Unseen(NamedTuple):
+class _UncheckedExchange(NamedTuple):
     """Flags of an exchange, copied to the host by `event`, and the expected use of BatchNorm
     `name`."""
 
     name: str
-    use: _Use
+    use: _ExpectedUse
     rows: Tensor
     event: Any
 
     @property
-    def is_right(self) -> bool:
+    def was_expected(self) -> bool:
         """True if the exchange was as expected. Only valid once the event has happened."""
-        return self.use.is_of(self.rows.tolist())
+        return self.use.matches(self.rows.tolist())
 
 
 class StatisticsExchange:
@@ -105,13 +105,13 @@ class StatisticsExchange:
         self._width = 2 * module.num_features + 1
         self._forwards = 0
         self._pass = -1
-        self._uses = self._mine = 0
+        self._uses = self._own_uses = 0
         self._done: set[int] = set()
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
         """Return the rows of all ranks that run this forward, and its number."""
         rows = self.turns.exchange(self._number, row, FORWARD)
-        self._forwards += not self.turns.are_taken
+        self._forwards += not self.turns.are_used
         return rows, self._forwards
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
@@ -122,38 +122,40 @@ class StatisticsExchange:
         """Exchange rows in this module's turn; `row` is None on a rank that skips it."""
         order = self.turns.order
         if self._pass != order.passes:
-            self._pass, self._uses, self._mine, self._done = order.passes, 0, 0, set()
-        rows = order.group.gather_rows(self._sent(row, call))
-        here, use = rows[:, -3:], None if row is None else self._used(call)
-        if here.device.type == "cpu":
+            self._pass, self._uses, self._own_uses, self._done = order.passes, 0, 0, set()
+        rows = order.group.gather_rows(self._padded_row(row, call))
+        flag_rows, use = rows[:, -3:], None if row is None else self._count_use(call)
+        if flag_rows.device.type == "cpu":
             # The rows are on the host anyway, so check now: all ranks raise the same error.
-            flags = here.tolist()
-            met = next((int(call) for present, call, _ in flags if present), None)
-            if met is not None and not (use or self._used(met)).is_of(flags):
+            flags = flag_rows.tolist()
+            common_call = next((int(call) for present, call, _ in flags if present), None)
+            if common_call is not None and not (use or self._count_use(common_call)).matches(flags):
                 self.turns.order.abandon()
-                raise _apart(self.name)
+                raise _order_error(self.name)
         elif use is not None:
-            self.turns.look_later(_Unseen(self.name, use, *start_to_host(here.contiguous())))
-            met = call
+            self.turns.check_later(
+                _UncheckedExchange(self.name, use, *start_to_host(flag_rows.contiguous()))
+            )
+            common_call = call
         else:
             # A skipping rank learns the call only from the others' rows, so the host waits. Raising
             # here would affect this rank only, so the step raises on all ranks.
-            flags = here.tolist()
-            met = next((int(call) for present, call, _ in flags if present), None)
-            if met is not None and not self._used(met).is_of(flags):
+            flags = flag_rows.tolist()
+            common_call = next((int(call) for present, call, _ in flags if present), None)
+            if common_call is not None and not self._count_use(common_call).matches(flags):
                 self.turns.refuse_later(self.name)
-                met = None
-        self._mine += row is not None and call == FORWARD
-        if row is None and met == FORWARD:
-            self._module.follow_others(rows[:, : self._width])
+                common_call = None
+        self._own_uses += row is not None and call == FORWARD
+        if row is None and common_call == FORWARD:
+            self._module.update_from_others(rows[:, : self._width])
         return rows[:, : self._width if row is None else row.numel()]
 
-    def _sent(self, row: Tensor | None, call: int) -> Tensor:
+    def _padded_row(self, row: Tensor | None, call: int) -> Tensor:
         """Return this rank's row, padded to the full width, with flags: present, call, uses."""
         if row is None:
             device = self.turns.order.group.small_device
             sent = torch.zeros(self._width + 3, dtype=torch.float64, device=device)
-            sent[-1] = self._mine
+            sent[-1] = self._own_uses
             return sent
         if row.numel() > self._width:
             raise ModelError(
@@ -162,12 +164,12 @@ class StatisticsExchange:
                 "of channels of its input."
             )
         rest = row.new_zeros(self._width - row.numel())
-        here = torch.tensor([1.0, call, self._mine], dtype=row.dtype)
+        here = torch.tensor([1.0, call, self._own_uses], dtype=row.dtype)
         return torch.cat([row, rest, to_device(here, row.device)])
 
-    def _used(self, call: int) -> _Use:
+    def _count_use(self, call: int) -> _ExpectedUse:
         """Count an exchange of `call`; return the expected one."""
-        use = _Use(call, self._uses, call in self._done)
+        use = _ExpectedUse(call, self._uses, call in self._done)
         if call == FORWARD:
             self._forwards += 1
             self._uses += 1
@@ -176,7 +178,7 @@ class StatisticsExchange:
         return use
 
 
-def _apart(name: str) -> OrderError:
+def _order_error(name: str) -> OrderError:
     return OrderError(
         f"Workers reached {name} in different forwards, or one worker reached it after the "
         "others, so each would use statistics of different rows. With --sync-batch-norm all "
@@ -193,7 +195,7 @@ class StatisticsExchanges:
         self._modules = list(modules.values())
         self._pending: tuple[Tensor, int] | None = None
         self._rows: Tensor | None = None
-        self._unseen: deque[_Unseen] = deque()
+        self._unchecked: deque[_UncheckedExchange] = deque()
         """Exchanges on an accelerator that have not been checked yet."""
         self._refused: str | None = None
         """Name of the first BatchNorm whose exchange failed the check, on an accelerator."""
@@ -204,13 +206,13 @@ class StatisticsExchanges:
         self._first = order.join(self, list(modules), exchanges=True)
 
     @property
-    def are_taken(self) -> bool:
+    def are_used(self) -> bool:
         """True if turns are used now. Otherwise all ranks reach the exchanges in the same order."""
         return self.order.is_open
 
     def exchange(self, number: int, row: Tensor, call: int) -> Tensor:
         """Return the rows of all ranks; rows of ranks that skip this exchange are zero."""
-        if not self.are_taken:
+        if not self.are_used:
             return self._without_turns(number, row)
         self._pending = row, call
         self.order.reach(self._first + number)
@@ -228,24 +230,24 @@ class StatisticsExchanges:
             return self.order.group.gather_rows(row)
         rows = self.order.group.gather_rows(torch.cat([row, row.new_tensor([float(number)])]))
         if bool((rows[:, -1] != number).any()):
-            raise _apart(self.each[number].name)
+            raise _order_error(self.each[number].name)
         return rows[:, :-1]
 
-    def look_later(self, unseen: _Unseen) -> None:
+    def check_later(self, unchecked: _UncheckedExchange) -> None:
         """Queue an exchange for `check`, and check those whose flags have arrived.
 
         Otherwise forwards without a step would accumulate flags.
         """
-        self._unseen.append(unseen)
-        while self._unseen[0].event.query():
-            self._look()
-            if not self._unseen:
+        self._unchecked.append(unchecked)
+        while self._unchecked[0].event.query():
+            self._check_next()
+            if not self._unchecked:
                 return
 
-    def _look(self) -> None:
-        unseen = self._unseen.popleft()
-        if not unseen.is_right:
-            self.refuse_later(unseen.name)
+    def _check_next(self) -> None:
+        unchecked = self._unchecked.popleft()
+        if not unchecked.was_expected:
+            self.refuse_later(unchecked.name)
 
     def refuse_later(self, name: str) -> None:
         """Make `check` raise for an exchange of the BatchNorm `name`."""
@@ -280,13 +282,13 @@ class StatisticsExchanges:
 
         Raises OrderError, on all ranks, if ranks made different calls in one of them.
         """
-        while self._unseen:
-            if not self._unseen[0].event.query():
-                self._unseen[0].event.synchronize()
-            self._look()
+        while self._unchecked:
+            if not self._unchecked[0].event.query():
+                self._unchecked[0].event.synchronize()
+            self._check_next()
         name, self._refused = self._refused, None
         if name is not None:
-            raise _apart(name)
+            raise _order_error(name)
 
     def mode(self) -> tuple[bool, ...]:
         """Return for each module whether it exchanges statistics, which it does in training."""

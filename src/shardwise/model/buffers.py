@@ -78,7 +78,7 @@ _Form = tuple[tuple[int, ...], str] | None
 
 
 @dataclass(frozen=True)
-class _Followed:
+class _AveragedTensor:
     """A tensor that is averaged, with the shape and dtype it had when that started."""
 
     index: int
@@ -146,12 +146,12 @@ class Buffers:
         self.alone = group.size == 1 if alone is None else alone
         self._models = models
         self._compares = compares
-        self._say = say
+        self._report = say
         self._places: list[tuple[nn.Module, str]] = []
-        self._followed: list[_Followed] = []
-        self._apart: set[int] = set()
+        self._averaged: list[_AveragedTensor] = []
+        self._unequal: set[int] = set()
         """Tensors with another form on each rank, which are ignored from then on."""
-        self._saved: list[tuple[int, Tensor]] = []
+        self._boundary_values: list[tuple[int, Tensor]] = []
         self._seen: dict[int, tuple[int, int]] = {}
         """Mark of each buffer at the end of the last step. Frozen parameters are excluded: scripts
         move target networks equally on all ranks, and the checksum detects it if they do not."""
@@ -182,13 +182,13 @@ class Buffers:
             frozen = [key for key in module._parameters if self._is_frozen(module, key)]
             held = [] if module in left_out else list(module._buffers)
             for key in [*held, *frozen]:
-                tensor = _held(module, key)
+                tensor = _tensor_at(module, key)
                 # A buffer that is None is listed too: a forward may set it, even on one rank only.
                 if (module, key) not in places and (tensor is None or id(tensor) not in known):
                     if tensor is not None:
                         known.add(id(tensor))
                     self._places.append((module, key))
-                    self._greet(len(self._places) - 1)
+                    self._watch(len(self._places) - 1)
                     self._steps = 0  # compare checksums again in the next steps
 
     def _is_frozen(self, module: nn.Module, key: str) -> bool:
@@ -200,13 +200,15 @@ class Buffers:
         """Keep only the buffers that have a new number, under that number."""
         self._places = [self._places[old] for old in numbers]
         self._seen = {numbers[i]: mark for i, mark in self._seen.items() if i in numbers}
-        followed = [each for each in self._followed if each.index in numbers]
-        self._followed = [replace(each, index=numbers[each.index]) for each in followed]
-        self._saved = [(numbers[old], value) for old, value in self._saved if old in numbers]
-        self._apart = {numbers[old] for old in self._apart if old in numbers}
+        followed = [each for each in self._averaged if each.index in numbers]
+        self._averaged = [replace(each, index=numbers[each.index]) for each in followed]
+        self._boundary_values = [
+            (numbers[old], value) for old, value in self._boundary_values if old in numbers
+        ]
+        self._unequal = {numbers[old] for old in self._unequal if old in numbers}
         self._window = _Window()
 
-    def _greet(self, index: int) -> None:
+    def _watch(self, index: int) -> None:
         """Start to watch a new buffer from its present value."""
         module, key = self._places[index]
         if key in module._buffers:
@@ -228,12 +230,12 @@ class Buffers:
         its counter but not the versions of its running statistics.
         """
         changed = {index for index, mark in self._seen.items() if self._mark(index) != mark}
-        reshaped = [f.index for f in self._followed if not f.fits(self._tensor(f.index))]
+        reshaped = [f.index for f in self._averaged if not f.fits(self._tensor(f.index))]
         if not changed:
             return reshaped
         appeared = {index for index in changed if self._seen[index] == _ABSENT}
         modules = {self._places[index][0] for index in changed - appeared}
-        known = {each.index for each in self._followed} | self._apart
+        known = {each.index for each in self._averaged} | self._unequal
         return reshaped + [
             index
             for index in self._seen
@@ -248,16 +250,16 @@ class Buffers:
         """
         if self.alone or not self._compares_now:
             return 0.0
-        return fingerprints.checksum([tensor for _, tensor in self._unfollowed()])
+        return fingerprints.checksum([tensor for _, tensor in self._not_averaged()])
 
     @property
     def _compares_now(self) -> bool:
         """True if this step compares checksums; the same on all ranks."""
         return self._steps < FIRST or self._steps % EVERY == 0
 
-    def _unfollowed(self) -> list[tuple[int, Tensor]]:
+    def _not_averaged(self) -> list[tuple[int, Tensor]]:
         """Return index and tensor of everything that is not averaged and can be compared."""
-        known = {each.index for each in self._followed} | self._apart
+        known = {each.index for each in self._averaged} | self._unequal
         held = [(i, self._tensor(i)) for i in range(len(self._places)) if i not in known]
         return [(i, t) for i, t in held if t is not None and fingerprints.can_be_taken(t)]
 
@@ -274,11 +276,13 @@ class Buffers:
         # pay for them, and after the first steps that is rare.
         news = self.news()
         appeared = [index for index in news if self._seen.get(index) == _ABSENT]
-        compared = appeared + [index for index, _ in self._unfollowed() if differ]
-        found = self._group.gather_objects((news, appeared, compared))
-        changed = {i for told, new, _ in found for i in told if i not in new}
+        compared = appeared + [index for index, _ in self._not_averaged() if differ]
+        news_by_rank = self._group.gather_objects((news, appeared, compared))
+        changed = {
+            i for forms_by_rank, new, _ in news_by_rank for i in forms_by_rank if i not in new
+        }
         # Everything that any rank compares: a forward may have set a buffer to None on one rank.
-        wanted = changed.union(*(indices for _, _, indices in found))
+        wanted = changed.union(*(indices for _, _, indices in news_by_rank))
         # Sorted, so that all ranks list the same tensors in the same order.
         mine: dict[int, tuple[_Form, tuple[int, int] | None]] = {}
         for index in sorted(wanted):
@@ -287,27 +291,27 @@ class Buffers:
             else:
                 form = tuple(tensor.shape), str(tensor.dtype)
                 mine[index] = form, None if index in changed else fingerprints.sums_of(tensor)
-        told = self._group.gather_objects(mine)
-        self._followed = [each for each in self._followed if each.index not in wanted]
+        forms_by_rank = self._group.gather_objects(mine)
+        self._averaged = [each for each in self._averaged if each.index not in wanted]
         for index in mine:
-            forms = [each[index][0] for each in told]
+            forms = [each[index][0] for each in forms_by_rank]
             if any(form != forms[0] for form in forms):
-                self._apart.add(index)
-                self._say_apart(index, forms)
+                self._unequal.add(index)
+                self._report_unequal(index, forms)
             elif forms[0] is not None and (
-                index in changed or len({each[index][1] for each in told}) > 1
+                index in changed or len({each[index][1] for each in forms_by_rank}) > 1
             ):
-                self._follow(index, noticed=index in changed)
+                self._average_from_now(index, noticed=index in changed)
         # The vector of means must have the same order on all ranks.
-        self._followed.sort(key=lambda followed: followed.index)
+        self._averaged.sort(key=lambda followed: followed.index)
 
-    def _follow(self, index: int, *, noticed: bool) -> None:
+    def _average_from_now(self, index: int, *, noticed: bool) -> None:
         """Average a tensor from now on; `noticed` means that torch has counted the write."""
         tensor = self._tensor(index)
         assert tensor is not None
-        self._followed.append(_Followed(index, tensor.shape, tensor.dtype))
+        self._averaged.append(_AveragedTensor(index, tensor.shape, tensor.dtype))
         if not noticed and self._steps >= FIRST:
-            self._say(
+            self._report(
                 f"the {self._name(index)} differed between workers for up to {EVERY} steps. It is "
                 "averaged at each step from now on. It was changed by a write that PyTorch does "
                 "not count (.data, .numpy(), or into a frozen parameter), and such writes are "
@@ -315,13 +319,13 @@ class Buffers:
                 "torch.no_grad(), without .data: it is then averaged from the first write on."
             )
 
-    def _say_apart(self, index: int, forms: Sequence[_Form]) -> None:
+    def _report_unequal(self, index: int, forms: Sequence[_Form]) -> None:
         """Tell the user of a tensor that cannot be averaged, if checkpoints contain it."""
         module, key = self._places[index]
         if key in module._non_persistent_buffers_set:
             return
         other = next(rank for rank, form in enumerate(forms) if form != forms[0])
-        self._say(
+        self._report(
             f"the {self._name(index)} is {_in_words(forms[0])} on worker 0 and "
             f"{_in_words(forms[other])} on worker {other}, so it is not averaged. Each worker "
             "keeps its own value, and a checkpoint contains worker 0's. Give it the same shape on "
@@ -352,7 +356,7 @@ class Buffers:
         """
         where: Any = {"dtype": torch.float64, "device": self._group.small_device}
         parts = []
-        for each in self._followed:
+        for each in self._averaged:
             held = (before.get(each.index), self._tensor(each.index))
             fitting = [tensor for tensor in held if tensor is not None and each.fits(tensor)]
             if not fitting:
@@ -362,11 +366,11 @@ class Buffers:
             if tensor.is_complex():
                 tensor = torch.view_as_real(tensor.resolve_conj())
             parts.append(tensor.reshape(-1))
-        return _joined(parts, **where) if parts else torch.zeros(0, **where)
+        return _concatenate(parts, **where) if parts else torch.zeros(0, **where)
 
     def form(self) -> list[list[Any]]:
         """Return which buffers are averaged, with their shapes and dtypes."""
-        return [[each.index, tuple(each.shape), str(each.dtype)] for each in self._followed]
+        return [[each.index, tuple(each.shape), str(each.dtype)] for each in self._averaged]
 
     def shares(self, *, counts: bool = True) -> list[float]:
         """Return the number of this rank's rows, the factor in `weighted`.
@@ -387,7 +391,7 @@ class Buffers:
         shares of the first run divide the sum. A stand-in has a share of 0, so its data have no
         effect. Its forward still advances counters and the power iteration of spectral_norm.
         """
-        if not self._followed:
+        if not self._averaged:
             return self.values()
         shares, total = self._window.shares() if counts else [], self.values()
         shares = shares or [0.0]
@@ -406,21 +410,21 @@ class Buffers:
             shares: `shares` of each rank, (ranks, 1), on the CPU.
         """
         self.rows = float(shares.sum())
-        if self.rows and self._followed:
+        if self.rows and self._averaged:
             self.take(rows.sum(0) / self.rows)
 
     def take(self, means: Tensor) -> None:
         """Write `means`, a vector in the form of `values`, with one copy per dtype to a device."""
-        held = [self._tensor(each.index) for each in self._followed]
+        held = [self._tensor(each.index) for each in self._averaged]
         tensors = [tensor.detach() for tensor in held if tensor is not None]
-        assert len(tensors) == len(self._followed)
-        parts = means.split_with_sizes([each.numel for each in self._followed])
-        for (device, dtype, _), places in _alike(tensors).items():
+        assert len(tensors) == len(self._averaged)
+        parts = means.split_with_sizes([each.numel for each in self._averaged])
+        for (device, dtype, _), places in _group_by_kind(tensors).items():
             found = torch.cat([parts[place] for place in places])
             if dtype.is_complex:
                 found = torch.view_as_complex(found.view(-1, 2))
             elif not dtype.is_floating_point:
-                self._say_rounded(found, places)
+                self._report_rounding(found, places)
                 found = found.round()
             moved = to_device(found.to(dtype), device)
             targets = [tensors[place] for place in places]
@@ -430,7 +434,7 @@ class Buffers:
             with writable(targets[0]):
                 torch._foreach_copy_(targets, shaped)
 
-    def _say_rounded(self, means: Tensor, places: Sequence[int]) -> None:
+    def _report_rounding(self, means: Tensor, places: Sequence[int]) -> None:
         """Tell the user of the first integer buffer whose mean is not an integer.
 
         Args:
@@ -440,9 +444,9 @@ class Buffers:
         if not odd.numel():
             return
         first = int(odd[0])
-        ends = accumulate(self._followed[place].numel for place in places)
-        index = next(self._followed[p].index for p, end in zip(places, ends) if first < end)  # noqa: B905
-        self._say(
+        ends = accumulate(self._averaged[place].numel for place in places)
+        index = next(self._averaged[p].index for p, end in zip(places, ends) if first < end)  # noqa: B905
+        self._report(
             f"forward changes the integer {self._name(index)} differently on each worker. It is "
             "set to the rounded mean, which differs from one process. In forward, change it by "
             "numbers over all workers (world.sum)."
@@ -474,7 +478,7 @@ class Buffers:
         if whole and mine * batch.whole != batch.samples * whole:
             # Copy averaged tensors, and buffers that have changed since the last step: the ranks
             # may agree to average those.
-            wanted = {each.index for each in self._followed} | set(self.news())
+            wanted = {each.index for each in self._averaged} | set(self.news())
             held = ((index, self._tensor(index)) for index in sorted(wanted))
             copies = {i: tensor.detach().clone() for i, tensor in held if tensor is not None}
             window.ended.append((window.open, copies))
@@ -493,28 +497,30 @@ class Buffers:
     def keep(self) -> None:
         """Copy the present values for `restore`."""
         # Of frozen parameters copy only those that change: they may be most of the model.
-        kept = sorted(self._seen.keys() | {each.index for each in self._followed})
+        kept = sorted(self._seen.keys() | {each.index for each in self._averaged})
         held = ((index, self._tensor(index)) for index in kept)
-        self._saved = [(i, tensor.detach().clone()) for i, tensor in held if tensor is not None]
+        self._boundary_values = [
+            (i, tensor.detach().clone()) for i, tensor in held if tensor is not None
+        ]
 
     def restore(self) -> None:
         """Restore the values that `keep` copied."""
-        for index, value in self._saved:
+        for index, value in self._boundary_values:
             buffer = self._tensor(index)
             # In place: the user's code or a compiled graph may hold the tensor.
             if buffer is not None and buffer.shape == value.shape:
                 write(buffer, value)
-        self._saved = []
+        self._boundary_values = []
 
     def _tensor(self, index: int) -> Tensor | None:
-        return _held(*self._places[index])
+        return _tensor_at(*self._places[index])
 
     def _mark(self, index: int) -> tuple[int, int]:
         tensor = self._tensor(index)
         return _ABSENT if tensor is None else (id(tensor), version_of(tensor))
 
 
-def _held(module: nn.Module, key: str) -> Tensor | None:
+def _tensor_at(module: nn.Module, key: str) -> Tensor | None:
     """Return the buffer or parameter `key` of a module."""
     return module._buffers.get(key) if key in module._buffers else module._parameters.get(key)
 
@@ -523,7 +529,9 @@ def _in_words(form: _Form) -> str:
     return "missing" if form is None else f"of shape {form[0]} and {form[1]}"
 
 
-def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype, bool], list[int]]:
+def _group_by_kind(
+    tensors: Sequence[Tensor],
+) -> dict[tuple[torch.device, torch.dtype, bool], list[int]]:
     """Group tensors that one kernel can handle: places by device, dtype and inference mode."""
     places: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -532,11 +540,11 @@ def _alike(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype, b
     return places
 
 
-def _joined(parts: Sequence[Tensor], **where: Any) -> Tensor:
+def _concatenate(parts: Sequence[Tensor], **where: Any) -> Tensor:
     """Concatenate flat `parts`, cast and moved to `where`."""
     # Grouped by dtype and device: one kernel per group instead of two per part.
     placed = list(parts)
-    for places in _alike(parts).values():
+    for places in _group_by_kind(parts).values():
         whole = torch.cat([parts[place] for place in places]).to(**where)
         lengths = [parts[place].numel() for place in places]
         for place, part in zip(places, whole.split_with_sizes(lengths), strict=True):

@@ -49,7 +49,7 @@ class LossScale:
             if self._good_steps == self._interval:
                 self.value *= self._growth
                 self._good_steps = 0
-        self._tell_scaler()
+        self._update_scaler()
 
     def state(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
@@ -60,9 +60,9 @@ class LossScale:
         if not self.active:
             return
         self.value, self._good_steps = float(state["scale"]), int(state["good_steps"])
-        self._tell_scaler()
+        self._update_scaler()
 
-    def _tell_scaler(self) -> None:
+    def _update_scaler(self) -> None:
         if self._scaler is not None:
             # A GradScaler creates its scale tensor on first use.
             self._scaler.scale(torch.ones((), device=self._scaler._device))

@@ -45,11 +45,12 @@ class MicroShardBuffers(Buffers):
         super()._renumber(numbers)
         self._start = {numbers[i]: value for i, value in self._start.items() if i in numbers}
         self._turns = [
-            {numbers[i]: value for i, value in made.items() if i in numbers} for made in self._turns
+            {numbers[i]: value for i, value in results.items() if i in numbers}
+            for results in self._turns
         ]
 
-    def _greet(self, index: int) -> None:
-        super()._greet(index)
+    def _watch(self, index: int) -> None:
+        super()._watch(index)
         buffer = self._tensor(index)
         if index in self._seen and buffer is not None:
             self._start[index] = buffer.detach().clone()
@@ -69,7 +70,7 @@ class MicroShardBuffers(Buffers):
         Comparing bits finds writes that torch does not count. On an accelerator the host would wait
         for that, so it happens only in some steps.
         """
-        if self._mark(index) != self._seen[index] or any(f.index == index for f in self._followed):
+        if self._mark(index) != self._seen[index] or any(f.index == index for f in self._averaged):
             return True
         buffer, start = self._tensor(index), self._start.get(index)
         if buffer is None or start is None or not fingerprints.can_be_taken(buffer):
@@ -89,17 +90,17 @@ class MicroShardBuffers(Buffers):
         values."""
         super().after_backward(batch, own_rows)
         changed = {self._places[index][0] for index in self._seen if self._has_changed(index)}
-        made: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}
         for index in self._seen:
             buffer, start = self._tensor(index), self._start.get(index)
             if self._places[index][0] not in changed or buffer is None:
                 continue
-            made[index] = buffer.detach().clone()
+            results[index] = buffer.detach().clone()
             if start is not None and start.shape == buffer.shape:
                 # In place, because the module and maybe user code hold this tensor.
                 with torch.no_grad():
                     write(buffer, start)
-        self._turns.append(made)
+        self._turns.append(results)
         super().remember()
 
     def abandon(self) -> None:
@@ -110,17 +111,17 @@ class MicroShardBuffers(Buffers):
     def news(self) -> list[int]:
         """Return the indices of buffers that a micro-shard has changed and that are not averaged
         yet."""
-        known = {followed.index for followed in self._followed} | self._apart
-        return sorted({index for made in self._turns for index in made} - known)
+        known = {followed.index for followed in self._averaged} | self._unequal
+        return sorted({index for results in self._turns for index in results} - known)
 
-    def _follow(self, index: int, *, noticed: bool) -> None:
+    def _average_from_now(self, index: int, *, noticed: bool) -> None:
         if not noticed:  # a frozen parameter: each micro-shard saw the changes of the one before
             raise UsageError(
                 f"--exact {self._shards.count}: forward changes the {self._name(index)}, so a "
                 "micro-shard depends on the micro-shards before it on the same worker, and results "
                 "depend on the number of workers. Make it a buffer: register_buffer(...)."
             )
-        super()._follow(index, noticed=noticed)
+        super()._average_from_now(index, noticed=noticed)
 
     def shares(self, *, counts: bool = True) -> list[float]:
         """Return the rows of each micro-shard of this rank."""
@@ -131,8 +132,8 @@ class MicroShardBuffers(Buffers):
         shares = self.shares(counts=counts)
         # Zeros for a stand-in, not 0 x its values, which may be infinite.
         present = [
-            self._flat(self._start | made) * share if share else torch.zeros_like(self.values())
-            for made, share in zip(self._turns, shares, strict=True)
+            self._flat(self._start | results) * share if share else torch.zeros_like(self.values())
+            for results, share in zip(self._turns, shares, strict=True)
         ]
         return torch.cat(present)
 

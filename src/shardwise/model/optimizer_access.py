@@ -57,7 +57,7 @@ class StateOfEngine(defaultdict[Any, Any]):
         return defaultdict, (dict, dict(self.items()))
 
 
-def _watched(base: type[Any], name: str, use: Callable[[Any, Any], None]) -> Callable[..., Any]:
+def _watch(base: type[Any], name: str, use: Callable[[Any, Any], None]) -> Callable[..., Any]:
     plain = getattr(base, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ _VIEWS = ("get", "keys", "values", "items", "copy", "__copy__", "__or__", "__ror
 _WRITES = ("__setitem__", "__delitem__", "setdefault", "pop", "popitem", "clear", "update")
 
 for _name in (*_READS, *_VIEWS, *_WRITES, "__ior__"):
-    setattr(StateOfEngine, _name, _watched(defaultdict, _name, lambda self, _: self._use()))
+    setattr(StateOfEngine, _name, _watch(defaultdict, _name, lambda self, _: self._use()))
 
 
 class WatchedGroup(dict[str, Any]):
@@ -97,7 +97,7 @@ def _reach_params(group: WatchedGroup, args: tuple[Any, ...]) -> None:
 
 
 for _name in ("__getitem__", "get", "values", "items", "pop"):
-    setattr(WatchedGroup, _name, _watched(dict, _name, _reach_params))
+    setattr(WatchedGroup, _name, _watch(dict, _name, _reach_params))
 
 
 def own_methods(optimizer: optim.Optimizer) -> Iterator[str]:

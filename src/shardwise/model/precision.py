@@ -153,9 +153,9 @@ def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype
     Some optimizers, such as Adagrad, create their state before the cast. Only state with one value
     per element is cast; counts keep torch's dtype.
     """
-    for state in (state for optimizer in optimizers for state in held(optimizer).items()):
-        parameter, kept = state
-        for key, value in kept.items():
+    entries = (entry for optimizer in optimizers for entry in held(optimizer).items())
+    for parameter, state in entries:
+        for key, value in state.items():
             if (
                 isinstance(value, Tensor)
                 and value.ndim
@@ -163,37 +163,37 @@ def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype
                 and value.dtype.itemsize < dtype.itemsize
                 and parameter.dtype == dtype
             ):
-                kept[key] = value.to(dtype)
+                state[key] = value.to(dtype)
 
 
 def widen_narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Cast 16-bit state of plain optimizers to fp32, for 16-bit parameters."""
     for optimizer in optimizers:
-        for parameter, kept in held(optimizer).items():
+        for parameter, state in held(optimizer).items():
             if isinstance(parameter, Tensor):
-                kept.update(widened_state(parameter, kept))
+                state.update(widened_state(parameter, state))
 
 
 def narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Cast fp32 state with one value per element to 16 bits, for 16-bit parameters."""
     for optimizer in optimizers:
-        for parameter, kept in held(optimizer).items():
+        for parameter, state in held(optimizer).items():
             if not isinstance(parameter, Tensor) or parameter.dtype not in NARROW:
                 continue
-            for key, value in kept.items():
+            for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim and value.dtype == torch.float32:
-                    kept[key] = value.to(parameter.dtype)
+                    state[key] = value.to(parameter.dtype)
 
 
-def widened_state(parameter: Tensor, kept: Mapping[str, Any]) -> dict[str, Any]:
+def widened_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plain optimizer's state of `parameter`, as needed for a master.
 
     Values in the parameter's 16-bit dtype become fp32.
     """
     if parameter.dtype not in NARROW:
-        return dict(kept)
+        return dict(state)
     narrow = parameter.dtype
     return {
         key: value.float() if isinstance(value, Tensor) and value.dtype == narrow else value
-        for key, value in kept.items()
+        for key, value in state.items()
     }

@@ -43,11 +43,11 @@ class RecomputedForward:
         functools.update_wrapper(self, plain)
         self.plain = torch.compile(plain) if compiled else plain
         self.buffers = UnitBuffers(unit)
-        self._on = True
+        self._is_active = True
         module_hooks.replace(unit, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._on or not torch.is_grad_enabled():
+        if not self._is_active or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         # The user compiles the whole model: torch can trace its own checkpoint, but not our state.
         if torch.compiler.is_compiling():
@@ -55,18 +55,18 @@ class RecomputedForward:
         call = _RecomputedCall(self, args, kwargs)
         tensors = call.tensors()
         before = [version_of(tensor) for tensor in tensors]
-        made = checkpoint(call, *tensors, use_reentrant=False)
+        output = checkpoint(call, *tensors, use_reentrant=False)
         if [version_of(tensor) for tensor in tensors] != before:
             raise ModelError(
                 f"{type(self.unit).__name__} changes its input in place. Its forward runs again in "
                 "backward (--activations recomputed), and would then read the changed input. "
                 "Begin its forward with x = x.clone(), or use --activations kept."
             )
-        return made
+        return output
 
     def undo(self) -> None:
         """Restore the unit's own forward."""
-        self._on = False  # in case user code has wrapped this forward in another
+        self._is_active = False  # in case user code has wrapped this forward in another
         module_hooks.give_back(self.unit, "forward", self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,7 +100,7 @@ class _RecomputedCall:
     def __init__(self, forward: RecomputedForward, args: Any, kwargs: Any) -> None:
         self._forward = forward
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
-        self._given: tuple[Any, Any] | None = (args, kwargs)
+        self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._tape = Tape()
         self._before: list[tuple[nn.Module, str, Tensor]] = []
         self._attributes: unit_attributes.Values = []
@@ -125,10 +125,10 @@ class _RecomputedCall:
         return [leaf.local if isinstance(leaf, StandsForPart) else leaf for leaf in found.values()]
 
     def __call__(self, *tensors: Tensor) -> Any:
-        if self._given is None:
-            return self._again(tensors)
+        if self._arguments is None:
+            return self._recompute(tensors)
         # The caller's own containers, because forward may change them.
-        (args, kwargs), self._given = self._given, None
+        (args, kwargs), self._arguments = self._arguments, None
         buffers = self._forward.buffers
         self._before = buffers.copies()
         attributes = unit_attributes.look(self._forward.unit)
@@ -139,13 +139,14 @@ class _RecomputedCall:
         self._attributes = unit_attributes.changed(attributes)
         return output
 
-    def _again(self, tensors: tuple[Tensor, ...]) -> Any:
-        made: dict[int, Tensor] = {}
+    def _recompute(self, tensors: tuple[Tensor, ...]) -> Any:
+        tensors_by_place: dict[int, Tensor] = {}
         for leaf in self._leaves:
-            if isinstance(leaf, _SavedForm) and leaf.place not in made:
-                made[leaf.place] = leaf.make(tensors[leaf.place])
+            if isinstance(leaf, _SavedForm) and leaf.place not in tensors_by_place:
+                tensors_by_place[leaf.place] = leaf.make(tensors[leaf.place])
         leaves = [
-            made[leaf.place] if isinstance(leaf, _SavedForm) else leaf for leaf in self._leaves
+            tensors_by_place[leaf.place] if isinstance(leaf, _SavedForm) else leaf
+            for leaf in self._leaves
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         # The recomputation reads the original buffers, and writes into stand-ins. Otherwise batch
@@ -252,19 +253,19 @@ class Tape:
             self._values.append(value)
             return value
 
-        yield from _with(put)
+        yield from _use_rule(put)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Context manager that makes `once` return the recorded values, in order."""
         values = iter(self._values)
-        yield from _with(lambda make: next(values))
+        yield from _use_rule(lambda make: next(values))
 
 
 _once: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("once", default=None)
 
 
-def _with(rule: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+def _use_rule(rule: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     token = _once.set(rule)
     try:
         yield

@@ -64,12 +64,14 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         ranks: StatisticsRows,
-        of_all: _Statistics,
+        statistics: _Statistics,
     ) -> Tensor:
         wide = _wide(x)
-        mean, variance = of_all.mean.to(wide.dtype), of_all.variance.to(wide.dtype)
-        ctx.save_for_backward(x, weight, mean, (of_all.variance + eps).rsqrt(), of_all.total)
-        ctx.ranks, ctx.call, ctx.counts = ranks, of_all.backward, of_all.counts
+        mean, variance = statistics.mean.to(wide.dtype), statistics.variance.to(wide.dtype)
+        ctx.save_for_backward(
+            x, weight, mean, (statistics.variance + eps).rsqrt(), statistics.total
+        )
+        ctx.ranks, ctx.call, ctx.counts = ranks, statistics.backward, statistics.counts
         ctx.dims, ctx.eps = _dims(x), eps
         out = F.batch_norm(
             wide, mean, variance, _like(weight, wide), _like(bias, wide), False, 0.0, eps
@@ -79,7 +81,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if torch.is_grad_enabled():  # create_graph=True: the gradients must be differentiable
-            return _to_go_through_again(ctx, grad)
+            return _differentiable_backward(ctx, grad)
         x, weight, mean, invstd64, total = ctx.saved_tensors
         dims = ctx.dims
         shape = [1, -1] + [1] * (x.ndim - 2)
@@ -102,7 +104,7 @@ class _Normalise(torch.autograd.Function):
         return dx.to(x.dtype), dweight, dbias, None, None, None
 
 
-class _Summed(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     """Sum of `row` (one number per channel) over the ranks; its gradient is summed the same way."""
 
     @staticmethod
@@ -112,10 +114,10 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Summed.apply(grad, ctx.ranks, -ctx.call), None, None  # type: ignore[no-untyped-call]
+        return _SumOverRanks.apply(grad, ctx.ranks, -ctx.call), None, None  # type: ignore[no-untyped-call]
 
 
-def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
+def _differentiable_backward(ctx: Any, grad: Tensor) -> Any:
     """Compute the result of backward with operations that autograd can differentiate again.
 
     For that the normalisation is repeated, with statistics that autograd can trace back to `x`.
@@ -126,7 +128,7 @@ def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
 
     def over_all(values: Tensor, call: int) -> Tensor:
         row = values.sum(ctx.dims).double() * share
-        return _Summed.apply(row, ctx.ranks, call) / total  # type: ignore[no-any-return, no-untyped-call]
+        return _SumOverRanks.apply(row, ctx.ranks, call) / total  # type: ignore[no-any-return, no-untyped-call]
 
     wide = _wide(x)
     centred = wide - over_all(wide, ctx.call + 1).to(wide.dtype).view(shape)
@@ -142,7 +144,7 @@ def _to_go_through_again(ctx: Any, grad: Tensor) -> Any:
 
 
 @torch.no_grad()
-def _joined(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
+def _gather_statistics(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
     """Return the statistics over all ranks. Collective."""
     x, dims = _wide(x), _dims(x)
     # Mean and squared deviations, not sums of x and x*x: their difference would cancel if the mean
@@ -151,17 +153,17 @@ def _joined(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Statistics:
     count = float(x.numel() // x.shape[1]) if counts else 0.0
     row = torch.cat([mean.double(), variance.double() * count, mean.new_full((1,), count).double()])
     rows, forward = ranks.of_forward(row if counts else torch.zeros_like(row))
-    return _Statistics(*_of_rows(rows), counts, forward)
+    return _Statistics(*_combine_rows(rows), counts, forward)
 
 
-def _of_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _combine_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, biased variance and row count over all ranks, from their `rows`."""
     channels = rows.shape[1] // 2
     means, squares, numbers = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = numbers.sum()
-    joined = (means * numbers).sum(0) / total.clamp(min=1.0)
-    spread = squares.sum(0) + (numbers * (means - joined).square()).sum(0)
-    return joined, spread / total.clamp(min=1.0), total
+    mean_of_all = (means * numbers).sum(0) / total.clamp(min=1.0)
+    spread = squares.sum(0) + (numbers * (means - mean_of_all).square()).sum(0)
+    return mean_of_all, spread / total.clamp(min=1.0), total
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -197,21 +199,21 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         batch = self._feed.batch_of_forward(training=torch.is_grad_enabled())
         counts = batch is None or batch.samples > 0
         # A recomputation must not communicate, nor ask for the current batch, which is a later one.
-        of_all = once(lambda: _joined(x, self._ranks, counts))
+        statistics = once(lambda: _gather_statistics(x, self._ranks, counts))
         # Before the normalisation, as in plain BatchNorm: torch.utils.checkpoint stops a
         # recomputation after the last tensor that autograd saves.
         if self.track_running_stats and self.running_mean is not None:
-            self._follow(of_all.mean, of_all.variance, of_all.total)
+            self._update_running_statistics(statistics.mean, statistics.variance, statistics.total)
         return _Normalise.apply(  # type: ignore[no-any-return, no-untyped-call]
-            x, self.weight, self.bias, self.eps, self._ranks, of_all
+            x, self.weight, self.bias, self.eps, self._ranks, statistics
         )
 
-    def follow_others(self, rows: Tensor) -> None:
+    def update_from_others(self, rows: Tensor) -> None:
         """Update the running statistics from the `rows` of a forward that this rank skips."""
         if self.track_running_stats and self.running_mean is not None:
-            self._follow(*_of_rows(rows.to(self.running_mean.device)))
+            self._update_running_statistics(*_combine_rows(rows.to(self.running_mean.device)))
 
-    def _follow(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -224,8 +226,8 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
                 rate: Any = self.momentum
                 if rate is None:
                     rate = self.num_batches_tracked.clamp(min=1).to(running.dtype).reciprocal()
-                joined = running.lerp(value.to(running.dtype), rate)
-                running.copy_(torch.where(counted, joined, running))
+                blended = running.lerp(value.to(running.dtype), rate)
+                running.copy_(torch.where(counted, blended, running))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # By default, pickle refuses an object whose __class__ is not the class in its state.
@@ -235,7 +237,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 @cache
-def _synchronised(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
+def _synchronised_class(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
     """Return the synchronised class of `plain`; None if its own forward would bypass ours.
 
     A subclass keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm, whose
@@ -282,19 +284,19 @@ def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch)
     Subclasses are included, except those that normalise in their own forward (see
     `is_out_of_reach`).
     """
-    found = _to_convert(models)
+    found = _find_batch_norms(models)
     if not found:
         return 0
     _run_eagerly()
     for module in found.values():
-        module.__class__ = _synchronised(_class_of(module))  # type: ignore[assignment]
+        module.__class__ = _synchronised_class(_class_of(module))  # type: ignore[assignment]
     exchanges = StatisticsExchanges(order, cast(dict[str, _SyncBatchNorm], found))
     for module, exchange in zip(found.values(), exchanges.each, strict=True):
         module.__dict__.update({"_ranks": exchange, "_feed": feed})
     return len(found)
 
 
-def _to_convert(models: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._BatchNorm]:
+def _find_batch_norms(models: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._BatchNorm]:
     """Return the BatchNorms of `models` that can be converted, by name."""
     found: dict[nn.modules.batchnorm._BatchNorm, str] = {}
     for number, model in enumerate(models):
@@ -303,7 +305,7 @@ def _to_convert(models: Sequence[nn.Module]) -> dict[str, nn.modules.batchnorm._
                 continue
             if not isinstance(module, nn.modules.batchnorm._BatchNorm):
                 continue
-            if _synchronised(_class_of(module)) is not None:
+            if _synchronised_class(_class_of(module)) is not None:
                 place = f"models[{number}]" if len(models) > 1 else ""
                 found[module] = ".".join(part for part in (place, name) if part) or "the model"
     return {name: module for module, name in found.items()}
@@ -314,7 +316,7 @@ def is_out_of_reach(module: nn.Module) -> bool:
     if isinstance(module, _SyncBatchNorm):
         return False
     is_one = isinstance(module, nn.modules.batchnorm._BatchNorm)
-    return is_one and _synchronised(_class_of(module)) is None
+    return is_one and _synchronised_class(_class_of(module)) is None
 
 
 def restore(models: Iterable[nn.Module]) -> None:

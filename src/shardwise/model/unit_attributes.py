@@ -25,10 +25,10 @@ _PLAIN = "torch.nn.modules."
 _CONTAINERS = (list, dict, set, deque)
 _LONG = 1000
 """Containers with at least this many entries are taken for data: only replacing them is noticed."""
-_NOTHING: Any = object()
+_MISSING: Any = object()
 
 Values = list[tuple[nn.Module, str, Any]]
-"""Module, name and value of attributes; `_NOTHING` if the attribute did not exist."""
+"""Module, name and value of attributes; `_MISSING` if the attribute did not exist."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +45,13 @@ class _Before:
 def look(unit: nn.Module) -> list[_Before]:
     """Return the present attributes of all modules of a unit."""
     return [
-        _looked_at(module)
+        _look_at(module)
         for module in unit.modules()
         if not type(module).__module__.startswith(_PLAIN)
     ]
 
 
-def _looked_at(module: nn.Module) -> _Before:
+def _look_at(module: nn.Module) -> _Before:
     attributes = dict(vars(module))
     contents, versions = [], []
     for name, value in attributes.items():
@@ -75,12 +75,12 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
     module, then, now = before.module, before.attributes, vars(before.module)
     for name, tensor, version in before.versions:
         if tensor._version != version:
-            raise _in_place(module, name)
+            raise _in_place_error(module, name)
     copies = {name: copy for name, _, copy in before.contents}
     if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
         for name in (then.keys() | now.keys()) - _OWN:
-            if then.get(name, _NOTHING) is not now.get(name, _NOTHING):
-                yield module, name, copies.pop(name, then.get(name, _NOTHING))
+            if then.get(name, _MISSING) is not now.get(name, _MISSING):
+                yield module, name, copies.pop(name, then.get(name, _MISSING))
     for name, value, copy in before.contents:
         if name not in copies:
             continue
@@ -95,7 +95,7 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
 @contextmanager
 def stand_ins(values: Values) -> Iterator[None]:
     """Context manager that sets attributes to `values`, and restores them."""
-    held = [(module, name, vars(module).get(name, _NOTHING)) for module, name, _ in values]
+    held = [(module, name, vars(module).get(name, _MISSING)) for module, name, _ in values]
     try:
         for module, name, value in values:
             _set(module, name, value.copy() if type(value) in _CONTAINERS else value)
@@ -106,13 +106,13 @@ def stand_ins(values: Values) -> Iterator[None]:
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
-    if value is _NOTHING:
+    if value is _MISSING:
         vars(module).pop(name, None)
     else:
         vars(module)[name] = value
 
 
-def _in_place(module: nn.Module, name: str) -> ModelError:
+def _in_place_error(module: nn.Module, name: str) -> ModelError:
     return ModelError(
         f"The forward of {type(module).__name__} changes its tensor attribute {name} in place. "
         "With --activations recomputed, forward runs again in backward, and would read the changed "

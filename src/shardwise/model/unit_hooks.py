@@ -75,7 +75,7 @@ class UnitHooks:
         self.manager: UnitManager | None = None
         self.before: Callable[[], None] | None = None
         self._handles: dict[tuple[nn.Module, int], list[Hooked]] = {}
-        self._made = 0
+        self._hook_count = 0
 
     def attach(self, wanted: Sequence[tuple[nn.Module, int]]) -> None:
         """Hook the `wanted` modules, each with the number of the unit that it needs."""
@@ -86,8 +86,8 @@ class UnitHooks:
                 handle.remove()
         for place in wanted:
             if place not in self._handles:
-                hook = ModuleHook(self, place[1], self._made)
-                self._made += 1
+                hook = ModuleHook(self, place[1], self._hook_count)
+                self._hook_count += 1
                 self._handles[place] = hook.attach(place[0])
 
     def remove(self) -> None:
@@ -175,14 +175,14 @@ class ModuleHook:
                 while isinstance(plain, Tensor) and functorch.is_functorch_wrapped_tensor(plain):
                     plain = functorch.get_unwrapped(plain)
                 if isinstance(plain, Tensor) and plain.grad_fn is not None:
-                    plain.register_hook(self._reached)  # type: ignore[no-untyped-call]
+                    plain.register_hook(self._touch)  # type: ignore[no-untyped-call]
         # After a failure, suppress an error of a gather, so that the first error is shown.
         ignored = suppress(CollectiveError) if failed else nullcontext()
         with ignored, torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
             self._manager.leave(self._number, failed=failed)
 
     @_untraced
-    def _reached(self, grad: Tensor) -> None:
+    def _touch(self, grad: Tensor) -> None:
         del grad
         if self._manager is not None:
             with torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():

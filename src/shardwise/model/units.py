@@ -29,18 +29,20 @@ def find_units(
             it, as in "encoder.layer.*".
     """
     if patterns is not None:
-        return _named(model, patterns)
-    return list(_within(model, ""))
+        return _match_names(model, patterns)
+    return list(_find_blocks(model, ""))
 
 
 def unknown(models: Sequence[nn.Module], patterns: Sequence[str]) -> list[str]:
     """Return the `patterns` that match no module with parameters in any of `models`."""
     return [
-        pattern for pattern in patterns if not any(_named(model, [pattern]) for model in models)
+        pattern
+        for pattern in patterns
+        if not any(_match_names(model, [pattern]) for model in models)
     ]
 
 
-def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def _match_names(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     named = [
         (name.replace("_orig_mod.", ""), module)
         for name, module in model.named_modules()
@@ -52,12 +54,12 @@ def _named(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Modu
         for pattern in (each.split(".") for each in patterns):
             # Part by part, because a star must not match across a dot.
             if len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern)):
-                found += _called(name, module)
+                found += _callable_modules(name, module)
                 break
     return found
 
 
-def _within(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     children = [
         (f"{path}.{name}" if path else name, child)
         for name, child in module.named_children()
@@ -65,25 +67,25 @@ def _within(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     ]
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     if is_list:
-        children = [each for name, child in children for each in _called(name, child)]
+        children = [each for name, child in children for each in _callable_modules(name, child)]
     kinds = [type(child) for _, child in children]
     for below, child in children:
         repeated = kinds.count(type(child)) > 1 and any(True for _ in child.children())
-        inner = list(_within(child, below))
+        inner = list(_find_blocks(child, below))
         if repeated and _has_forward(child) and (is_list or not inner):
             yield below, child
         else:
             yield from inner
 
 
-def _called(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _callable_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield `module`, or if it has no forward, the modules in it that are called instead."""
     if _has_forward(module):
         yield name, module
         return
     for below, child in module.named_children():
         if _has_weights(child):
-            yield from _called(f"{name}.{below}", child)
+            yield from _callable_modules(f"{name}.{below}", child)
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -16,11 +16,11 @@ from click.testing import CliRunner
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint.atomic_folders import (
     Draft,
-    Found,
+    FolderOfStep,
     complete,
     end_removals,
+    incomplete_checkpoints,
     lacks_document,
-    lost,
 )
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.checkpoint.export import write_model
@@ -51,7 +51,10 @@ def test_only_what_has_its_name_counts(tmp_path):
     Draft(tmp_path, 11, 0).begin()
     (tmp_path / "step-12").mkdir()  # nothing in it
     (tmp_path / "step-x").mkdir()
-    assert complete(tmp_path) == [Found(9, tmp_path / "step-9"), Found(10, tmp_path / "step-10")]
+    assert complete(tmp_path) == [
+        FolderOfStep(9, tmp_path / "step-9"),
+        FolderOfStep(10, tmp_path / "step-10"),
+    ]
     saved(tmp_path, 13)
     assert names(tmp_path) == ["step-10", "step-12", "step-13", "step-9", "step-x"]
 
@@ -68,7 +71,7 @@ def test_a_dangling_link_as_folder_is_named(tmp_path):
     for folder in (tmp_path / "link", tmp_path / "link" / "deeper"):
         with pytest.raises((FileExistsError, NotADirectoryError)) as caught:
             Draft(folder, 5, 0).begin()
-        said = Draft(folder, 5, 0).refused(caught.value)
+        said = Draft(folder, 5, 0).describe_error(caught.value)
         assert f"{tmp_path}/link links to {tmp_path}/absent, which does not exist" in said
         assert "in the way" not in said
 
@@ -78,17 +81,17 @@ def test_what_stands_in_the_way_is_not_taken_for_a_full_disk(tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
         with pytest.raises((FileExistsError, NotADirectoryError)) as caught:
             Draft(folder, 5, 0).begin()
-        said = Draft(folder, 5, 0).refused(caught.value)
+        said = Draft(folder, 5, 0).describe_error(caught.value)
         assert "A file is in the way: name a folder" in said
     Draft(tmp_path, 5, 0).begin()
     with pytest.raises(FileExistsError) as caught:
         (tmp_path / ".step-5.partial").mkdir()
-    assert "Another run may be saving there" in Draft(tmp_path, 5, 0).refused(caught.value)
-    denied = Draft(tmp_path, 5, 7).refused(PermissionError(errno.EACCES, "no", "it"))
+    assert "Another run may be saving there" in Draft(tmp_path, 5, 0).describe_error(caught.value)
+    denied = Draft(tmp_path, 5, 7).describe_error(PermissionError(errno.EACCES, "no", "it"))
     assert denied.startswith(
         "The checkpoint of step 5 was not written: no (it). Name a folder that"
     )
-    full = Draft(tmp_path, 5, 7).refused(OSError(errno.ENOSPC, "full"))
+    full = Draft(tmp_path, 5, 7).describe_error(OSError(errno.ENOSPC, "full"))
     assert "It needs 7 bytes, and " in full
 
 
@@ -105,9 +108,9 @@ def test_what_cannot_be_removed_stops_no_save(tmp_path, monkeypatch):
             draft.finish({"checkpoint.json": b"{}"})
             draft.prune(1)
             assert all(
-                "could not be removed (Directory not empty). The next" in w for w in draft.left
+                "could not be removed (Directory not empty). The next" in w for w in draft.warnings
             )
-            assert draft.left
+            assert draft.warnings
             assert [found.step for found in complete(tmp_path)] == [step]
     saved(tmp_path, 6)
     assert names(tmp_path) == ["step-5", "step-6"], "now all of it could be removed"
@@ -144,9 +147,9 @@ def test_what_has_the_name_of_a_new_one_is_replaced(tmp_path, kind):
     path = tmp_path / "step-1"
     path.symlink_to("nowhere") if kind == "link" else path.touch()
     assert complete(tmp_path) == []
-    assert lost(tmp_path) == [Found(1, path)]
+    assert incomplete_checkpoints(tmp_path) == [FolderOfStep(1, path)]
     saved(tmp_path, 1)
-    assert complete(tmp_path) == [Found(1, path)]
+    assert complete(tmp_path) == [FolderOfStep(1, path)]
     assert names(tmp_path) == ["step-1"]
 
 
@@ -157,10 +160,12 @@ def test_what_looks_like_a_checkpoint(tmp_path):
         (tmp_path / f"step-{step}" / "checkpoint.json").unlink()
         assert not lacks_document(tmp_path / f"step-{step}")
     (tmp_path / "step-2" / "model.safetensors").touch()
-    assert lost(tmp_path) == [Found(2, tmp_path / "step-2")], "an empty folder is nothing"
+    assert incomplete_checkpoints(tmp_path) == [FolderOfStep(2, tmp_path / "step-2")], (
+        "an empty folder is nothing"
+    )
     assert lacks_document(tmp_path / "step-2")
     os.mkfifo(tmp_path / "step-1" / "checkpoint.json")
-    assert [found.step for found in lost(tmp_path)] == [1, 2]
+    assert [found.step for found in incomplete_checkpoints(tmp_path)] == [1, 2]
     assert not lacks_document(tmp_path / "step-1"), "reading it tells more"
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "model.safetensors").touch()
@@ -177,7 +182,7 @@ def test_the_same_step_again(tmp_path):
 def test_killed_between_the_two_renames(tmp_path):
     saved(tmp_path, 5, mark="old")
     (tmp_path / "step-5").rename(tmp_path / ".step-5.replaced")
-    assert complete(tmp_path) == [Found(5, tmp_path / ".step-5.replaced")]
+    assert complete(tmp_path) == [FolderOfStep(5, tmp_path / ".step-5.replaced")]
     saved(tmp_path, 6)
     assert names(tmp_path) == ["step-5", "step-6"]
 
@@ -246,7 +251,7 @@ def test_a_disk_that_is_too_small(tmp_path):
     draft = Draft(tmp_path / "new" / "er", 1, 10**18)
     with pytest.raises(OSError, match="No space left") as raised:
         draft.begin()
-    said = draft.refused(raised.value)
+    said = draft.describe_error(raised.value)
     assert re.search(r"needs 1,000,000,000,000,000,000 bytes, and [\d,]+ are free", said)
     assert names(tmp_path / "new" / "er") == []
 

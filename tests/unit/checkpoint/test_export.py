@@ -59,7 +59,7 @@ def test_a_killed_one_leaves_nothing_for_long(tmp_path, how):
     child = os.fork()
     if child == 0:
         try:
-            with export.written_aside(path) as file:
+            with export.replace_when_complete(path) as file:
                 file.write(bytes(10**6))
                 file.flush()
                 os.write(told, b"1")

@@ -42,7 +42,7 @@ def fields_of(
             return sets, {}
         if saved.tensors.specs:
             sets["optimizer"] = saved.tensors
-        optimizers, state = [saved.described()], saved.state()
+        optimizers, state = [saved.to_fields()], saved.state()
     scale, good_steps = save.loss_scale or (1.0, 0)
     return sets, {
         "step": save.steps,
@@ -114,19 +114,19 @@ class SavedOptimizer:
     options: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def described(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Return its fields in the form of checkpoint.json; the class is unknown."""
         return {
             "class": "",
             "groups": [
-                {"parameters": names, "options": {k: _plain(v) for k, v in options.items()}}
+                {"parameters": names, "options": {k: _encode(v) for k, v in options.items()}}
                 for names, options in zip(self.groups, self.options, strict=True)
             ],
         }
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return state that is a single value, in the form of checkpoint.json."""
-        return {n: {k: _plain(v) for k, v in e.items()} for n, e in self.numbers.items()}
+        return {n: {k: _encode(v) for k, v in e.items()} for n, e in self.numbers.items()}
 
 
 def _read_optimizer(
@@ -137,31 +137,31 @@ def _read_optimizer(
     At stage 0 parameters have no names, so they are identified by their position in the groups, as
     in torch's load_state_dict. Raises CheckpointMismatch if the groups differ.
     """
-    found = SavedOptimizer()
+    optimizer = SavedOptimizer()
     if save.partitions is not None:
         theirs = {name for shapes in save.partitions.shapes for name in shapes}
         here = tensor_names.match(names, theirs).found
-        _read_flat(save, found, save.partitions, {name: first for first, name in here.items()})
+        _read_flat(save, optimizer, save.partitions, {name: first for first, name in here.items()})
     elif save.optimizer is None:
         return None
     elif "fp32_groups_flat" in save.optimizer:
         shapes = [{name: save.shape_of(name, names) for name in group} for group in groups]
         flat = Partitions(save.files.folder, 0, {0: save.optimizer}, list(shapes))
-        _read_flat(save, found, flat, {name: name for each in shapes for name in each})
+        _read_flat(save, optimizer, flat, {name: name for each in shapes for name in each})
     else:
-        _read_by_place(save, found, save.optimizer, names, groups)
-    for options in found.options:
+        _read_by_place(save, optimizer, save.optimizer, names, groups)
+    for options in optimizer.options:
         # torch's Adam always corrects bias, so it lacks this option of DeepSpeed's Adams.
         if options.pop(_OWN_ADAM, True) is not True:
             raise CheckpointError(
                 "The checkpoint has an Adam without bias correction, which torch does not have. "
                 "Load only the model: engine.load(path, model_only=True)."
             )
-    return found
+    return optimizer
 
 
 def _read_flat(
-    save: Save, found: SavedOptimizer, partitions: Partitions, here: Mapping[str, str]
+    save: Save, optimizer: SavedOptimizer, partitions: Partitions, here: Mapping[str, str]
 ) -> None:
     """Read state over flat groups; `here` maps names in the files to names of the model."""
     bases = partitions.bases()
@@ -175,22 +175,22 @@ def _read_flat(
                 )
             known = {n: here[n] for n in partitions.shapes[number] if n in here}
             members += known.values()
-            _read_masters(save, found, partitions, number, known)
+            _read_masters(save, optimizer, partitions, number, known)
             for key, value in bases[0]["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.ndim:
                     as_state = {n: f"{ours}.{key}" for n, ours in known.items()}
                     flats = partitions.state(number, key)
-                    partitions.add(found.tensors, number, flats, as_state)
+                    partitions.add(optimizer.tensors, number, flats, as_state)
                 else:
                     for ours in known.values():
-                        found.numbers.setdefault(ours, {})[key] = _count(key, value, group)
-        found.groups.append(members)
-        found.options.append(_options(group))
+                        optimizer.numbers.setdefault(ours, {})[key] = _step_count(key, value, group)
+        optimizer.groups.append(members)
+        optimizer.options.append(_options(group))
 
 
 def _read_masters(
     save: Save,
-    found: SavedOptimizer,
+    optimizer: SavedOptimizer,
     partitions: Partitions,
     number: int,
     known: Mapping[str, str],
@@ -199,12 +199,12 @@ def _read_masters(
     if save.stage != STAGE_3:  # at stage 3 the model's tensors are the masters
         narrow = {n: f"{ours}.{MASTER}" for n, ours in known.items() if save.is_narrow(n)}
         if narrow:
-            partitions.add(found.tensors, number, partitions.flats(number), narrow)
+            partitions.add(optimizer.tensors, number, partitions.flats(number), narrow)
 
 
 def _read_by_place(
     save: Save,
-    found: SavedOptimizer,
+    optimizer: SavedOptimizer,
     saved: Mapping[str, Any],
     names: Mapping[str, Sequence[str]],
     groups: Sequence[Sequence[str]],
@@ -223,23 +223,23 @@ def _read_by_place(
     for group, members in zip(plain["param_groups"], groups, strict=True):
         for name, number in zip(members, group["params"], strict=True):
             for key, value in plain["state"].get(number, {}).items():
-                _take(save, found, name, key, _count(key, value, group), names)
+                _add_state(save, optimizer, name, key, _step_count(key, value, group), names)
         for name, value in zip(members, next(masters), strict=False):
-            _take(save, found, name, MASTER, value, names)
-        found.groups.append(list(members))
-        found.options.append(_options(group))
+            _add_state(save, optimizer, name, MASTER, value, names)
+        optimizer.groups.append(list(members))
+        optimizer.options.append(_options(group))
 
 
-def _take(
+def _add_state(
     save: Save,
-    found: SavedOptimizer,
+    optimizer: SavedOptimizer,
     name: str,
     key: str,
     value: Any,
     names: Mapping[str, Sequence[str]],
 ) -> None:
     if not isinstance(value, Tensor) or not value.ndim:
-        found.numbers.setdefault(name, {})[key] = value
+        optimizer.numbers.setdefault(name, {})[key] = value
         return
     shape = save.shape_of(name, names)
     if key in (*_OF_ELEMENTS, MASTER) and tuple(value.shape) != shape:
@@ -249,21 +249,21 @@ def _take(
             "parameters are in another order here. Create the groups as they were, or load only "
             "the model: engine.load(path, model_only=True)."
         )
-    found.tensors.add_whole(f"{name}.{key}", value)
+    optimizer.tensors.add_whole(f"{name}.{key}", value)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names", "step")}
 
 
-def _count(key: str, value: Any, group: Mapping[str, Any]) -> Any:
+def _step_count(key: str, value: Any, group: Mapping[str, Any]) -> Any:
     """Return a step count in the form of torch's optimizers."""
     if key == "step" and _OWN_ADAM in group and not isinstance(value, Tensor):
         return torch.tensor(float(value))
     return value
 
 
-def _plain(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     try:
         return json_values.encode(value)
     except json_values.NotPlain as error:

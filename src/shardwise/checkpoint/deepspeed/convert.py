@@ -13,7 +13,12 @@ from torch import Tensor
 
 from shardwise.checkpoint.deepspeed.partitions import FragmentReader
 from shardwise.checkpoint.deepspeed.save import Save
-from shardwise.checkpoint.export import PICKLED, disk_errors, write_safetensors, written_aside
+from shardwise.checkpoint.export import (
+    PICKLED,
+    disk_errors,
+    replace_when_complete,
+    write_safetensors,
+)
 from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.errors import CheckpointError
 
@@ -57,7 +62,7 @@ def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
         for spec in tensors.specs.values()
     ]
     try:
-        with written_aside(out) as file:
+        with replace_when_complete(out) as file:
             if out.suffix in PICKLED:
                 _write_pickled(tensors, specs, twins, file, out.parent, advance)
             else:
@@ -85,7 +90,7 @@ def _write_pickled(
     with tempfile.TemporaryDirectory(dir=folder, prefix=".zero-to-fp32-") as aside:
         values: dict[str, Tensor] = {}
         for number, spec in enumerate(specs):
-            flat = _mapped(Path(aside, str(number)), spec)
+            flat = _map_file(Path(aside, str(number)), spec)
             for first, count in _chunks(spec.numel):
                 tensors.read(spec.name, first, flat[first : first + count])
                 advance(count)
@@ -103,7 +108,7 @@ def _parts(tensors: FragmentReader, advance: Advance, spec: TensorSpec) -> Itera
         advance(count)
 
 
-def _mapped(path: Path, spec: TensorSpec) -> Tensor:
+def _map_file(path: Path, spec: TensorSpec) -> Tensor:
     dtype = dtype_of(spec.dtype)
     if not spec.numel:
         return torch.empty(0, dtype=dtype)

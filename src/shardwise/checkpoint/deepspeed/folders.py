@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT
 from shardwise.checkpoint.file_system import read_whole
-from shardwise.checkpoint.schema import plain_name
+from shardwise.checkpoint.schema import is_plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 LATEST = "latest"
@@ -62,7 +62,7 @@ def find(path: Path) -> Path | None:
     tag = None
     if (path / LATEST).is_file():
         tag = read_whole(path / LATEST)[:4096].decode(errors="replace").strip()
-    if tag is not None and plain_name(tag):
+    if tag is not None and is_plain_name(tag):
         if _is_save(path / tag):
             return path / tag
         if not (path / tag).exists() and (path / _SCRIPT).exists():
@@ -101,7 +101,7 @@ def files_of(folder: Path) -> SaveFiles:
     optimizers: dict[int, Path] = {}
     for path in sorted(folder.iterdir()):
         if _PARTS.fullmatch(path.name):
-            raise _cut_otherwise(folder, path.name)
+            raise _other_parallelism(folder, path.name)
         if path.name == _UNIVERSAL and path.is_dir():
             raise CheckpointError(
                 f"{folder} is a universal checkpoint of DeepSpeed (ds_to_universal.py), which "
@@ -111,7 +111,7 @@ def files_of(folder: Path) -> SaveFiles:
         for form, found in ((_MODEL, models), (_OPTIMIZER, optimizers)):
             if named := form.fullmatch(path.name):
                 if int(named[2]):
-                    raise _cut_otherwise(folder, path.name)
+                    raise _other_parallelism(folder, path.name)
                 found[int(named[1] or 0)] = path
     if 0 not in models:
         raise _missing(folder, "its model_states.pt of rank 0")
@@ -128,7 +128,7 @@ def _missing(folder: Path, what: str) -> BrokenCheckpoint:
     )
 
 
-def _cut_otherwise(folder: Path, name: str) -> CheckpointError:
+def _other_parallelism(folder: Path, name: str) -> CheckpointError:
     return CheckpointError(
         f"{folder} was saved with DeepSpeed's pipeline, tensor or expert parallelism ({name}), "
         "which cannot be loaded. Convert it with ds_to_universal.py, load the result in DeepSpeed "

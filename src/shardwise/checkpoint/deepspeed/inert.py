@@ -32,9 +32,9 @@ class Inert:
     args: tuple[Any, ...]
 
     def __new__(cls, *args: Any, **_: Any) -> Inert:
-        made = super().__new__(cls)
-        made.__dict__["args"] = args
-        return made
+        record = super().__new__(cls)
+        record.__dict__["args"] = args
+        return record
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -79,12 +79,12 @@ class _Builder:
         return self.function(*args)
 
 
-def _of_type(function: Any, _: Any, args: Any, __: Any) -> Any:
+def _build_without_attributes(function: Any, _: Any, args: Any, __: Any) -> Any:
     """Return a tensor without the attributes that were saved with it."""
     return function(*args) if isinstance(function, _Builder) else Inert()
 
 
-def _number(kind: Any, data: bytes = b"") -> Any:
+def _build_number(kind: Any, data: bytes = b"") -> Any:
     """Return a numpy number, from its type and bytes."""
     name = kind.args[0] if isinstance(kind, Inert) and kind.args else None
     form = {"f8": "d", "f4": "f", "i8": "q", "i4": "i", "u8": "Q", "b1": "?"}.get(str(name))
@@ -101,15 +101,15 @@ BUILDERS: dict[tuple[str, str], _Builder] = {
         lambda *args: torch._utils._rebuild_tensor_v2(*args[:6])  # type: ignore[no-untyped-call]
     ),
     ("torch._utils", "_rebuild_parameter"): _Builder(lambda data, *_: data),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Builder(_of_type),
+    ("torch._tensor", "_rebuild_from_type_v2"): _Builder(_build_without_attributes),
     ("builtins", "set"): _Builder(lambda *args: set(*args)),
     ("builtins", "complex"): _Builder(lambda *args: complex(*args)),
     # Python 2 protocols store bytes as text in this encoding.
     ("_codecs", "encode"): _Builder(
         lambda text, coding="latin1": text.encode("latin1" if coding == "latin1" else "utf-8")
     ),
-    ("numpy.core.multiarray", "scalar"): _Builder(_number),
-    ("numpy._core.multiarray", "scalar"): _Builder(_number),
+    ("numpy.core.multiarray", "scalar"): _Builder(_build_number),
+    ("numpy._core.multiarray", "scalar"): _Builder(_build_number),
 }
 """Replacements by module and name. A file can call nothing else."""
 
@@ -146,7 +146,7 @@ def load(path: Path) -> Any:
     try:
         must_be_file(path)
         zipfile.ZipFile(path).close()
-        names = _records(path)
+        names = _record_names(path)
         if "constants.pkl" in names or "data.pkl" not in names:
             raise BrokenCheckpoint(f"{path} was not written by torch.save. Use another checkpoint.")
         return torch.load(
@@ -168,15 +168,15 @@ def load(path: Path) -> Any:
         raise BrokenCheckpoint(f"{path} cannot be read: {error!r:.300}.") from error
 
 
-def _records(path: Path) -> list[str]:
+def _record_names(path: Path) -> list[str]:
     """Return the names of the records in a file, as torch.load sees them.
 
     If torch.load finds constants.pkl, it runs the file as TorchScript. A crafted file can show
     other names to zipfile than to torch, so ask torch's own reader.
     """
     reader = torch._C.PyTorchFileReader(str(path))
-    found: list[str] = reader.get_all_records()
-    return found
+    names: list[str] = reader.get_all_records()
+    return names
 
 
 _UNSUMMED = "version"
@@ -187,8 +187,8 @@ def damage(path: Path) -> str | None:
     """Return a description of damage to the file `path`, by the CRC-32 of its records, or None."""
     try:
         with zipfile.ZipFile(path) as archive:
-            several = archive.infolist()
-            if any(e.filename.endswith(f"/{_UNSUMMED}") and not e.CRC for e in several):
+            records = archive.infolist()
+            if any(e.filename.endswith(f"/{_UNSUMMED}") and not e.CRC for e in records):
                 return None
             name = archive.testzip()
     except (OSError, zipfile.BadZipFile) as error:

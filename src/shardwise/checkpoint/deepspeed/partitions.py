@@ -172,8 +172,12 @@ class Partitions:
         first = self._saved[0]
         partition = self.flats(group)[0].numel()
         if "zero_stage" in first:  # only this optimizer saves its partitions without padding
-            told = first.get("group_paddings")
-            padding = told[group] if isinstance(told, list) and group < len(told) else 0
+            all_paddings = first.get("group_paddings")
+            padding = (
+                all_paddings[group]
+                if isinstance(all_paddings, list) and group < len(all_paddings)
+                else 0
+            )
             partition += padding if isinstance(padding, int) else 0
         paddings = first.get("param_alignment_paddings")
         return end_to_end(shapes, partition, ranks, paddings[group] if paddings else None)
@@ -184,8 +188,8 @@ def stage_of(folder: Path, saved: Mapping[int, Mapping[str, Any]]) -> int:
     it is unknown."""
     if not saved:
         return 0
-    told = saved[0].get("zero_stage", 1)  # bf16 over fp32 gradients stores no stage
-    stage = told.args[0] if isinstance(told, inert.Inert) and told.args else told
+    value = saved[0].get("zero_stage", 1)  # bf16 over fp32 gradients stores no stage
+    stage = value.args[0] if isinstance(value, inert.Inert) and value.args else value
     if not isinstance(stage, int) or stage not in (1, 2, STAGE_3):
         raise CheckpointError(
             f"{folder} has ZeRO stage {stage!r:.20}, but only 0 to 3 can be loaded. It is damaged, "
@@ -199,8 +203,8 @@ def check_count(folder: Path, saved: Mapping[int, Mapping[str, Any]], models: in
 
     `models` is the number of model files, at stage 3.
     """
-    told = saved[0].get("partition_count", len(saved))
-    wanted = max(told) if isinstance(told, Sequence) and told else told
+    counts = saved[0].get("partition_count", len(saved))
+    wanted = max(counts) if isinstance(counts, Sequence) and counts else counts
     there = {"optim_states.pt": len(saved)} | ({"model_states.pt": models} if models else {})
     for kind, count in there.items():
         if count != wanted:

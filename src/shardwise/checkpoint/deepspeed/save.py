@@ -69,43 +69,43 @@ class Save:
             self._read(folder)
 
     def _read(self, folder: Path) -> None:
-        self._models = {rank: _map_in(path) for rank, path in self.files.models.items()}
-        self._beside = self._models[0]
+        self._models = {rank: _load_map(path) for rank, path in self.files.models.items()}
+        self._rank_0 = self._models[0]
         saved: dict[int, dict[str, Any]] = {}
         for rank, path in self.files.optimizers.items():
-            told = _map_in(path).get("optimizer_state_dict")
-            if not isinstance(told, dict):
+            optimizer = _load_map(path).get("optimizer_state_dict")
+            if not isinstance(optimizer, dict):
                 raise BrokenCheckpoint(
                     f"{path} has no optimizer_state_dict. Use another checkpoint."
                 )
-            saved[rank] = told
+            saved[rank] = optimizer
         self.stage = stage_of(folder, saved)
         self.partitions: Partitions | None = None
         if saved:
             check_count(folder, saved, len(self._models) if self.stage == STAGE_3 else None)
             self.partitions = Partitions(folder, self.stage, saved, self._shapes())
-        elif self._beside.get("param_shapes") is not None:
+        elif self._rank_0.get("param_shapes") is not None:
             raise BrokenCheckpoint(
                 f"{folder} was saved with ZeRO, but all its *_optim_states.pt are missing. Restore "
                 "them, or use another checkpoint."
             )
         self.ranks = len(saved) or self._count("dp_world_size", 1)
-        self.optimizer: dict[str, Any] | None = self._beside.get("optimizer")
+        self.optimizer: dict[str, Any] | None = self._rank_0.get("optimizer")
         self.loss_scale = _loss_scale(saved[0] if saved else self.optimizer or {})
         self.model = self._read_model()
 
-    def _count(self, key: str, otherwise: int = 0) -> int:
-        told = self._beside.get(key, otherwise)
-        return told if isinstance(told, int) and told >= 0 else otherwise
+    def _count(self, key: str, default: int = 0) -> int:
+        count = self._rank_0.get(key, default)
+        return count if isinstance(count, int) and count >= 0 else default
 
     def _shapes(self) -> list[Shapes]:
-        told = self._beside.get("param_shapes")
-        if not isinstance(told, list) or not all(isinstance(each, dict) for each in told):
+        shapes = self._rank_0.get("param_shapes")
+        if not isinstance(shapes, list) or not all(isinstance(each, dict) for each in shapes):
             raise BrokenCheckpoint(
                 f"{self.files.models[0]} does not list the parameters in the optimizer's "
                 "partitions (param_shapes). Use another checkpoint."
             )
-        return [{str(name): tuple(shape) for name, shape in each.items()} for each in told]
+        return [{str(name): tuple(shape) for name, shape in each.items()} for each in shapes]
 
     # -- contents other than tensors ------------------------------------------------------
 
@@ -123,22 +123,22 @@ class Save:
     @property
     def version(self) -> str:
         """Version of DeepSpeed that wrote the save."""
-        return str(self._beside.get("ds_version", "unknown"))
+        return str(self._rank_0.get("ds_version", "unknown"))
 
     @property
     def scheduler(self) -> Any:
         """State of the learning-rate scheduler, or None."""
-        return self._beside.get("lr_scheduler")
+        return self._rank_0.get("lr_scheduler")
 
     @property
     def client_state(self) -> dict[str, Any]:
         """The user's client_state. Objects of classes are Inert: records of their attributes."""
-        return {k: value for k, value in self._beside.items() if k not in _OF_DEEPSPEED}
+        return {k: value for k, value in self._rank_0.items() if k not in _OF_DEEPSPEED}
 
     # -- the model ------------------------------------------------------------------------
 
     def _read_model(self) -> FragmentReader:
-        module = self._beside.get("module")
+        module = self._rank_0.get("module")
         if not isinstance(module, dict):
             raise CheckpointError(
                 f"{self.files.models[0]} has no module: it was saved by a pipeline, or by another "
@@ -156,12 +156,12 @@ class Save:
     def _read_pieces(self, found: FragmentReader, module: dict[str, Any]) -> None:
         """Read a stage 3 save: whole buffers, and each rank's part of frozen and trained
         parameters."""
-        for name in self._beside.get("buffer_names") or ():
+        for name in self._rank_0.get("buffer_names") or ():
             found.add_whole(name, module[name])
-        for name, shape in (self._beside.get("frozen_param_shapes") or {}).items():
+        for name, shape in (self._rank_0.get("frozen_param_shapes") or {}).items():
             pieces = {
-                rank: beside["frozen_param_fragments"][name]
-                for rank, beside in self._models.items()
+                rank: content["frozen_param_fragments"][name]
+                for rank, content in self._models.items()
             }
             cuts = each_by_itself({name: tuple(shape)}, len(pieces))[name]
             found.add_cuts(name, tuple(shape), cuts, pieces)
@@ -169,7 +169,7 @@ class Save:
         for group, shapes in enumerate(self.partitions.shapes):
             same = {name: name for name in shapes}
             self.partitions.add(found, group, self.partitions.flats(group), same)
-        for name, twin in (self._beside.get("shared_params") or {}).items():
+        for name, twin in (self._rank_0.get("shared_params") or {}).items():
             found.add_from(name, found, twin)
 
     def is_narrow(self, name: str) -> bool:
@@ -194,12 +194,12 @@ class Save:
     @property
     def twins(self) -> dict[str, str]:
         """Maps each alias of a tied weight to its canonical name."""
-        shared = self._beside.get("shared_params")
+        shared = self._rank_0.get("shared_params")
         if isinstance(shared, dict) and (shared or self.stage == STAGE_3):
             return dict(shared)
         first: dict[Any, str] = {}
         found = {}
-        for name, value in self._beside["module"].items():
+        for name, value in self._rank_0["module"].items():
             if isinstance(value, Tensor) and value.numel():
                 place = value.data_ptr(), tuple(value.shape), value.stride()
                 if first.setdefault(place, name) != name:
@@ -223,22 +223,22 @@ class Save:
         return found
 
 
-def _map_in(path: Path) -> dict[str, Any]:
-    told = inert.load(path)
-    if not isinstance(told, dict):
+def _load_map(path: Path) -> dict[str, Any]:
+    content = inert.load(path)
+    if not isinstance(content, dict):
         raise BrokenCheckpoint(f"{path} does not contain a dict. Use another checkpoint.")
-    return told
+    return content
 
 
 def _loss_scale(saved: dict[str, Any]) -> tuple[float, int] | None:
     """Return the fp16 loss scale and the steps since it changed; None if there is no scale."""
     scaler = saved.get("loss_scaler")
-    told = vars(scaler) if isinstance(scaler, inert.Inert) else saved
-    scale = told.get("cur_scale")
+    state = vars(scaler) if isinstance(scaler, inert.Inert) else saved
+    scale = state.get("cur_scale")
     if not isinstance(scale, int | float) or isinstance(scale, bool) or scale <= 0:
         return None
-    window = told.get("scale_window")
+    window = state.get("scale_window")
     if not isinstance(window, int) or window < 1:
         return float(scale), 0
-    since = int(told.get("cur_iter", 0)) - int(told.get("last_overflow_iter", -1)) - 1
+    since = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
     return float(scale), max(since - 1, 0) % window

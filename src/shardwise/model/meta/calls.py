@@ -26,10 +26,10 @@ from shardwise.model.meta.tape import (
     RecordedMemory,
     TapedOperation,
     TensorArgument,
+    copy_content,
     default_generator,
-    exchanged,
-    kept,
     leaves,
+    map_leaves,
 )
 
 _aten = torch.ops.aten
@@ -102,15 +102,15 @@ class RecordedCall:
         """Run the call unchanged."""
         return self.function(*self.args, **self.kwargs)
 
-    def exchanged(self, function: Callable[[Any], Any]) -> RecordedCall:
+    def map_arguments(self, function: Callable[[Any], Any]) -> RecordedCall:
         """Return the same call with `function` applied to all arguments."""
-        args, kwargs = exchanged(function, self.args), exchanged(function, self.kwargs)
+        args, kwargs = map_leaves(function, self.args), map_leaves(function, self.kwargs)
         return RecordedCall(self.function, args, kwargs)
 
     def generator(self) -> torch.Generator:
         """Return the generator that a random call draws from."""
-        given = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
-        return given[0] if given else default_generator(self.device())
+        generators = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
+        return generators[0] if generators else default_generator(self.device())
 
     def device(self) -> torch.device:
         """Return the device of the results in a plain build, even if torch reports meta."""
@@ -171,7 +171,10 @@ class TapeEntry:
                 f"on_meta cannot record {call.function} of a parameter with a tensor that is "
                 "sparse, lazily conjugated or without values. Avoid such tensors in the block."
             )
-        args, kwargs = exchanged(self._argument, call.args), exchanged(self._argument, call.kwargs)
+        args, kwargs = (
+            map_leaves(self._argument, call.args),
+            map_leaves(self._argument, call.kwargs),
+        )
         self._forget_overwritten(leaves((args, kwargs)))
         self.operation = TapedOperation(call.function, args, kwargs, self._memories, seed)
 
@@ -186,7 +189,7 @@ class TapeEntry:
         record = record_of(leaf)
         if record is None:
             # No recorded operation creates this tensor, so keep a copy of its values.
-            content, layout = kept(leaf)
+            content, layout = copy_content(leaf)
             self._memories.append(RecordedMemory(content, layout.bytes(), leaf.device, written))
             self._records.append(None)
             return TensorArgument(len(self._memories) - 1, layout)
@@ -236,8 +239,8 @@ class TapeEntry:
                 continue
             known.add(_address(result))
             size = result.untyped_storage().nbytes()
-            self.operation.made.append(AllocatedStorage(index, Layout.of(result), size))
-            slot = len(written) + len(self.operation.made) - 1
+            self.operation.allocated.append(AllocatedStorage(index, Layout.of(result), size))
+            slot = len(written) + len(self.operation.allocated) - 1
             content = Content(self.operation, slot)
             present = None if result.is_meta else content
             set_record(result, StorageRecord(content, device or result.device, present))

@@ -70,14 +70,14 @@ def on_meta() -> Iterator[None]:
     recorder = _active.recorder = ConstructionRecorder()
     hook = register_module_buffer_registration_hook(_keep_buffer_real)  # type: ignore[arg-type]
     try:
-        with _parameters_deferred() as made, _PlainAnswers(recorder, made), recorder:
+        with _defer_parameters() as parameters, _PlainAnswers(recorder, parameters), recorder:
             yield
         # Record the version of each parameter: later writes are not on the tape, and would be lost
         # when the parameter gets its memory.
-        for parameter in (alive for reference in made if (alive := reference()) is not None):
+        for parameter in (alive for reference in parameters if (alive := reference()) is not None):
             if (record := deferred_record(parameter)) is not None:
                 record.versions.add(parameter._version)
-        made.clear()  # a weak reference would prevent torch.utils.swap_tensors
+        parameters.clear()  # a weak reference would prevent torch.utils.swap_tensors
     finally:
         hook.remove()
         _active.recorder = None
@@ -86,10 +86,10 @@ def on_meta() -> Iterator[None]:
 class _PlainAnswers(TorchFunctionMode):
     """Makes deferred tensors behave as in a plain build."""
 
-    def __init__(self, recorder: ConstructionRecorder, made: list[weakref.ref[Any]]) -> None:
+    def __init__(self, recorder: ConstructionRecorder, parameters: list[weakref.ref[Any]]) -> None:
         super().__init__()
         self._recorder = recorder
-        self._made = made
+        self._parameters = parameters
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,10 +98,10 @@ class _PlainAnswers(TorchFunctionMode):
         record = deferred_record(args[0])
         if func == _SET_DATA:
             return func(args[0], self._data_for(args[0], record, args[1]))
-        if func in _ANSWERED and record is not None:
-            return _ANSWERED[func](record)
-        if func in _LEAVING:
-            return self._leave(record, func, args, kwargs)
+        if func in _ANSWERS and record is not None:
+            return _ANSWERS[func](record)
+        if func in _EXPORTING:
+            return self._call_exporting(record, func, args, kwargs)
         if func in _INDEXING and record is not None:
             args = (args[0], _index(args[1]), *args[2:])
             if func is Tensor.__setitem__ and not isinstance(args[2], Tensor):
@@ -115,11 +115,13 @@ class _PlainAnswers(TorchFunctionMode):
             if record is not None:
                 # `taker` may be from an earlier block. Its record, which shows later writes, goes.
                 check_unwritten(taker, record)
-                self._made.append(weakref.ref(taker))
+                self._parameters.append(weakref.ref(taker))
                 return self._recorder.defer(value)
             return value if other is None else value_of(value.detach(), other)
 
-    def _leave(self, record: StorageRecord | None, func: Any, args: Any, kwargs: Any) -> Any:
+    def _call_exporting(
+        self, record: StorageRecord | None, func: Any, args: Any, kwargs: Any
+    ) -> Any:
         """Call a function that exports memory (say, to numpy), where writes are not visible."""
         tensor = args[0]
         if record is not None:
@@ -131,13 +133,13 @@ class _PlainAnswers(TorchFunctionMode):
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_ANSWERED: dict[Any, Callable[[StorageRecord], Any]] = {
+_ANSWERS: dict[Any, Callable[[StorageRecord], Any]] = {
     torch.Tensor.device.__get__: lambda record: record.device,
     torch.Tensor.is_meta.__get__: lambda record: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: lambda record: record.device.type == "cpu",  # type: ignore[attr-defined]
     torch.Tensor.is_cuda.__get__: lambda record: record.device.type == "cuda",  # type: ignore[attr-defined]
 }
-_LEAVING = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
+_EXPORTING = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
@@ -150,10 +152,10 @@ def _index(index: Any) -> Any:
 
 
 @contextmanager
-def _parameters_deferred() -> Iterator[list[weakref.ref[Any]]]:
+def _defer_parameters() -> Iterator[list[weakref.ref[Any]]]:
     """Replace the data of every new nn.Parameter with its deferred twin; yield the parameters."""
     plain = nn.Parameter.__dict__["__new__"]
-    made: list[weakref.ref[Any]] = []
+    parameters: list[weakref.ref[Any]] = []
 
     def deferred(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         recorder = _recorder()
@@ -161,12 +163,12 @@ def _parameters_deferred() -> Iterator[list[weakref.ref[Any]]]:
             return plain.__func__(cls, data, requires_grad)
         with recorder.working():
             parameter = plain.__func__(cls, recorder.defer(data), requires_grad)
-        made.append(weakref.ref(parameter))
+        parameters.append(weakref.ref(parameter))
         return parameter
 
     nn.Parameter.__new__ = staticmethod(deferred)  # type: ignore[method-assign]
     try:
-        yield made
+        yield parameters
     finally:
         nn.Parameter.__new__ = plain  # type: ignore[method-assign]
 

@@ -90,7 +90,7 @@ def make_real(tensor: Tensor, value: Tensor) -> None:
     optimizers and ties that refer to it stay valid. Its gradient is dropped, and an earlier forward
     graph refuses backward. Raises ModelError if a view or a graph holds the old memory.
     """
-    if not _alone(tensor):
+    if not _is_unshared(tensor):
         raise ModelError(
             f"A tensor of shape {tuple(tensor.shape)} on {tensor.device} cannot be given memory, "
             "because a view of it, or a graph that saved it, is alive. Create such tensors inside "
@@ -103,7 +103,7 @@ def make_real(tensor: Tensor, value: Tensor) -> None:
     tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
 
 
-def _alone(tensor: Tensor) -> bool:
+def _is_unshared(tensor: Tensor) -> bool:
     """Return whether only graphs, which are made to refuse backward, hold `tensor` in autograd."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     if count == 1:

@@ -23,9 +23,9 @@ from shardwise.model.meta.storage_records import (
 )
 from shardwise.model.meta.tape import (
     Layout,
-    exchanged,
+    copy_content,
     give_back,
-    kept,
+    map_leaves,
     new_storage,
     perform,
     replay,
@@ -64,7 +64,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         record = record_of(tensor)
         layout, size = Layout.of(tensor), tensor.untyped_storage().nbytes()
         if record is None:
-            content, layout = kept(tensor)
+            content, layout = copy_content(tensor)
             record, size = StorageRecord(content, tensor.device), layout.bytes()
         twin = layout.view(new_storage(size, _META))
         set_record(twin, record)
@@ -82,8 +82,10 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._move(call)
         if call.values_for_meta():
             device = call.device()
-            there = call.exchanged(lambda leaf: device if isinstance(leaf, torch.device) else leaf)
-            return exchanged(self._deferred_result, self._perform(there))
+            there = call.map_arguments(
+                lambda leaf: device if isinstance(leaf, torch.device) else leaf
+            )
+            return map_leaves(self._deferred_result, self._perform(there))
         if not call.deferred:
             return self._plain(call)
         if call.kind.queries or call.writes_real():
@@ -112,7 +114,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record a call without running it, except that a random one must advance its generator."""
         entry = TapeEntry(call)  # before the call, because it records the arguments' contents
         try:
-            results = call.exchanged(_as_meta).run()
+            results = call.map_arguments(_as_meta).run()
         except NotImplementedError:  # its output shapes depend on values
             return self._for_real(call)
         # Later draws must be the same as in a plain build, so the generator must advance as if the
@@ -138,10 +140,10 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return stand_ins[-1][0]
 
         device = call.device()
-        there = call.exchanged(lambda leaf: device if isinstance(leaf, torch.device) else leaf)
-        results = there.exchanged(real).run()
+        there = call.map_arguments(lambda leaf: device if isinstance(leaf, torch.device) else leaf)
+        results = there.map_arguments(real).run()
         originals = {id(stand_in): leaf for stand_in, leaf in stand_ins}
-        results = exchanged(lambda result: originals.get(id(result), result), results)
+        results = map_leaves(lambda result: originals.get(id(result), result), results)
         entry.finish(results)
         return results
 
@@ -150,9 +152,9 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target = call.tensors[0]
         record = deferred_record(target)
         if record is None:
-            return call.exchanged(_real_value).run()
+            return call.map_arguments(_real_value).run()
         before = target.untyped_storage().nbytes()
-        results = call.exchanged(self._deferred_result).run()
+        results = call.map_arguments(self._deferred_result).run()
         moved = record_of(target)
         if moved is None or (moved is record and target.untyped_storage().nbytes() != before):
             raise ModelError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import ModelError
-from shardwise.model.meta.tape import Content, Layout, kept, replay
+from shardwise.model.meta.tape import Content, Layout, copy_content, replay
 
 
 @dataclass
@@ -53,7 +53,7 @@ def keep_present(tensor: Tensor) -> None:
     if record is not None:
         storage = tensor.untyped_storage()
         whole = Layout(torch.uint8, torch.Size([storage.nbytes()]), (1,), 0).view(storage)
-        record.content = record.present = kept(whole)[0]
+        record.content = record.present = copy_content(whole)[0]
 
 
 def deferred_record(tensor: object) -> StorageRecord | None:

@@ -111,7 +111,7 @@ class TapedOperation:
     memories: Sequence[RecordedMemory]
     seed: RecordedDraws | None  # only if it is random
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    made: list[AllocatedStorage] = field(default_factory=list)
+    allocated: list[AllocatedStorage] = field(default_factory=list)
 
     def contents(self) -> Iterator[Content]:
         """Iterate over the contents that it needs, each once."""
@@ -136,11 +136,14 @@ class TapedOperation:
                 else leaf
             )
 
-        args, kwargs = exchanged(tensor, self.args), exchanged(tensor, self.kwargs)
-        with torch.no_grad(), _ambience(self.seed, self.default_dtype, advance):
+        args, kwargs = map_leaves(tensor, self.args), map_leaves(tensor, self.kwargs)
+        with torch.no_grad(), _recorded_environment(self.seed, self.default_dtype, advance):
             results = self.function(*args, **kwargs)
-        found = leaves(results)
-        fresh = [_laid_out(found[made.result], made) for made in self.made]
+        results_in_order = leaves(results)
+        fresh = [
+            _storage_of_result(results_in_order[storage.result], storage)
+            for storage in self.allocated
+        ]
         return [storages[index] for index in self.written()] + fresh
 
 
@@ -151,25 +154,25 @@ def leaves(value: Any) -> list[Any]:
     return leaves(list(value.values())) if isinstance(value, dict) else [value]
 
 
-def exchanged(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Return the same nesting with `function` applied to each leaf.
 
     torch's own helpers keep references to the leaves (here tensors) until garbage collection runs.
     """
     if isinstance(value, (list, tuple)):
-        items = [exchanged(function, each) for each in value]
+        items = [map_leaves(function, each) for each in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {key: exchanged(function, each) for key, each in value.items()}
+        return {key: map_leaves(function, each) for key, each in value.items()}
     return function(value)
 
 
-def kept(tensor: Tensor) -> tuple[Content, Layout]:
+def copy_content(tensor: Tensor) -> tuple[Content, Layout]:
     """Return a content that is a copy of `tensor`, for values that no operation computes."""
     copy = tensor.detach().clone()
     layout = Layout.of(copy)
     operation = TapedOperation(copy.clone, (), {}, [], None)
-    operation.made.append(AllocatedStorage(0, layout, copy.untyped_storage().nbytes()))
+    operation.allocated.append(AllocatedStorage(0, layout, copy.untyped_storage().nbytes()))
     return Content(operation, 0), layout
 
 
@@ -184,7 +187,7 @@ def replay(content: Content) -> UntypedStorage:
     uses[content] += 1
     held: dict[Content, UntypedStorage] = {}
     for operation in order:
-        storages = [_taken(memory, held, uses) for memory in operation.memories]
+        storages = [_storage_for(memory, held, uses) for memory in operation.memories]
         # Drop each content after its last use, so that no large content is held twice.
         for needed in operation.contents():
             uses[needed] -= 1
@@ -193,7 +196,7 @@ def replay(content: Content) -> UntypedStorage:
         for slot, storage in enumerate(_repeat(operation, storages)):
             if uses[Content(operation, slot)]:
                 held[Content(operation, slot)] = storage
-    give_back(sum(made.size for operation in order for made in operation.made))
+    give_back(sum(storage.size for operation in order for storage in operation.allocated))
     return held[content]
 
 
@@ -247,7 +250,7 @@ def _order(targets: Sequence[Content]) -> list[TapedOperation]:
     return list(done)
 
 
-def _taken(
+def _storage_for(
     memory: RecordedMemory, held: dict[Content, UntypedStorage], uses: Counter[Content]
 ) -> UntypedStorage:
     """Return the storage for `memory`: a copy if it will be written while others still need it."""
@@ -260,21 +263,21 @@ def _taken(
     return copy
 
 
-def _laid_out(tensor: Tensor, made: AllocatedStorage) -> UntypedStorage:
+def _storage_of_result(tensor: Tensor, recorded: AllocatedStorage) -> UntypedStorage:
     """Return the storage of a result, copied if its layout differs from the recorded one.
 
     Shapes were computed on the meta device, whose kernels may choose other strides.
     """
     storage = tensor.untyped_storage()
-    if Layout.of(tensor) == made.layout and storage.nbytes() == made.size:
+    if Layout.of(tensor) == recorded.layout and storage.nbytes() == recorded.size:
         return storage
-    storage = new_storage(made.size, tensor.device)
-    made.layout.view(storage).copy_(tensor)
+    storage = new_storage(recorded.size, tensor.device)
+    recorded.layout.view(storage).copy_(tensor)
     return storage
 
 
 @contextmanager
-def _ambience(
+def _recorded_environment(
     seed: RecordedDraws | None, dtype: torch.dtype, advance: torch.Generator | None
 ) -> Iterator[None]:
     """Context manager that restores the default dtype and generator state of an operation.
