@@ -146,7 +146,7 @@ def found_late_case(world):
         layer.double()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     said, apart = [], []
-    engine._state.objects.buffers._say = said.append
+    engine._state.objects.buffers._report = said.append
     for step in range(40):
         x = world.share(drawn(8))
         out = model.head(model.inner(x)) if step < 10 else model(x)
@@ -182,7 +182,7 @@ def sized_case(world, persistent):
     model = Sized(persistent=persistent)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     said = []
-    engine._state.objects.buffers._say = said.append
+    engine._state.objects.buffers._report = said.append
     for _ in range(3):
         engine.backward(model(world.share(drawn(8)), 2 + world.rank).mean())
         engine.step()
@@ -229,7 +229,7 @@ def cached_case(world, how):
     reference = copy.deepcopy(model)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
     buffers, said, counts = engine._state.objects.buffers, [], []
-    buffers._say = said.append
+    buffers._report = said.append
     for _ in range(3):
         x = drawn(8)
         engine.backward(model(world.share(x), world.rank).square().mean())

@@ -108,7 +108,7 @@ def silent_case(world, folder):
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             failing(patch, "pwrite", errno.ENOSPC)
-            patch.setattr(background, "_write", once_full(background._write))
+            patch.setattr(background, "_write_note", once_full(background._write_note))
         engine.save(folder, background=True)
         began = time.monotonic()
         engine._checkpoints.saver._job.join()
