@@ -192,7 +192,7 @@ class ModuleHook:
         return ModuleHook(None, self._number, self._index)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_doors": None, "_open": []}
+        return self.__dict__ | {"_hooks": None, "_open": []}
 
 
 class _ReferenceHooks:
