@@ -79,11 +79,6 @@ class _Builder:
         return self.function(*args)
 
 
-def _build_without_attributes(function: Any, _: Any, args: Any, __: Any) -> Any:
-    """Return a tensor without the attributes that were saved with it."""
-    return function(*args) if isinstance(function, _Builder) else Inert()
-
-
 def _build_number(kind: Any, data: bytes = b"") -> Any:
     """Return a numpy number, from its type and bytes."""
     name = kind.args[0] if isinstance(kind, Inert) and kind.args else None
@@ -101,7 +96,10 @@ BUILDERS: dict[tuple[str, str], _Builder] = {
         lambda *args: torch._utils._rebuild_tensor_v2(*args[:6])  # type: ignore[no-untyped-call]
     ),
     ("torch._utils", "_rebuild_parameter"): _Builder(lambda data, *_: data),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Builder(_build_without_attributes),
+    ("torch._tensor", "_rebuild_from_type_v2"): _Builder(
+        # A tensor of a subclass: its type and the attributes that were saved with it are ignored.
+        lambda function, _, args, __: function(*args) if isinstance(function, _Builder) else Inert()
+    ),
     ("builtins", "set"): _Builder(lambda *args: set(*args)),
     ("builtins", "complex"): _Builder(lambda *args: complex(*args)),
     # Python 2 protocols store bytes as text in this encoding.
@@ -146,7 +144,9 @@ def load(path: Path) -> Any:
     try:
         must_be_file(path)
         zipfile.ZipFile(path).close()
-        names = _record_names(path)
+        # If torch.load finds constants.pkl, it runs the file as TorchScript. A crafted file can show
+        # other names to zipfile than to torch, so ask torch's own reader.
+        names = torch._C.PyTorchFileReader(str(path)).get_all_records()
         if "constants.pkl" in names or "data.pkl" not in names:
             raise BrokenCheckpoint(f"{path} was not written by torch.save. Use another checkpoint.")
         return torch.load(
@@ -166,17 +166,6 @@ def load(path: Path) -> Any:
         ) from error
     except Exception as error:  # torch raises many types for a truncated file
         raise BrokenCheckpoint(f"{path} cannot be read: {error!r:.300}.") from error
-
-
-def _record_names(path: Path) -> list[str]:
-    """Return the names of the records in a file, as torch.load sees them.
-
-    If torch.load finds constants.pkl, it runs the file as TorchScript. A crafted file can show
-    other names to zipfile than to torch, so ask torch's own reader.
-    """
-    reader = torch._C.PyTorchFileReader(str(path))
-    names: list[str] = reader.get_all_records()
-    return names
 
 
 _UNSUMMED = "version"

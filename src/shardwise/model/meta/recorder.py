@@ -152,7 +152,9 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target = call.tensors[0]
         record = deferred_record(target)
         if record is None:
-            return call.map_arguments(_real_value).run()
+            return call.map_arguments(
+                lambda leaf: leaf if (r := deferred_record(leaf)) is None else value_of(leaf, r)
+            ).run()
         before = target.untyped_storage().nbytes()
         results = call.map_arguments(self._deferred_result).run()
         moved = record_of(target)
@@ -162,11 +164,6 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "Assign a new nn.Parameter instead."
             )
         return results
-
-
-def _real_value(leaf: Any) -> Any:
-    record = deferred_record(leaf)
-    return leaf if record is None else value_of(leaf, record)
 
 
 def _as_meta(leaf: Any) -> Any:
