@@ -144,8 +144,8 @@ def load(path: Path) -> Any:
     try:
         must_be_file(path)
         zipfile.ZipFile(path).close()
-        # If torch.load finds constants.pkl, it runs the file as TorchScript. A crafted file can show
-        # other names to zipfile than to torch, so ask torch's own reader.
+        # If torch.load finds constants.pkl, it runs the file as TorchScript. A crafted file can
+        # show other names to zipfile than to torch, so ask torch's own reader.
         names = torch._C.PyTorchFileReader(str(path)).get_all_records()
         if "constants.pkl" in names or "data.pkl" not in names:
             raise BrokenCheckpoint(f"{path} was not written by torch.save. Use another checkpoint.")
