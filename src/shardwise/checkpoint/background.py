@@ -50,6 +50,7 @@ class Copies:
         """Copy `memory`."""
         number = len(self._copied)
         if number == len(self._memory) or self._memory[number].nbytes != len(memory):
+            # The plan has changed, so later copies differ too: drop them and start again.
             self._memory[number:] = [np.empty(len(memory), dtype=np.uint8)]
         np.copyto(self._memory[number], np.frombuffer(memory, dtype=np.uint8))
         self._copied.append((kind, ranges, self._memory[number].data))
@@ -96,6 +97,7 @@ class BackgroundSave(threading.Thread):
         with span("write", Row.BACKGROUND):
             sums = self._write_own_part()
         try:
+            # Even after a failure: without a note, rank 0 would wait until the timeout.
             _leave_note(
                 self.draft.path, f"rank-{self._rank}", {"sums": sums, "failure": self.failure}
             )
@@ -150,8 +152,10 @@ class BackgroundSave(threading.Thread):
         end = _note_path(self.draft.path, "end")
         while time.monotonic() < deadline:
             # The rename is the only sign of success: rank 0 may fail until that moment.
+            # Both checks: an older checkpoint of the same step has the final name until then.
             if not self.draft.path.exists() and (self.draft.final / DOCUMENT).exists():
                 return
+            # Read without a lock: `_leave_note` publishes a complete note by a rename.
             if end.exists():
                 self.failure = str(json.loads(end.read_bytes())["failure"])
                 return
@@ -163,6 +167,7 @@ class BackgroundSave(threading.Thread):
         path = _note_path(self.draft.path, f"rank-{rank}")
         while not path.exists():
             if time.monotonic() > deadline:
+                # That rank was killed or its disk hangs. Training itself will report the former.
                 late = f"{self.draft.final} lacks its part after {self._limit:.0f} s."
                 return {"failure": late}
             time.sleep(PAUSE)
@@ -190,6 +195,7 @@ def _leave_note(folder: Path, name: str, note: Mapping[str, Any]) -> None:
     try:
         _write_note(aside, note)
     except OSError as error:
+        # The reserved block always fits a short note, even on a full disk.
         _write_note(aside, {"failure": (note["failure"] or str(error))[: RESERVED // 8]})
     aside.replace(_note_path(folder, name))
 
@@ -203,4 +209,5 @@ def _write_note(path: Path, note: Mapping[str, Any]) -> None:
     data = json.dumps(note).encode()
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(data)
+        # Never shorter than the reserved block, so that the space stays reserved until the rename.
         file.truncate(max(len(data), RESERVED))

@@ -43,6 +43,7 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
     spec, states = engine_tensors.spec, engine_tensors.states
     inventory, window = engine_tensors.inventory, HostWindow()
     with torch.no_grad():
+        # Other ranks may still read the old values from shared memory: wait for them.
         states.parameters.meet()
         fill_spans(engine_tensors, source, filter(_is_of_model, engine_tensors.trained))
         fill_spans(engine_tensors, source, engine_tensors.frozen())
@@ -52,6 +53,7 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
                 continue
             tensors, saved_name = source.of_model(name)
             shard = spec.shard_of(value)
+            # Chunked for a device, so that a large buffer needs no host copy of its full size.
             if shard is None and value.device.type != "cpu" and value.is_contiguous():
                 for first, near in window.write(value.detach().view(-1), fresh=True):
                     tensors.read(saved_name, first, near)
@@ -65,6 +67,7 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
             sent = [states.parameters.publish(i) for i in range(len(states.optimizer.intervals))]
             for handle in sent:
                 handle.wait()
+            # Other ranks may still read this rank's intervals from shared memory.
             for handle in sent:
                 handle.reusable()
         states.parameters.settle()
@@ -94,6 +97,7 @@ def fill_optimizers(
     for optimizer, saved in zip(engine_tensors.spec.optimizers, numbers.attributes, strict=True):
         if saved is not None:
             attributes.restore(optimizer, saved, read, say)
+    # Parameters that are frozen now are not in `places`; their state is loaded below.
     places = {each.name: place for place, each in enumerate(states.parameters.named)}
     entries = _state_entries(states, source, numbers, places)
     states.optimizer.restart(entries, {places[n] for n in numbers.borders if n in places})
@@ -120,6 +124,7 @@ def _read_whole_state(
     state = dict(numbers.state.get(name, {}))
     tensors = source.sets.get(OPTIMIZER)
     for full in tensors.specs if tensors is not None else ():
+        # Keys have no dots, parameter names may have.
         owner, _, key = full.rpartition(".")
         if owner == name and key != MASTER:
             assert tensors is not None
@@ -216,6 +221,7 @@ def _fill_function(
 
     def fill(into: Tensor, offset: int) -> None:
         whole, end = flat(), offset + into.numel()
+        # copy_ converts the dtype if the checkpoint was saved in another precision.
         into.copy_(whole[offset:end])
         if end == whole.numel():
             flat.cache_clear()  # chunks arrive in order, so at most one whole tensor is in memory

@@ -80,10 +80,12 @@ def plan(
     # Ranks may disagree on the shape of a buffer that grows: the rank that writes it decides.
     buffers: dict[str, TensorSpec] = {}
     mine = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
+    # All ranks get the same dict: a buffer is written by exactly one rank.
     for several in spec.world_group.gather_objects(mine):
         buffers |= several
     named = states.parameters.named
     numbers: dict[str, dict[str, Any]] = {}
+    # Entries with a Blank are tensors and go into files; the rest is small and goes into JSON.
     singles = {
         named[number].name: {k: v for k, v in entries.items() if not isinstance(v, Blank)}
         for number, entries in sorted(reported.states.items())
@@ -104,6 +106,8 @@ def plan(
         AVERAGE: _concatenate(of_all_layers(average_specs(states))),
         ATTRIBUTES: engine_tensors.attribute_specs,
     } | _specs_of_groups(engine_tensors, reported)
+    # The order of these sets and of the names in them must be the same on all ranks, because each
+    # rank computes the offsets of the files for itself.
     sets = {
         kind: lay_out(kind, each, limit=limit, aliases=inventory.aliases if kind == MODEL else {})
         for kind, each in specs.items()
@@ -126,14 +130,14 @@ def _specs_of_groups(
     if extra is not None:
         mine |= extra.specs()
     several = engine_tensors.of_all_layers(mine)
-    combine = {kind: _concatenate(each[kind] for each in several) for kind in mine}
+    specs_by_kind = {kind: _concatenate(each[kind] for each in several) for kind in mine}
     if extra is not None:
         # Not across the layers: the ranks of one replica write the buffers of all.
         buffers = [spec_of(name, value) for name, value in engine_tensors.extra_buffers.items()]
-        combine[GROUP] += _concatenate(spec.step_group.gather_objects(buffers))
+        specs_by_kind[GROUP] += _concatenate(spec.step_group.gather_objects(buffers))
     return {
         engine_tensors.set_of(kind, group): specs
-        for group, theirs in enumerate(spec.peers.gather_objects(combine))
+        for group, theirs in enumerate(spec.peers.gather_objects(specs_by_kind))
         for kind, specs in theirs.items()
     }
 
@@ -144,6 +148,7 @@ def _concatenate(several: Iterable[Iterable[T]]) -> list[T]:
 
 def lend(engine_tensors: EngineTensors, save_plan: SavePlan, sink: TensorSink) -> None:
     """Pass to `sink` everything that this rank writes. Collective if memory is out of order."""
+    # An empty optimizer state or a set that no rank has is not in the plan: skip its tensors.
     known = {(kind, n) for kind, files in save_plan.sets.items() for f in files for n in f.tensors}
     # A tensor in channels_last order has no contiguous range of the file on any rank. Such
     # tensors are assembled and written whole, after all others, which are written in place.
@@ -171,6 +176,7 @@ def _lend_span(
         return
     # Ranks that hold the same elements write equal shares, so that all disks and links are used.
     first, end = share(storage.numel, held.copy, held.copies)
+    # Per span of the storage: its number, the part [low, high) of it to write, and its start.
     pieces = [
         (number, max(a, first) - a, min(b, end) - a, a)
         for number, (a, b) in enumerate(storage.spans)
@@ -178,11 +184,13 @@ def _lend_span(
     ]
     for place, (number, low, high, start) in enumerate(pieces):
         if place + 1 < len(pieces):
+            # On a slow tier, the next span is read while this one is written.
             storage.read_ahead(pieces[place + 1][0])
         taken = storage.take(number)[low:high].detach()
         for offset, near in window.read(taken, sink.settle):
             begin = start + low + offset
             parts = clipped(mine, begin, begin + near.numel())
+            # As bytes, because numpy has no bf16. A tensor without elements cannot be viewed so.
             memory = near.view(torch.uint8).numpy().data if near.numel() else memoryview(b"")
             sink.write(kind, byte_ranges(parts, storage.dtype.itemsize, CHUNK), memory)
         # The storage may reuse this memory, so the sink must have finished reading it.
@@ -199,9 +207,9 @@ def documents(
     """Return the small files of a checkpoint by name, checkpoint.json last.
 
     Args:
-        several: The checksums of the parts that each rank has written.
+        sums_by_rank: The checksums of the parts that each rank has written.
         fields: The fields of checkpoint.json, except those about files.
-        more: Additional small files.
+        small_files: Additional small files.
     """
     parts: dict[TensorKey, list[ChecksumPart]] = {}
     for sums in sums_by_rank:
@@ -221,6 +229,7 @@ def documents(
         if len(files) > 1:
             small[index_name(kind)] = json.dumps(index(files), indent=1).encode() + b"\n"
     sets = {kind: [file.name for file in files] for kind, files in save_plan.sets.items()}
+    # The header of a tensor file has a checksum too: it says where each tensor starts.
     file_sums = {name: document.crc_of(data) for name, data in small.items()}
     file_sums |= {file.name: document.crc_of(file.header) for file in save_plan.files}
     tensors = {"sets": sets, "checksums": checksums, "files": file_sums}

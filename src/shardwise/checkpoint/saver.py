@@ -73,6 +73,7 @@ class CheckpointSaver:
         def save() -> Path:
             return self._save(folder, keep=keep, background=in_background, split=split)
 
+        # Elastic groups may change during a save: `steadily` then repeats it with the new ranks.
         with span("save", Row.CHECKPOINT):
             return group.steadily(save)
 
@@ -81,6 +82,7 @@ class CheckpointSaver:
             raise UsageError(f"keep={keep}: must be the number of checkpoints to keep, 1 or more.")
         # One save at a time: `Draft.begin` removes all drafts, even one that a thread is writing.
         self.wait()
+        # An error in a forward since the last step must surface now, before anything is written.
         self._objects.check_passes()
         self._objects.look_for_changes()
         for line in self._tracked.describe_losses(
@@ -97,6 +99,8 @@ class CheckpointSaver:
 
     def _save_model(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         state, spec, group = self._state, self._spec, self._spec.world_group
+        # Copies of the user's optimizer make the updates. State that belongs to no parameter must
+        # be returned to the user's own optimizer, from which it is saved.
         self._objects.states.optimizer.return_common_state()
         attributes = [self._objects.attributes.changed(each) for each in spec.optimizers]
         tensors = EngineTensors(spec, self._objects.states, state.extra_sets, attributes)
@@ -110,6 +114,7 @@ class CheckpointSaver:
         )
         # Before the draft: a value that cannot be saved must leave no trace on disk.
         agree(group, failure)
+        # From here on a failure of the disk is CheckpointNotWritten, which `tolerate` may accept.
         draft = Draft(folder, state.steps, save_plan.nbytes)
         report_kept = partial(self._world.progress.kept, state.number, state.steps)
         finish = partial(
@@ -142,7 +147,7 @@ class CheckpointSaver:
                 raise CheckpointError(save_plan.failure)
         except CheckpointError as error:
             return {}, {}, str(error)
-        # For human readers: no load uses these.
+        # For human readers: no load uses these, so that no version or size is ever rejected.
         written_by = {
             "shardwise": __version__,
             "torch": torch.__version__,
@@ -156,6 +161,8 @@ class CheckpointSaver:
         fields = {"optimizers": optimizers, "state": save_plan.state, "borders": save_plan.borders}
         fields |= save_plan.extra_fields | {"step": self._state.steps} | required
         fields |= {"tracked": tracked, "written_by": written_by} | of_engine
+        # from_pretrained needs a config.json next to model.safetensors. With several models their
+        # names have prefixes, so no stock reader could use it.
         for model in spec.models if len(spec.models) == 1 else ():
             config: Any = getattr(model, "config", None)
             if callable(getattr(config, "to_json_string", None)):  # a model of transformers
@@ -184,6 +191,7 @@ class CheckpointSaver:
         seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
         blind = sorted({host for host, there in seen if not there})
         if blind:
+            # Another rank's view is wrong, not the disk: nothing will complete this draft.
             if group.rank == 0:
                 draft.discard()
             raise CheckpointError(
@@ -241,6 +249,7 @@ class CheckpointSaver:
             reserve(draft.path, group.rank)
         except OSError as error:
             failure = draft.describe_error(error)
+        # A rank that failed must not leave the others waiting for its note until the timeout.
         agree(group, failure, CheckpointNotWritten)
         self._job = BackgroundSave(
             self._copies,
@@ -267,7 +276,8 @@ class CheckpointSaver:
         """
         failure = None
         held = self._claims.get(folder)
-        # If the folder was removed since, its lock is gone too.
+        # If the folder was removed since, its lock is gone too. Only rank 0 locks: the lock keeps
+        # other jobs out, not other ranks of this one.
         if self._spec.world_group.rank == 0 and (held is None or not held.holds()):
             try:
                 with suppress(OSError):  # for example a read-only disk
@@ -337,6 +347,7 @@ class CheckpointSaver:
         Raises CheckpointNotWritten on all ranks if it failed and training must not continue.
         """
         if self._job is not None:
+            # Clear it first: a failure must be reported once, not again by the next save.
             job, self._job = self._job, None
             with span("wait for the save before", Row.CHECKPOINT):
                 job.join()
@@ -359,6 +370,8 @@ def _finish(
     Runs on rank 0, possibly in a thread.
     """
     draft.finish(save_tensors.documents(save_plan, sums_by_rank, fields, small_files))
+    # After the rename: only now can a restart rely on this checkpoint. Before pruning: a kill
+    # between the two leaves too many checkpoints, never too few.
     report_kept()
     if keep is not None:
         draft.prune(keep)
@@ -383,6 +396,7 @@ def _await_at_exit(wait: WeakMethod[Callable[[], None]]) -> None:
                 call()
         except CheckpointError as error:
             print(f"shardwise: {error}", file=sys.stderr, flush=True)
+            # Skips other exit handlers and the interpreter's shutdown, so leave the group first.
             leave()
             sys.stdout.flush()
             os._exit(1)

@@ -68,6 +68,7 @@ class CheckpointSource:
         A master replaces its parameter if a wider dtype than the parameter's is wanted. It also
         replaces an average that was not saved. A parameter replaces a missing master.
         """
+        # Averages and moments are saved under exactly this name, or not at all.
         is_master = kind == OPTIMIZER and name.endswith(f".{MASTER}")
         if self.has(kind, name) and kind != MODEL and not is_master:
             return self.sets[kind], name
@@ -79,6 +80,7 @@ class CheckpointSource:
         if parameter not in self.names:
             return None
         master = state_name(parameter, MASTER)
+        # Narrower values would lose bits that the master still has, so prefer it if it helps.
         held = self.sets[MODEL].specs[self.names[parameter]]
         if dtype.itemsize > dtype_of(held.dtype).itemsize and self.has(OPTIMIZER, master):
             return self.sets[OPTIMIZER], master
@@ -106,6 +108,7 @@ def open_source(
     """
     fields: dict[str, Any] = {}
     save: Save | None = None
+    # Such a folder looks like a Hugging Face model; loading it silently would lose all progress.
     if lacks_document(path) and not model_only:
         raise BrokenCheckpoint(
             f"{path} has the tensors of a checkpoint but no {DOCUMENT}, which holds everything "
@@ -161,6 +164,7 @@ def _check(
         if shapes[name] != tensors.specs[theirs].shape
     ]
     faults = [("with another shape", misshapen)]
+    # With strict=False a file may hold another model's other tensors, but shapes must still fit.
     if strict:
         faults += [("missing in the file", match.missing), ("unexpected", match.unexpected)]
     lines = [f"{what}: {names.listed(several)}" for what, several in faults if several]
@@ -199,6 +203,7 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
         for kind, tensors in sorted(source.written.items())
         for spec in tensors.specs.values()
     ]
+    # Sorted with the name as a tie-break: all ranks must compute the same assignment.
     for kind, spec in sorted(specs, key=lambda each: (-each[1].nbytes, each[1].name)):
         assigned_rank = bytes_by_rank.index(min(bytes_by_rank))
         bytes_by_rank[assigned_rank] += spec.nbytes

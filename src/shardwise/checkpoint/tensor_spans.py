@@ -107,6 +107,7 @@ class TensorSpans:
     def reported(self) -> ReportedState:
         """Gather the optimizer state's entries from all ranks. Collective."""
         mine = self._own_states(), self._own_borders()
+        # With replicated state each rank has all entries, so no collective is needed.
         gathered = self._group.gather_objects(mine) if self._scattered else [mine]
         states: dict[int, dict[str, Any]] = {}
         for interval, _ in gathered:
@@ -134,6 +135,7 @@ class TensorSpans:
         return Blank(tuple(shape), value.dtype)
 
     def _own_borders(self) -> set[int]:
+        # Cuts at an interval's start are those of the bucket layout, and need not be saved.
         return {
             segment.pieces[0].parameter
             for interval, group in zip(
@@ -155,6 +157,7 @@ class TensorSpans:
         """Yield set, key and storage of each state that covers a whole interval."""
         interval = self._optimizer.intervals[index]
         yield MODEL, None, interval.target
+        # fp32 training has no separate master: target and master are the same storage.
         if interval.master is not interval.target:
             yield OPTIMIZER, MASTER, interval.master
         if self._averages is not None:
@@ -162,6 +165,7 @@ class TensorSpans:
 
     def _states(self, index: int) -> Iterator[TensorSpan]:
         interval = self._optimizer.intervals[index]
+        # Moments cover the whole interval, but some parameters may have none yet.
         for key, storage in interval.moments.items():
             numbers = {
                 piece.parameter
@@ -170,6 +174,7 @@ class TensorSpans:
                 for piece in segment.pieces
             }
             yield self._span(index, OPTIMIZER, storage, self._extents(index, key, numbers))
+        # All other tensors, such as Adafactor's factors, belong to one segment each.
         for segment, state in self._optimizer.state_of(index):
             for key, value in state.items():
                 is_tensor = self._optimizer.is_tensor(index, segment, key, value)
@@ -251,6 +256,8 @@ class TensorSpans:
         on all ranks."""
         for kind, key, storage in self._intervals(index):
             yield kind, key, storage.dtype
+        # From the reported state, not from this rank's: another rank's parameters may have a key
+        # that no parameter of this rank has, and the gather needs every rank.
         dtypes = {
             key: entry.dtype
             for slot in slots

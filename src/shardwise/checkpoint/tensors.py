@@ -58,10 +58,12 @@ class Inventory:
 def take_inventory(spec: SpecView, states: StatesView) -> Inventory:
     """Return the inventory of an engine's present tensors."""
     parameters = states.parameters
+    # Parameters in flat buffers, whose own tensors may be empty at the moment (ZeRO-3).
     forms = {t.parameter: t for t in parameters.named}
     forms |= {t.parameter: t for slab in parameters.frozen for t in slab.named}
     names: dict[int, list[str]] = {}
     buffers: dict[str, Tensor] = {}
+    # By identity, because tied weights are one tensor under several names.
     homes: dict[str, nn.Module] = {}
     by_id: dict[int, Any] = {}
     for name, value, module in _named_tensors(spec):
@@ -101,6 +103,7 @@ def _named_tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
             for key, value in [*module._parameters.items(), *buffers.items()]:
                 if value is not None:
                     name = ".".join(part for part in (prefix, path, key) if part)
+                    # torch.compile's wrapper must not change the names in the file.
                     yield name.replace("_orig_mod.", ""), value, module
 
 
@@ -113,6 +116,7 @@ def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
 def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> list[TensorSpec]:
     """Return the tensors of the optimizers' state, with masters whose dtype differs."""
     states, specs = engine_tensors.states, []
+    # A master with its parameter's dtype is the parameter itself, and is saved as such.
     named = states.parameters.named
     masters = {
         slot.parameter: part.master.dtype
@@ -198,6 +202,7 @@ class FrozenState:
 
     def take(self, state: Mapping[str, Any]) -> None:
         """Replace the state with `state`."""
+        # Removed first: an optimizer without state for it creates a new one at the next step.
         held(self.group.optimizer).pop(self.parameter, None)
         if state:
             device = self.parameter.device
@@ -249,6 +254,8 @@ class EngineTensors:
         self.frozen_states = list(_frozen_states(spec, states))
         run = spec.world_group
         self.attribute_specs, self._attribute_copies = self._share_attributes()
+        # Each rank's coordinates, gathered at once: which part of each tensor it has, which layers,
+        # which shard, which group of ranks, and its number in that group.
         places_of = spec.shard_group, spec.apart, spec.peers
         mine = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
         parts, near, shared, home, peer = (
@@ -267,6 +274,7 @@ class EngineTensors:
         # groups of ranks; optimizer state is equal only within a group (`home`).
         self._among, self._everywhere = places(shared), places()
         among_own, self._everywhere_own = places(shared, home), places(home)
+        # With replicated optimizer state all ranks hold everything, so all of them share the work.
         scattered = spec.placement.is_sharded("optimizer")
         self.trained = TensorSpans(
             states.parameters,
@@ -287,6 +295,7 @@ class EngineTensors:
 
         The position is None if this rank writes none. Collective.
         """
+        # No collective if there are no attributes: all ranks agree on that from the classes alone.
         run = self.spec.world_group
         if all(each is None for each in self.attributes):
             return [], None
@@ -313,6 +322,7 @@ class EngineTensors:
     @property
     def optimizer_names(self) -> dict[nn.Parameter, str]:
         """Names of all parameters in the optimizers' groups, trained or frozen."""
+        # A pipeline rank has the states of its own layers only, but a group has all parameters.
         if self.spec.pipeline is not None:
             return {named.parameter: named.name for named in self.spec.located()}
         names = {named.parameter: named.name for named in self.states.parameters.named}
@@ -330,6 +340,7 @@ class EngineTensors:
 
     @property
     def _buffers_of_group(self) -> dict[str, Tensor]:
+        # The ranks of a stage hold equal buffers, so its first rank writes them.
         if self.spec.stage_group.rank > 0:
             return {}
         homes = self.inventory.homes
@@ -391,7 +402,7 @@ class EngineTensors:
 
     def reordered(self, reported: ReportedState) -> Iterator[TensorSpan]:
         """Yield spans of these tensors in element order. Collective."""
-        # A part of a tensor is always in element order.
+        # A part of a tensor (tensor parallelism) is always in element order.
         beside = () if self.extra is None else self.extra.reordered()
         for kind, name, value in chain(self.trained.reordered(reported), beside):
             yield tensor_spans.of_tensor(name, value, *self._copies(kind), kind)
