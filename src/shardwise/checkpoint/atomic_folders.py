@@ -91,6 +91,7 @@ def lacks_document(path: Path) -> bool:
     if not path.is_dir() or os.path.lexists(path / DOCUMENT):
         return False
     named = _STEP.fullmatch(path.name) or _HIDDEN.fullmatch(path.name)
+    # A model's own folder may have safetensors too; only ours has optimizer*.safetensors.
     return any(path.glob("*.safetensors" if named else "optimizer*.safetensors"))
 
 
@@ -145,6 +146,8 @@ class Draft:
         """
         if not self.folder.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
+            # The new folder itself must survive a power failure, or its checkpoints would be lost
+            # with it.
             file_system.sync(self.folder.parent)
         self._sweep()
         # Files are sparse until written, so a full disk would otherwise be noticed only halfway.
@@ -152,6 +155,8 @@ class Draft:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
         self._partial.mkdir()
         if not _supports_offsets(self._partial):
+            # Ranks of one host share its temporary folder. Ranks of others fail in
+            # `CheckpointSaver._begin`.
             self.path = Path(tempfile.mkdtemp(prefix="shardwise-checkpoint-"))
 
     def finish(self, documents: Mapping[str, bytes]) -> None:
@@ -176,6 +181,7 @@ class Draft:
             self.final.rename(self._replaced)
         self._partial.rename(self.final)
         file_system.sync(self.folder)
+        # Only now: until the rename is on disk, the old checkpoint is the only complete one.
         self._remove(self._replaced)
         if self.path != self._partial:
             self._remove(self.path)
@@ -226,6 +232,8 @@ class Draft:
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest `keep` checkpoints up to this step, where possible."""
+        # Checkpoints of later steps are from an earlier run that went further; they are not ours to
+        # remove.
         older = [found for found in complete(self.folder) if found.step <= self.step]
         for found in older[:-keep]:
             # Rename first: a kill during the removal must not leave a folder that looks complete.
@@ -264,6 +272,7 @@ def _supports_offsets(folder: Path) -> bool:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.ftruncate(fd, 2)
+        # Backwards on purpose: object stores accept only appended writes.
         os.pwrite(fd, b"1", 1)
         os.pwrite(fd, b"0", 0)
     except OSError as error:

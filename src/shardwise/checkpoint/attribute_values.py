@@ -98,6 +98,7 @@ class AttributeValues:
             or self.marks.get(name) != initial.marks.get(name)
         ]
         fields = {name: self.fields[name] for name in names}
+        # Tensors of unchanged attributes are dropped, so that they take no space in the checkpoint.
         wanted = {name for value in fields.values() for name in _stored_names(value)}
         return AttributeValues(
             fields,
@@ -165,6 +166,7 @@ def _check(value: Any) -> None:
         if isinstance(value, list):
             raise TypeError("a list without a tag")
         return
+    # Every encoded container has one tag; unpacking raises for anything else.
     ((tag, content),) = value.items()
     if tag not in _FORMS:
         json_values.decode(value)
@@ -216,6 +218,8 @@ class _Encoder:
         self._values_left -= 1
         if self._values_left < 0:
             return self._skip(value, place)
+        # Before the check for tensors: a parameter is saved as a reference, its values are in the
+        # model set.
         if isinstance(value, nn.Parameter) and value in self._names:
             return {"$parameter": self._names[value]}
         if (isinstance(value, nn.Module) and value in self._modules) or isinstance(
@@ -230,6 +234,7 @@ class _Encoder:
         if isinstance(value, Enum):
             return {"$enum": value.name}
         if isinstance(value, tuple):
+            # Tuples are encoded by value even if they are shared: they cannot change.
             return {"$tuple": self._encode_items(value, place)}
         if id(value) in self._places:
             return {"$same": self._places[id(value)]}
@@ -287,6 +292,7 @@ class _Encoder:
         groups = []
         for number, group in enumerate(other.param_groups):
             here = f"{place}.param_groups.{number}"
+            # A wrapping optimizer often shares its param_groups with the one that it wraps.
             is_shared = id(group) in self._places
             self._places.setdefault(id(group), here)
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -306,6 +312,7 @@ class _Encoder:
                 self._mark(object())  # the returned objects may be new at each call
                 return {"$given": self._encode(state, f"{place}.state_dict()")}
             package = type(value).__module__.partition(".")[0]
+            # Not saved and not reported: the script creates such objects again.
             if package in _OTHERS:
                 return {"$kept": None}
             if package in sys.stdlib_module_names or not hasattr(value, "__dict__"):
@@ -372,6 +379,7 @@ class _Restorer:
         """Restore attribute `name` from its `saved` value."""
         if name == _COMMON:
             common, state = common_state(held(self._optimizer)), held(self._optimizer)
+            # Restore before removing the old keys, because the values may be filled in place.
             new = self._restore_value(common, saved, name)
             for key in common:
                 state.pop(key, None)
@@ -396,6 +404,7 @@ class _Restorer:
         if tag == "$tuple":
             old = now if isinstance(now, tuple) else ()
             parts = [self._restore_value(n, s, p) for n, s, p in _pairs(old, content, place)]
+            # A named tuple keeps its class.
             return type(now)._make(parts) if hasattr(now, "_make") else tuple(parts)
         if tag in ("$small", "$stored"):
             value = self._restore_tensor(now, tag, *content)
@@ -422,6 +431,8 @@ class _Restorer:
     def _restore_map(self, now: Any, content: Any, place: str) -> Any:
         into: MutableMapping[Any, Any] = now if isinstance(now, dict) else {}
         self._places[place] = into  # before the contents, which may refer to it
+        # Emptied and refilled in the saved order, because the order of a dict may matter to the
+        # optimizer.
         old = dict(into)
         into.clear()
         for key, saved in content:
@@ -550,6 +561,7 @@ class OptimizerAttributes:
         restorer = _Restorer(optimizer, self._spec, read)
         try:
             with torch.no_grad():
+                # An attribute that was unchanged when it was saved may have changed here since.
                 for name, value in {**initial_values, **saved}.items():
                     if name not in unknown:
                         restorer.restore(name, value)

@@ -54,7 +54,7 @@ class Checkpoints:
         self._folder: Path | None = None  # folder that it resumed from, else of the last save
         self._options = _SaveOptions()
         self._resumes = False
-        self._saved: tuple[int, int] | None = None  # the moment that the save in _home has
+        self._saved: tuple[int, int] | None = None  # the moment that the last save in _folder has
         self._trial_paths: frozenset[Path] = frozenset()  # saves that a trial skipped
         self._returns = returns_of(self)
 
@@ -105,6 +105,8 @@ class Checkpoints:
         """See Engine.resume."""
         if self._world.settings.trial:
             return self._state.steps
+        # This group rejoins a run that went on without it: the others' state is newer than any
+        # checkpoint.
         if self._returns is not None and self._returns.is_due:
             self._returns.come_back()
             return self._state.steps
@@ -118,6 +120,7 @@ class Checkpoints:
             _refuse_fresh_start(folder, incomplete)
             line = f"no checkpoint in {folder}: starting at step {self._state.steps}"
         else:
+            # Incomplete ones that are older than the loaded checkpoint are of no interest.
             for found in incomplete:
                 if found.step > self._state.steps:
                     self._report_skipped(f"{found.path} is incomplete: it has no {DOCUMENT}.")
@@ -160,6 +163,7 @@ class Checkpoints:
             return None
         path: Path | None = place_of(folder, self._state.steps)
         if self._saved != self._moment():
+            # Other ranks load this save, and repeat the draws since the boundary.
             with self.saver.at_boundary():
                 path = self.save_and_stay(folder, options.keep, split_gb=options.split / 1e9)
         if path is None:

@@ -117,19 +117,23 @@ def _try_to_claim(folder: Path) -> FolderClaim | str:
     path = folder.resolve() / LOCK
     held = _locks.get(path)
     if held is not None and held.process == os.getpid() and held.holds():
+        # Several engines of this process may save into the same folder.
         held.claims += 1
         return FolderClaim(folder, True, held)
     while True:
+        # O_NOFOLLOW: a link planted in a shared folder must not make us write into another file.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             # lockf, not flock: some NFS clients keep flock local to one host.
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            # The holder may be on another host, so only the file can name it.
             holder = _read_holder(fd)
             os.close(fd)
             if error.errno in _TAKEN:
                 return holder
             if error.errno in _UNKNOWN:
+                # Saving without a lock is better than not saving: the caller warns the user.
                 return FolderClaim(folder, False, None)
             raise
         if _identity(path) != _identity(fd):  # the holder removed it between open and lock
@@ -158,6 +162,7 @@ def _write_holder(fd: int) -> None:
     }
     data = json.dumps(name).encode() + b"\n"
     try:
+        # Written before the truncation, so that a reader never finds the file empty.
         os.pwrite(fd, data, 0)
         os.ftruncate(fd, len(data))
     except OSError:  # a full disk: the lock still works without a name

@@ -59,6 +59,7 @@ def encode_optimizers(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
                     "options": {
                         key: _encode(value, f"option {key} of {type(optimizer).__name__}")
                         for key, value in group.items()
+                        # Parameters are saved by name; torch's param_names repeat them.
                         if key not in ("params", "param_names")
                     },
                 }

@@ -109,6 +109,7 @@ class SafetensorsReader(TensorReader):
             )
         file = parse(header, nbytes, str(path))
         for name, placed in file.tensors.items():
+            # Two files with the same tensor: nothing says which one is right.
             if name in self._placed:
                 raise BrokenCheckpoint(
                     f"{path} and {self._placed[name].file} both contain {name!r}. Use another "
@@ -202,6 +203,7 @@ def _find_state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
     while isinstance(loaded, Mapping):
         if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
             return {_check_name(path, name, value): value for name, value in loaded.items()}
+        # Some libraries nest the state_dict several levels deep.
         inside = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping)]
         if not inside:
             break

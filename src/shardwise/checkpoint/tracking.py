@@ -88,6 +88,7 @@ class Tracking:
                     f"a learning-rate scheduler of {type(optimizer).__name__} is not tracked, so "
                     "a resume would restart it. Write engine.track(scheduler=scheduler)."
                 )
+        # A Loader that any engine of this process tracks is saved with that engine.
         all_tracked = [each for tracking in _all for each in tracking._tracked.values()]
         names = {getattr(each, "name", None) for each in all_tracked}
         for stream in streams:

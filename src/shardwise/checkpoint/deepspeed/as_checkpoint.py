@@ -139,6 +139,7 @@ def _read_optimizer(
     """
     optimizer = SavedOptimizer()
     if save.partitions is not None:
+        # Only names with optimizer state: buffers and frozen parameters have none.
         theirs = {name for shapes in save.partitions.shapes for name in shapes}
         here = tensor_names.match(names, theirs).found
         _read_flat(save, optimizer, save.partitions, {name: first for first, name in here.items()})
@@ -174,9 +175,13 @@ def _read_flat(
                     f"{len(partitions.shapes)} groups. Use another checkpoint."
                 )
             known = {n: here[n] for n in partitions.shapes[number] if n in here}
+            # Parameters that the model here lacks are skipped; `optimizer_fields.check` reports the
+            # mismatch.
             members += known.values()
             _read_masters(save, optimizer, partitions, number, known)
             for key, value in bases[0]["state"].get(number, {}).items():
+                # A tensor of the partition's length has one value per element; a 0-dim tensor is a
+                # count.
                 if isinstance(value, Tensor) and value.ndim:
                     as_state = {n: f"{ours}.{key}" for n, ours in known.items()}
                     flats = partitions.state(number, key)

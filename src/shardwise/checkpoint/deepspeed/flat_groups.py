@@ -49,6 +49,7 @@ def end_to_end(
             for rank in range(ranks)
             if (low := max(start, rank * partition)) < (high := min(end, (rank + 1) * partition))
         ]
+        # Some optimizers align each parameter; the padding belongs to no cut.
         start = end + padding
     return cuts
 

@@ -65,6 +65,7 @@ def find(path: Path) -> Path | None:
     if tag is not None and is_plain_name(tag):
         if _is_save(path / tag):
             return path / tag
+        # Only with DeepSpeed's script next to it: other libraries have files called `latest` too.
         if not (path / tag).exists() and (path / _SCRIPT).exists():
             raise BrokenCheckpoint(
                 f"{path / LATEST} names {tag}, which is not in {path}. Restore the folder, or name "
@@ -110,6 +111,7 @@ def files_of(folder: Path) -> SaveFiles:
             )
         for form, found in ((_MODEL, models), (_OPTIMIZER, optimizers)):
             if named := form.fullmatch(path.name):
+                # mp_rank above 0 means that tensor or pipeline parallelism has split the model.
                 if int(named[2]):
                     raise _other_parallelism(folder, path.name)
                 found[int(named[1] or 0)] = path

@@ -56,6 +56,7 @@ class FragmentReader(TensorReader):
                     "were on NVMe and are not in the files. Use another checkpoint."
                 )
             found.append(Fragment(cut.first, values))
+        # The cuts are computed, so a mixture of saves shows here as too few elements.
         if sum(each.values.numel() for each in found) != prod(shape):
             raise BrokenCheckpoint(
                 f"The ranks' parts of {name} do not add up to its {prod(shape)} elements. Use "
@@ -169,6 +170,7 @@ class Partitions:
         shapes, ranks = self.shapes[group], len(self._saved)
         if self._is_cut_each:
             return each_by_itself(shapes, ranks)
+        # Every partition is as long as that of rank 0 together with its padding.
         first = self._saved[0]
         partition = self.flats(group)[0].numel()
         if "zero_stage" in first:  # only this optimizer saves its partitions without padding
@@ -204,6 +206,7 @@ def check_count(folder: Path, saved: Mapping[int, Mapping[str, Any]], models: in
     `models` is the number of model files, at stage 3.
     """
     counts = saved[0].get("partition_count", len(saved))
+    # A list has one count per parameter group.
     wanted = max(counts) if isinstance(counts, Sequence) and counts else counts
     there = {"optim_states.pt": len(saved)} | ({"model_states.pt": models} if models else {})
     for kind, count in there.items():

@@ -195,6 +195,8 @@ class Save:
     def twins(self) -> dict[str, str]:
         """Maps each alias of a tied weight to its canonical name."""
         shared = self._rank_0.get("shared_params")
+        # At stage 3 an empty map means that no weights are tied. At other stages weights may be
+        # tied although it is empty.
         if isinstance(shared, dict) and (shared or self.stage == STAGE_3):
             return dict(shared)
         first: dict[Any, str] = {}
@@ -202,6 +204,7 @@ class Save:
         for name, value in self._rank_0["module"].items():
             if isinstance(value, Tensor) and value.numel():
                 place = value.data_ptr(), tuple(value.shape), value.stride()
+                # Tied weights share memory in the file too, because torch.save keeps storages.
                 if first.setdefault(place, name) != name:
                     found[name] = first[place]
         return found
@@ -240,5 +243,7 @@ def _loss_scale(saved: dict[str, Any]) -> tuple[float, int] | None:
     window = state.get("scale_window")
     if not isinstance(window, int) or window < 1:
         return float(scale), 0
+    # DeepSpeed counts from the last overflow, and doubles the scale after a whole window without
+    # one.
     since = int(state.get("cur_iter", 0)) - int(state.get("last_overflow_iter", -1)) - 1
     return float(scale), max(since - 1, 0) % window
