@@ -152,7 +152,8 @@ class BackgroundSave(threading.Thread):
         end = _note_path(self.draft.path, "end")
         while time.monotonic() < deadline:
             # The rename is the only sign of success: rank 0 may fail until that moment.
-            # Both checks: an older checkpoint of the same step has the final name until then.
+            # Both checks: before the rename, an older checkpoint of the same step may have the
+            # final name.
             if not self.draft.path.exists() and (self.draft.final / DOCUMENT).exists():
                 return
             # Read without a lock: `_leave_note` publishes a complete note by a rename.

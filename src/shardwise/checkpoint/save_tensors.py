@@ -93,8 +93,8 @@ def plan(
     singles |= {e.name: e.numbers for e in engine_tensors.frozen_states if e.numbers or e.tensors}
     for part in of_all_layers(singles):
         numbers |= part
-    # Segments were cut where a parameter had no gradient. A load must make the same cuts,
-    # because optimizers keep one step count per segment.
+    # A segment is cut at a parameter without a gradient. A load must make the same cuts, because
+    # optimizers keep one step count per segment.
     borders = _concatenate(
         of_all_layers([named[number].name for number in sorted(reported.borders)])
     )

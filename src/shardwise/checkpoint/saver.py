@@ -99,8 +99,8 @@ class CheckpointSaver:
 
     def _save_model(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         state, spec, group = self._state, self._spec, self._spec.world_group
-        # Copies of the user's optimizer make the updates. State that belongs to no parameter must
-        # be returned to the user's own optimizer, from which it is saved.
+        # Copies of the user's optimizer make the updates. Return the state that belongs to no
+        # parameter to the user's own optimizer, because the save reads it there.
         self._objects.states.optimizer.return_common_state()
         attributes = [self._objects.attributes.changed(each) for each in spec.optimizers]
         tensors = EngineTensors(spec, self._objects.states, state.extra_sets, attributes)

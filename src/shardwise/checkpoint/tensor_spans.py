@@ -135,7 +135,7 @@ class TensorSpans:
         return Blank(tuple(shape), value.dtype)
 
     def _own_borders(self) -> set[int]:
-        # Cuts at an interval's start are those of the bucket layout, and need not be saved.
+        # A cut at an interval's start follows from the bucket layout, so it need not be saved.
         return {
             segment.pieces[0].parameter
             for interval, group in zip(

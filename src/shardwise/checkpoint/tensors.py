@@ -322,7 +322,7 @@ class EngineTensors:
     @property
     def optimizer_names(self) -> dict[nn.Parameter, str]:
         """Names of all parameters in the optimizers' groups, trained or frozen."""
-        # A pipeline rank has the states of its own layers only, but a group has all parameters.
+        # A pipeline rank has only its layers' states, but a group has the parameters of all layers.
         if self.spec.pipeline is not None:
             return {named.parameter: named.name for named in self.spec.located()}
         names = {named.parameter: named.name for named in self.states.parameters.named}

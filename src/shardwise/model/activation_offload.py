@@ -128,6 +128,8 @@ class SavedTensors:
     def begin(self, models: Iterable[nn.Module]) -> None:
         """Start a forward: the memory of these models' parameters and buffers stays in place."""
         held = (t for model in models for t in (*model.parameters(), *model.buffers()))
+        # Collected for each forward, because the layout of parameters may change between
+        # steps.
         self._staying = {t.untyped_storage().data_ptr() for t in held if type(t) in _PLAIN}
 
     # -- forward --------------------------------------------------------------------------
@@ -138,6 +140,7 @@ class SavedTensors:
             return Kept(tensor)
         self._let_go(LEAVING)
         # If a storage has expired, a new one may have the same address.
+        # The version is part of the key: after a write in place the same memory is another piece.
         piece = self._by_key.get(key)
         if piece is None or piece.storage.expired():
             piece = self._send(key, tensor.detach())
@@ -252,6 +255,7 @@ class SavedTensors:
         for piece in self._pieces_back():
             if total <= AHEAD // 2:
                 break
+            # A dropped piece can be fetched again if another node of the graph needs it.
             if piece.was_used and piece is not current:
                 piece.offload.drop()
                 piece.is_back = piece.was_used = False

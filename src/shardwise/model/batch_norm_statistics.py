@@ -121,6 +121,7 @@ class StatisticsExchange:
     def meet(self, row: Tensor | None, call: int) -> Tensor:
         """Exchange rows in this module's turn; `row` is None on a rank that skips it."""
         order = self.turns.order
+        # Counts start again with each pass (one forward and its backward) of the gather order.
         if self._pass != order.passes:
             self._pass, self._uses, self._own_uses, self._done = order.passes, 0, 0, set()
         rows = order.group.gather_rows(self._padded_row(row, call))
@@ -145,6 +146,7 @@ class StatisticsExchange:
             if common_call is not None and not self._count_use(common_call).matches(flags):
                 self.turns.refuse_later(self.name)
                 common_call = None
+        # Sent with every exchange, so that the others notice a rank that runs a forward late.
         self._own_uses += row is not None and call == FORWARD
         if row is None and common_call == FORWARD:
             self._module.update_from_others(rows[:, : self._width])
@@ -155,6 +157,7 @@ class StatisticsExchange:
         if row is None:
             device = self.turns.order.group.small_device
             sent = torch.zeros(self._width + 3, dtype=torch.float64, device=device)
+            # The other flags stay 0: not present, no call.
             sent[-1] = self._own_uses
             return sent
         if row.numel() > self._width:
@@ -214,6 +217,7 @@ class StatisticsExchanges:
         """Return the rows of all ranks; rows of ranks that skip this exchange are zero."""
         if not self.are_used:
             return self._without_turns(number, row)
+        # `reach` calls `run_entry`, which takes the row from here and leaves the result in `_rows`.
         self._pending = row, call
         self.order.reach(self._first + number)
         rows, self._rows = self._rows, None
@@ -228,6 +232,8 @@ class StatisticsExchanges:
         """
         if row.device.type != "cpu":
             return self.order.group.gather_rows(row)
+        # The number of the BatchNorm travels with the row: without turns nothing else shows a
+        # mix-up.
         rows = self.order.group.gather_rows(torch.cat([row, row.new_tensor([float(number)])]))
         if bool((rows[:, -1] != number).any()):
             raise _order_error(self.each[number].name)

@@ -47,6 +47,7 @@ def write(into: Tensor, value: Tensor) -> None:
     It refuses tensors with repeated memory (an expanded buffer) or created in inference mode.
     """
     for dim, (size, stride) in enumerate(zip(into.shape, into.stride(), strict=True)):
+        # All elements of this dim share memory, so writing one of them writes all.
         if stride == 0 and size > 1:
             into, value = into.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     with writable(into):
@@ -173,10 +174,12 @@ class Buffers:
             for i, (module, key) in enumerate(self._places)
             if module in modules and (key in module._buffers or self._is_frozen(module, key))
         ]
+        # Indices are exchanged between ranks, so they must stay dense and equal on all ranks.
         if len(kept) < len(self._places):
             self._renumber({old: new for new, old in enumerate(kept)})
         places = set(self._places)
         tensors = (self._tensor(index) for index in range(len(self._places)))
+        # A tied buffer appears in several modules, but must be averaged once.
         known = {id(tensor) for tensor in tensors if tensor is not None}
         for module in modules:
             frozen = [key for key in module._parameters if self._is_frozen(module, key)]
@@ -230,6 +233,7 @@ class Buffers:
         its counter but not the versions of its running statistics.
         """
         changed = {index for index, mark in self._seen.items() if self._mark(index) != mark}
+        # A forward may replace a buffer by one of another shape (a growing cache).
         reshaped = [f.index for f in self._averaged if not f.fits(self._tensor(f.index))]
         if not changed:
             return reshaped
@@ -292,6 +296,7 @@ class Buffers:
                 form = tuple(tensor.shape), str(tensor.dtype)
                 mine[index] = form, None if index in changed else fingerprints.sums_of(tensor)
         forms_by_rank = self._group.gather_objects(mine)
+        # Those with news are added again below, with their new form.
         self._averaged = [each for each in self._averaged if each.index not in wanted]
         for index in mine:
             forms = [each[index][0] for each in forms_by_rank]
@@ -364,6 +369,7 @@ class Buffers:
                 continue
             tensor = fitting[0].detach()
             if tensor.is_complex():
+                # A complex number counts as two real ones in the vector of means.
                 tensor = torch.view_as_real(tensor.resolve_conj())
             parts.append(tensor.reshape(-1))
         return _concatenate(parts, **where) if parts else torch.zeros(0, **where)
@@ -419,6 +425,7 @@ class Buffers:
         tensors = [tensor.detach() for tensor in held if tensor is not None]
         assert len(tensors) == len(self._averaged)
         parts = means.split_with_sizes([each.numel for each in self._averaged])
+        # The means arrive as one fp64 vector on the CPU; one copy per dtype moves them to a device.
         for (device, dtype, _), places in _group_by_kind(tensors).items():
             found = torch.cat([parts[place] for place in places])
             if dtype.is_complex:

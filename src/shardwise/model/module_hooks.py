@@ -55,6 +55,7 @@ class _PlainState:
         """Return a copy of the module that has the `kept` hooks."""
         self._copies = True
         try:
+            # As copy.deepcopy does by default. Calling it here would end up in this method again.
             reduced: Any = self._module.__reduce_ex__(4)
         finally:
             self._copies = False

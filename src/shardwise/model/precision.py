@@ -69,6 +69,7 @@ class ForwardPrecision:
     def attach(self, model: nn.Module) -> list[Hooked]:
         """Run every call of `model` in the preset, until the handles are removed."""
         before, after = model.register_forward_pre_hook, model.register_forward_hook
+        # Only fp64 hooks inner modules: a forward may create fp32 tensors between them.
         inner = [module for module in model.modules() if module is not model]
         return [
             attach(before, self.enter, kept=True, with_kwargs=True, prepend=True),
@@ -85,6 +86,7 @@ class ForwardPrecision:
         if self._preset.autocast is not None:
             stack.enter_context(torch.autocast(self._device_type, self._preset.autocast))
         if self._preset.widens:
+            # Read before the next line sets it: the callback restores it after the forward.
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(torch.float64)
         self._open.append(stack)

@@ -52,6 +52,7 @@ class RecomputedForward:
         # The user compiles the whole model: torch can trace its own checkpoint, but not our state.
         if torch.compiler.is_compiling():
             return checkpoint(self.plain, *args, use_reentrant=False, **kwargs)
+        # One object per call: a unit may run several times before its backward (weight sharing).
         call = _RecomputedCall(self, args, kwargs)
         tensors = call.tensors()
         before = [version_of(tensor) for tensor in tensors]
@@ -202,6 +203,7 @@ class UnitBuffers:
         # By module: the version of one buffer stands for all of them (see the class).
         moved = {m for m, key, mark in self._marks if _mark(m._buffers.get(key)) != mark}
         copied = {module for module, _, _ in copies}
+        # Modules that did not change need no copies next time, in the same mode.
         self._still |= {(module, module.training) for module in copied - moved}
         self._still -= {(module, module.training) for module in moved}
         late = [

@@ -97,6 +97,8 @@ class _Normalise(torch.autograd.Function):
         slope = (all_centred * invstd64.square()).to(mean.dtype).view(shape)
         dx = (dy - all_dy.to(mean.dtype).view(shape) - centred * slope) * invstd
         if weight is not None:
+            # dL/dx = weight * invstd * (dy - mean(dy) - (x - mean) * invstd^2 * mean(dy * (x -
+            # mean)))
             dx = dx * weight.to(mean.dtype).view(shape)
         # From this rank's rows only: the engine sums parameter gradients over the ranks.
         dweight = None if weight is None else (sum_dy_centred * invstd64).to(weight.dtype)
@@ -114,6 +116,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        # The negated number keeps the exchange of the gradient apart from the exchange of the sum.
         return _SumOverRanks.apply(grad, ctx.ranks, -ctx.call), None, None  # type: ignore[no-untyped-call]
 
 
@@ -162,6 +165,7 @@ def _combine_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     means, squares, numbers = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = numbers.sum()
     mean_of_all = (means * numbers).sum(0) / total.clamp(min=1.0)
+    # Chan et al.: deviations within each rank, plus the deviations of the ranks' means.
     spread = squares.sum(0) + (numbers * (means - mean_of_all).square()).sum(0)
     return mean_of_all, spread / total.clamp(min=1.0), total
 
@@ -221,6 +225,8 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             # 0 if all ranks have stand-ins. A tensor, because `if` would wait for the device.
             counted = total > 0
             self.num_batches_tracked.add_(counted)
+            # Running variance is unbiased, as in torch, although the normalisation uses the biased
+            # one.
             unbiased = variance * total / (total - 1).clamp(min=1.0)
             for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
                 rate: Any = self.momentum
@@ -289,6 +295,8 @@ def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch)
         return 0
     _run_eagerly()
     for module in found.values():
+        # The object stays the same, so references to it in the user's code and in the optimizer
+        # stay valid.
         module.__class__ = _synchronised_class(_class_of(module))  # type: ignore[assignment]
     exchanges = StatisticsExchanges(order, cast(dict[str, _SyncBatchNorm], found))
     for module, exchange in zip(found.values(), exchanges.each, strict=True):

@@ -58,6 +58,8 @@ def _look_at(module: nn.Module) -> _Before:
         if isinstance(value, Tensor):
             if not value.is_inference():  # torch counts no writes for those
                 versions.append((name, value, value._version))
+        # A shallow copy: a change inside an element is not noticed, but copying deeply would cost
+        # too much.
         elif type(value) in _CONTAINERS and name not in _OWN and len(value) < _LONG:
             contents.append((name, value, value.copy()))
     return _Before(module, attributes, contents, versions)
@@ -77,6 +79,7 @@ def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:
         if tensor._version != version:
             raise _in_place_error(module, name)
     copies = {name: copy for name, _, copy in before.contents}
+    # Cheap check first: most forwards change no attribute.
     if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
         for name in (then.keys() | now.keys()) - _OWN:
             if then.get(name, _MISSING) is not now.get(name, _MISSING):

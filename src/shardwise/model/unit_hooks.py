@@ -81,6 +81,7 @@ class UnitHooks:
         """Hook the `wanted` modules, each with the number of the unit that it needs."""
         # torch.func looks this function up at each call, so this allows torch.func in forwards.
         torch.autograd.graph.disable_saved_tensors_hooks = _without_references
+        # Hooks that are still wanted stay attached: re-attaching would change their order.
         for place in [place for place in self._handles if place not in wanted]:
             for handle in self._handles.pop(place):
                 handle.remove()
@@ -137,6 +138,7 @@ class ModuleHook:
         del args
         if self._hooks is None or self._manager is None:
             return
+        # May turn gradients on or off, so `recording` is read after it.
         if torch.is_grad_enabled() and self._hooks.before is not None and self._manager.is_idle:
             self._hooks.before()
         recording = torch.is_grad_enabled()
@@ -175,6 +177,8 @@ class ModuleHook:
                 while isinstance(plain, Tensor) and functorch.is_functorch_wrapped_tensor(plain):
                     plain = functorch.get_unwrapped(plain)
                 if isinstance(plain, Tensor) and plain.grad_fn is not None:
+                    # A tensor hook fires when backward reaches the output, before any node of the
+                    # unit runs.
                     plain.register_hook(self._touch)  # type: ignore[no-untyped-call]
         # After a failure, suppress an error of a gather, so that the first error is shown.
         ignored = suppress(CollectiveError) if failed else nullcontext()
@@ -212,6 +216,8 @@ class _ReferenceHooks:
             if reference is not None:
                 if not (tensor.is_conj() or tensor.is_neg()):
                     return reference
+                # A reference stands for plain memory; a lazy conjugate or negative is a view with a
+                # flag.
                 tensor = tensor.clone()
         return tensor if self.outer is None else self.outer[0](tensor)
 
@@ -242,6 +248,7 @@ def _without_references(error_message: str) -> Iterator[None]:
     removed inside the block, and units stay gathered instead.
     """
     taken: list[tuple[Any, Any]] = []
+    # Only our own hooks on top of the stack can be taken off; the user's hooks below stay.
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks = getattr(top[0], "__self__", None)
         if not isinstance(hooks, _ReferenceHooks):

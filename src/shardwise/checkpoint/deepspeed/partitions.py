@@ -170,7 +170,7 @@ class Partitions:
         shapes, ranks = self.shapes[group], len(self._saved)
         if self._is_cut_each:
             return each_by_itself(shapes, ranks)
-        # Every partition is as long as that of rank 0 together with its padding.
+        # Every partition has the length of rank 0's partition plus its padding.
         first = self._saved[0]
         partition = self.flats(group)[0].numel()
         if "zero_stage" in first:  # only this optimizer saves its partitions without padding

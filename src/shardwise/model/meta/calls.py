@@ -193,6 +193,8 @@ class TapeEntry:
             self._memories.append(RecordedMemory(content, layout.bytes(), leaf.device, written))
             self._records.append(None)
             return TensorArgument(len(self._memories) - 1, layout)
+        # Two arguments that are views of one storage share one memory, so a write is seen through
+        # both.
         place = self._places.setdefault(id(record), len(self._memories))
         if place == len(self._memories):
             size = leaf.untyped_storage().nbytes()
@@ -229,6 +231,7 @@ class TapeEntry:
         for tensor in self._call.tensors:
             record = record_of(tensor) if id(tensor) in self._call.written else None
             if record is not None and not tensor.is_meta:
+                # The call ran on this real tensor, so its memory is up to date.
                 record.present = record.content
         # A result in the memory of an argument is a view, and that memory already has a record.
         known = {_address(t) for t in self._call.tensors if t.layout is torch.strided}

@@ -68,6 +68,7 @@ def on_meta() -> Iterator[None]:
         yield
         return
     recorder = _active.recorder = ConstructionRecorder()
+    # Buffers stay real: they are small, and a model's constructor may read them.
     hook = register_module_buffer_registration_hook(_keep_buffer_real)  # type: ignore[arg-type]
     try:
         with _defer_parameters() as parameters, _PlainAnswers(recorder, parameters), recorder:
@@ -166,6 +167,8 @@ def _defer_parameters() -> Iterator[list[weakref.ref[Any]]]:
         parameters.append(weakref.ref(parameter))
         return parameter
 
+    # Patched globally, because modules call nn.Parameter directly; `_recorder` limits it to one
+    # thread.
     nn.Parameter.__new__ = staticmethod(deferred)  # type: ignore[method-assign]
     try:
         yield parameters

@@ -97,6 +97,7 @@ def make_real(tensor: Tensor, value: Tensor) -> None:
             "no_grad, and apply weight norm with torch.nn.utils.parametrizations."
         )
     fresh = value.detach().requires_grad_(tensor.requires_grad)
+    # Swaps the C++ tensors below the Python objects, as torch.utils.swap_tensors does.
     torch._C._swap_tensor_impl(tensor, fresh)
     # Python and autograd both store the hooks; the assignment registers them with autograd again.
     tensor._backward_hooks = tensor._backward_hooks
@@ -106,6 +107,7 @@ def make_real(tensor: Tensor, value: Tensor) -> None:
 def _is_unshared(tensor: Tensor) -> bool:
     """Return whether only graphs, which are made to refuse backward, hold `tensor` in autograd."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
+    # The use count is of the C++ tensor: 1 for the Python object, 1 more for its gradient node.
     if count == 1:
         return True
     if count > 2 or not (tensor.is_leaf and tensor.requires_grad):

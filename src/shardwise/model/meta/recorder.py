@@ -78,6 +78,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if record is not None and record.present != record.content:
                 tensor.untyped_storage().copy_(replay(record.content))
                 record.present = record.content
+        # First of all: such a call changes which storage the tensor has.
         if call.kind.moves:
             return self._move(call)
         if call.values_for_meta():
@@ -142,6 +143,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = call.device()
         there = call.map_arguments(lambda leaf: device if isinstance(leaf, torch.device) else leaf)
         results = there.map_arguments(real).run()
+        # In-place calls return their argument: give back the user's tensor, not the temporary.
         originals = {id(stand_in): leaf for stand_in, leaf in stand_ins}
         results = map_leaves(lambda result: originals.get(id(result), result), results)
         entry.finish(results)

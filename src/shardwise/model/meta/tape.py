@@ -70,6 +70,7 @@ class Layout:
             return False
         expected = 1
         for stride, size in sorted(zip(self.stride, self.size, strict=True)):
+            # Dims are visited by increasing stride. A gap or an overlap breaks the chain.
             if size != 1 and stride != expected:
                 return False
             expected *= size
@@ -171,6 +172,7 @@ def copy_content(tensor: Tensor) -> tuple[Content, Layout]:
     """Return a content that is a copy of `tensor`, for values that no operation computes."""
     copy = tensor.detach().clone()
     layout = Layout.of(copy)
+    # `copy` lives in the operation; each replay clones it.
     operation = TapedOperation(copy.clone, (), {}, [], None)
     operation.allocated.append(AllocatedStorage(0, layout, copy.untyped_storage().nbytes()))
     return Content(operation, 0), layout
@@ -183,6 +185,7 @@ def replay(content: Content) -> UntypedStorage:
     size of all contents needed at once. For the usual initialisations that is only the result.
     """
     order = _order([content])
+    # How often each content is still needed, by operations and by the caller.
     uses = Counter(needed for operation in order for needed in operation.contents())
     uses[content] += 1
     held: dict[Content, UntypedStorage] = {}
@@ -196,6 +199,7 @@ def replay(content: Content) -> UntypedStorage:
         for slot, storage in enumerate(_repeat(operation, storages)):
             if uses[Content(operation, slot)]:
                 held[Content(operation, slot)] = storage
+    # Temporaries are freed in many sizes; without this the heap of the C library keeps growing.
     give_back(sum(storage.size for operation in order for storage in operation.allocated))
     return held[content]
 
