@@ -1,4 +1,4 @@
-"""What is beside and inside the folders of a run: edited, lost, another job's."""
+"""Folders of a run that were edited, damaged, or are used by another job."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tests.distributed.test_checkpoint import alike, engine_of, made, train, who
 
 
 def fresh(world, **settings):
-    """Another model and engine, of other values."""
+    """Return another model and engine, with other values."""
     world.engines = 0
     torch.manual_seed(77)
     model = made()
@@ -21,7 +21,7 @@ def fresh(world, **settings):
 
 
 def run_of(world, folder, steps=3):
-    """Train and save at each step; the values of all of them."""
+    """Train and save at each step; return the values of all steps."""
     model, engine = fresh(world, zero=1)
     told = []
     for step in range(steps):
@@ -34,7 +34,7 @@ def run_of(world, folder, steps=3):
 
 
 def once(world, work):
-    """`work` on one rank, between two barriers."""
+    """Run `work` on one rank, between two barriers."""
     world.barrier()
     if world.is_main:
         work()
@@ -63,12 +63,12 @@ def edited_case(world, folder):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_edit_is_passed_over_until_it_is_accepted(group, tmp_path, size):
+def test_an_edited_checkpoint_is_skipped_until_it_is_accepted(group, tmp_path, size):
     group(size)(edited_case, tmp_path)
 
 
 def kinds_case(world, folder, key, value):
-    """Values that JSON knows and no update does: told before anything has changed."""
+    """Values of a wrong type that only an update would notice: refused before anything changes."""
     run_of(world, folder, 1)
 
     def edit():
@@ -133,7 +133,7 @@ def lost_case(world, folder):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_checkpoint_that_has_lost_its_document_is_told_of(group, tmp_path, size):
+def test_a_checkpoint_without_its_document_is_reported(group, tmp_path, size):
     group(size)(lost_case, tmp_path)
 
 
@@ -150,7 +150,7 @@ while not (held.folder / "go").exists():
 
 
 def shared_case(world, folder):
-    """While another job saves there neither resume nor save does anything; then both do."""
+    """While another job saves there, resume and save do nothing; afterwards both work."""
     model, engine = fresh(world, zero=1)
     train(world, engine, model, range(1))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs, as a user starts them."""
+"""Checkpoints of whole runs, started as a user does."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Saves of DeepSpeed as files: what is read, what is refused, and that nothing of theirs runs."""
+"""DeepSpeed checkpoints as files: what is read, what is refused, and that no code of theirs runs."""
 
 import pickle
 import shutil
@@ -54,7 +54,7 @@ class Record:
         self.rate = 0.5
 
 
-def test_runs_nothing(tmp_path, monkeypatch):
+def test_loading_runs_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x.pt"
     torch.save({"a": Evil(), "b": Record(), "c": torch.ones(3), "d": {1}, "e": b"\xff"}, path)
@@ -69,7 +69,7 @@ def test_runs_nothing(tmp_path, monkeypatch):
 
 
 NOTHING = b"}X\x08\x00\x00\x00functionNs"
-"""As a pickle: a map that sets `function` to None."""
+"""Return a pickle with a map that sets `function` to None."""
 
 
 @pytest.mark.parametrize("state", [NOTHING, b"(N" + NOTHING + b"t", b"(N" + NOTHING + b"l"])
@@ -94,7 +94,7 @@ def test_numbers_of_numpy(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", pickle.dumps(3)])
-def test_no_file_of_torch(tmp_path, content):
+def test_files_that_torch_did_not_write_are_refused(tmp_path, content):
     path = tmp_path / "x.pt"
     path.write_bytes(content)
     with pytest.raises(BrokenCheckpoint, match="truncated, or was not written by"):
@@ -102,7 +102,7 @@ def test_no_file_of_torch(tmp_path, content):
 
 
 def test_torchscript_that_zipfile_does_not_see(tmp_path, monkeypatch):
-    """torch takes the directory from where the end says, zipfile the one right before the end."""
+    """torch finds the directory through the end record; zipfile takes the one right before it."""
     monkeypatch.setattr(torch.jit, "load", lambda *_, **__: pytest.fail("it runs as TorchScript"))
     path = tmp_path / "x.pt"
     torch.save({"a": torch.ones(2)}, path)
@@ -134,7 +134,7 @@ def copy(tmp_path):
 
 
 def named(model, optimizer):
-    """All names of each tensor by the first, and those of the optimizer's groups."""
+    """Return all names of each tensor, keyed by the first, and the names by optimizer group."""
     names, first = {}, {}
     for name, value in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         names.setdefault(first.setdefault(id(value), name), []).append(name)
@@ -143,7 +143,7 @@ def named(model, optimizer):
 
 @pytest.mark.parametrize("name", ["stage1", "stage2", "stage2-round-robin", "stage3-groups"])
 def test_stages_hold_the_same(name):
-    """What each stage saved, put together, is what stage 0 has whole."""
+    """The parts that each stage saved add up to what stage 0 has whole."""
     model = small.made()
     names, groups = named(model, small.optimizer_of(model))
     whole, expected = fields_of(opened(small.HERE / "stage0"), names, groups)
@@ -164,7 +164,7 @@ def test_stages_hold_the_same(name):
     assert fields["step"] == small.STEPS
 
 
-def test_other_groups_than_stage_0():
+def test_other_groups_than_in_a_stage_0_save_are_refused():
     model = small.made()
     names, groups = named(model, small.optimizer_of(model))
     with pytest.raises(CheckpointMismatch, match=r"groups of \[3, 4\].*here they have \[7\]"):
@@ -182,21 +182,21 @@ def test_client_state():
 # -- what is refused -------------------------------------------------------------------------
 
 
-def test_a_file_that_is_missing(copy):
+def test_a_missing_rank_file_is_named(copy):
     folder = copy("stage2")
     (folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(BrokenCheckpoint, match="lacks zero_pp_rank_1_mp_rank_00_optim_states"):
         opened(folder)
 
 
-def test_the_last_file_is_missing(copy):
+def test_a_missing_last_rank_file_is_noticed(copy):
     folder = copy("stage2")
     (folder / "global_step3" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(BrokenCheckpoint, match="saved by 3 ranks but has 2 files"):
         opened(folder)
 
 
-def test_no_file_of_the_optimizer(copy):
+def test_missing_optimizer_files_are_noticed(copy):
     folder = copy("stage1")
     for path in folder.glob("*/*_optim_states.pt"):
         path.unlink()
@@ -204,14 +204,14 @@ def test_no_file_of_the_optimizer(copy):
         opened(folder)
 
 
-def test_no_file_of_the_model(copy):
+def test_a_missing_model_file_is_named(copy):
     folder = copy("stage2")
     (folder / "global_step3" / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(BrokenCheckpoint, match=r"lacks its model_states\.pt"):
         opened(folder)
 
 
-def test_a_file_that_is_cut(copy):
+def test_a_truncated_file_is_named(copy):
     folder = copy("stage3")
     path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     path.write_bytes(path.read_bytes()[:3000])
@@ -219,7 +219,7 @@ def test_a_file_that_is_cut(copy):
         opened(folder)
 
 
-def test_a_file_that_is_changed(copy):
+def test_a_changed_byte_is_found(copy):
     folder = copy("stage3")
     path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = bytearray(path.read_bytes())
@@ -235,7 +235,7 @@ def test_a_file_that_is_changed(copy):
     assert "1 changed" in result.output.replace("\n", " ")
 
 
-def test_another_stage(copy):
+def test_an_unknown_stage_is_refused(copy):
     folder = copy("stage1")
     for path in folder.glob("*/*_optim_states.pt"):
         saved = {"optimizer_state_dict": {"zero_stage": 4, "partition_count": [2, 2]}}
@@ -275,11 +275,11 @@ ODD = {
         {"zero_stage": 3, "partition_count": 1, "fp32_flat_groups": [torch.zeros(6)]},
     ),
 }
-"""What somebody may have put into files that are whole: model and optimizer of one rank."""
+"""Odd contents of intact files: model and optimizer of one rank."""
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_files_that_hold_something_else(tmp_path, name):
+def test_odd_contents_of_intact_files_are_refused(tmp_path, name):
     model, saved = ODD[name]
     stage_3 = "zero_pp_rank_0_" if saved.get("zero_stage") == 3 else ""
     torch.save(model, tmp_path / f"{stage_3}mp_rank_00_model_states.pt")
@@ -290,14 +290,14 @@ def test_files_that_hold_something_else(tmp_path, name):
         fields_of(opened(tmp_path), {"first.weight": ["first.weight"]}, [["first.weight"]])
 
 
-def test_a_universal_checkpoint_is_named(copy):
+def test_a_universal_checkpoint_is_refused(copy):
     folder = copy("stage0")
     (folder / "global_step3" / "zero" / "first.weight").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="is a universal checkpoint of DeepSpeed"):
         opened(folder)
 
 
-def test_which_tag(copy):
+def test_find_selects_the_tag(copy):
     folder = copy("stage1")
     assert find(folder) == find(folder / "global_step3") == folder / "global_step3"
     (folder / "latest").unlink()
@@ -322,7 +322,7 @@ def test_which_tag(copy):
         "layer_0_expert_1_mp_rank_00_model_states.pt",
     ],
 )
-def test_models_that_were_cut(copy, name):
+def test_other_parallelism_is_refused(copy, name):
     folder = copy("stage1")
     (folder / "global_step3" / name).touch()
     with pytest.raises(CheckpointError, match="pipeline, tensor or expert parallelism"):
@@ -360,7 +360,7 @@ def test_zero_to_fp32_refuses(tmp_path):
     assert "ends in .gguf" in result.output
 
 
-def test_checkpoint_commands_know_it(tmp_path):
+def test_checkpoint_commands_take_deepspeed_checkpoints(tmp_path):
     runner = CliRunner()
     said = runner.invoke(checkpoint, ["inspect", str(small.HERE / "stage3")]).output
     assert "DeepSpeed 0.19.8, ZeRO stage 3 on 2 ranks, step 3" in said

@@ -1,4 +1,4 @@
-"""What `engine.track` takes: generators and containers go back to where they were."""
+"""Objects that `engine.track` takes: generators and containers are restored in place."""
 
 import random
 from collections import deque
@@ -27,7 +27,7 @@ GENERATORS = [
 
 
 @pytest.mark.parametrize("make", GENERATORS)
-def test_a_generator_goes_on(make: Any, tmp_path: Any) -> None:
+def test_a_generator_continues(make: Any, tmp_path: Any) -> None:
     saved, fresh = make(1), make(2)
     drawn(saved)
     first, second = Tracking(), Tracking()
@@ -56,12 +56,12 @@ def test_containers_are_filled_in_place(saved: Any, fresh: Any, tmp_path: Any) -
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     second.restore(second.read(tmp_path, {"tracked": fields, "files": {}}))
-    second.add({"progress": fresh})  # what was loaded waits for it
+    second.add({"progress": fresh})  # its loaded state was kept until now
     assert list(fresh) == list(saved)
     assert not isinstance(saved, dict) or fresh == saved
 
 
-def test_a_number_is_refused_with_what_to_write() -> None:
+def test_a_number_is_refused_with_advice() -> None:
     with pytest.raises(UsageError, match=r"bests = \{...\}; engine.track\(bests=bests\)"):
         Tracking().add({"best": 0.5})
 

@@ -1,4 +1,4 @@
-"""Headers by the letter: golden files, and files that lie."""
+"""Headers to the letter of the format: golden files, and hostile ones."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_the_stock_library_reads_it():
     assert found["h"] == torch.ones(1, dtype=torch.bfloat16)
 
 
-def test_what_is_laid_out_is_parsed():
+def test_parse_inverts_lay_out():
     (file,) = laid(specs(), twin="w")
     assert header_length(file.header[:8], file.nbytes, "f") == len(file.header) - 8
     again = parse(file.header, file.nbytes, "model.safetensors")
@@ -153,6 +153,6 @@ def test_hostile_headers(name):
 
 
 def read(header, nbytes):
-    """As a reader does: the length first, then as much."""
+    """Read as a reader does: the length first, then that many bytes."""
     length = header_length(header[:8], nbytes, "bad.safetensors")
     return parse(header[: 8 + length], nbytes, "bad.safetensors")

@@ -1,4 +1,4 @@
-"""Files that are none, and files of others that hold what no model has."""
+"""Files that are not regular files, and files of other libraries without a model."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 @pytest.mark.parametrize("opened", [reader.SafetensorsReader, reader.PickleReader])
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a device"])
-def test_what_is_no_file(tmp_path, opened, kind):
-    """A pipe without a writer would be waited for without end."""
+def test_a_pipe_folder_or_device_is_refused(tmp_path, opened, kind):
+    """Opening a pipe without a writer would block forever."""
     path = tmp_path / "m"
     if kind == "a folder":
         path.mkdir()
@@ -60,7 +60,7 @@ def test_pickles_that_are_not_whole(tmp_path, cut):
         reader.open_foreign(path)
 
 
-def test_a_header_that_is_too_long_to_be_looked_at(tmp_path):
+def test_a_header_that_is_too_long_is_not_read(tmp_path):
     table = {f"t{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(10)}
     text = json.dumps(table).encode()
     entry = b', "x": {"data_offsets"}'
