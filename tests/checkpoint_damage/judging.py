@@ -6,7 +6,7 @@ from random import Random
 
 from tests import seeded
 from tests.checkpoint_damage.damaging import Damage, damage
-from tests.checkpoint_damage.training import STEPS, Seen, verify_and_continue, saved
+from tests.checkpoint_damage.training import STEPS, Seen, saved, verify_and_continue
 from tests.distributed.group import Group, RankFailed, RankLate
 from tests.seeded import Result
 

@@ -1,4 +1,4 @@
-"""DeepSpeed checkpoints as files: what is read, what is refused, and that no code of theirs runs."""
+"""DeepSpeed checkpoints as files: what is read, what is refused, and that their code never runs."""
 
 import pickle
 import shutil
