@@ -18,7 +18,7 @@ SLOW = 10.0
 
 COMMAND = seeded.Command(
     name="checkpoint_damage",
-    about="Checkpoints damaged in every way, and what is made of them.",
+    about="Damage checkpoints at random, and check what loads.",
     thing="damage",
     things="damages",
     fine=("sentence", "fell back with a line", "equal", "begins anew at nothing"),

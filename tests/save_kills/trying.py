@@ -25,7 +25,7 @@ _WHOLE = re.compile(r"step-\d+")
 
 COMMAND = Command(
     name="save_kills",
-    about="Kills at any moment around a save, and what is left to go on from.",
+    about="Kill ranks at random moments around a save, and check the next run.",
     thing="kill",
     things="kills",
     fine=("same bits", "same bits, too late to kill"),

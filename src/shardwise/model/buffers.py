@@ -122,7 +122,16 @@ class _Window:
 
 
 class Buffers:
-    """Keeps the buffers of models equal; a buffer is identified by its module and key."""
+    """Keeps the buffers of models equal; a buffer is identified by its module and key.
+
+    Args:
+        models: Models whose buffers are kept equal.
+        group: Ranks that hold the same buffers.
+        left_out: Modules that keep their buffers equal themselves.
+        alone: True if there is nothing to average with (default: if `group` has one rank).
+        compares: Returns whether ranks hold a frozen parameter whole, so that it is compared.
+        say: Prints a message for the user, once.
+    """
 
     def __init__(
         self,
@@ -134,15 +143,6 @@ class Buffers:
         compares: Callable[[nn.Parameter], bool] = lambda parameter: False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """
-        Args:
-            models: Models whose buffers are kept equal.
-            group: Ranks that hold the same buffers.
-            left_out: Modules that keep their buffers equal themselves.
-            alone: True if there is nothing to average with (default: if `group` has one rank).
-            compares: Returns whether ranks hold a frozen parameter whole, so that it is compared.
-            say: Prints a message for the user, once.
-        """
         self._group = group
         self.alone = group.size == 1 if alone is None else alone
         self._models = models

@@ -80,8 +80,21 @@ def opened(path: str | PathLike[str]) -> Save:
 def client_state(path: str | PathLike[str]) -> dict[str, Any]:
     """Return the `client_state` that was passed to DeepSpeed's save_checkpoint.
 
-    Objects of unknown classes become records of their attributes; no code of theirs runs. Raises
-    CheckpointError if `path` is not a DeepSpeed checkpoint.
+    Args:
+        path: Folder of a tag, or of several tags with a file `latest`.
+
+    Returns:
+        The saved values by key. An object of a class becomes a record of its attributes; its code
+        never runs.
+
+    Raises:
+        CheckpointError: `path` is not a DeepSpeed checkpoint.
+        BrokenCheckpoint: A file is missing or damaged.
+
+    Example::
+
+        state = client_state("ckpt")
+        epoch, lr = state["epoch"], state["args"].lr
     """
     return opened(path).client_state
 

@@ -56,6 +56,9 @@ def on_meta() -> Iterator[None]:
     recorded. A tensor that is computed from a parameter and kept as a plain attribute stays on the
     meta device: register it as a buffer.
 
+    Raises:
+        ModelError: An operation cannot be recorded, or a parameter was written between two blocks.
+
     Example:
         >>> import shardwise as sw
         >>> from torch import nn
