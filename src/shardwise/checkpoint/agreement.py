@@ -16,6 +16,7 @@ def agree(
     group: Collectives, failure: str | None, kind: type[CheckpointError] = CheckpointError
 ) -> None:
     """Raise `kind` on all ranks if one has a `failure`. Collective."""
+    # The first failing rank decides, so that all ranks raise the same message.
     for rank, each in enumerate(group.gather_objects(failure)):
         if each is not None:
             raise kind(each if group.size == 1 else f"Rank {rank}: {each}")

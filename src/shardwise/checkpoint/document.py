@@ -43,6 +43,7 @@ _LENGTH_OF_END = len(b' "crc32": "00000000"\n}\n')
 def dump(fields: Mapping[str, Any]) -> bytes:
     """Return the bytes of the file; `fields` are all fields except format, version and checksum."""
     known = set(schema.FIELDS) | (set(fields) & set(schema.OPTIONAL))
+    # A field without a check in schema.py would be saved but never validated.
     assert set(fields) == known, set(fields) ^ known
     whole = {"format": FORMAT, "version": VERSION} | dict(fields)
     # The checksum covers all bytes before it, so it must be at the end.
@@ -71,6 +72,7 @@ def load(folder: Path) -> dict[str, Any]:
             f"{path} was changed after it was written: it does not end with its CRC-32. "
             f"{_accept_hint(folder)}"
         )
+    # Otherwise a changed version number would turn off the check of the checksum.
     if fields["version"] == UNSUMMED and _SUM in fields:
         raise BrokenCheckpoint(
             f"{path} has a CRC-32, but files of version {UNSUMMED} do not. Use another checkpoint."
@@ -88,11 +90,14 @@ def accept(folder: Path) -> dict[str, Any]:
     path = folder / DOCUMENT
     fields = _check_fields(path, _parse(path, _read(folder)))
     tensors = {name for names in fields["sets"].values() for name in names}
+    # Only the small files: the checksums of tensors still have to prove that the tensors are
+    # intact.
     names = [path.name for path in folder.iterdir() if path.suffix in (".json", ".pt")]
     for name in sorted({*fields["files"], *names} - tensors - {DOCUMENT}):
         fields["files"][name] = crc_of(read_whole(folder / name))
     known = [name for name in (*schema.FIELDS, *schema.OPTIONAL) if name in fields]
     replace_file(path, dump({name: fields[name] for name in known}))
+    # Read the file again, so that the result is verified as by any other reader.
     return load(folder)
 
 
@@ -139,6 +144,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     version = fields.get("version")
     if type(version) is not int or version < UNSUMMED:
         raise BrokenCheckpoint(f"{path} has the invalid version {version!r:.60}. Use another.")
+    # Not BrokenCheckpoint: `resume` must not skip a newer checkpoint and go back to an older one.
     if version > VERSION:
         raise CheckpointError(
             f"{path} has version {version}, but this Shardwise reads versions up to {VERSION}. "

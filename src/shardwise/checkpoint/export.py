@@ -81,6 +81,7 @@ def write_safetensors(
     Raises:
         CheckpointError: There are more tensors than a file may hold.
     """
+    # One file, so no size limit: only the number of tensors could split it.
     layout, *more = lay_out(path.stem, specs, limit=math.inf, aliases=aliases)
     if more:
         raise CheckpointError(
@@ -160,6 +161,7 @@ def replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             if not named:
                 _name(fd, aside)
+            # Before the file is closed, because closing it releases the lock.
             aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
@@ -202,6 +204,7 @@ def _sweep(path: Path) -> None:
     """Remove the remains of killed exports to `path`."""
     begin, end = f".{path.name}.", ".partial"
     for found in path.parent.iterdir():
+        # The process id only keeps names apart. It may have been reused, or be from another host.
         pid = found.name.removeprefix(begin).removesuffix(end)
         if found.name != f"{begin}{pid}{end}" or not pid.isdigit() or not found.is_file():
             continue
@@ -234,6 +237,7 @@ def _split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, st
     aliases: dict[str, str] = {}
     rest: dict[str, Any] = {}
     first_name: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
+    # Sorted, so that the same name of a tied weight comes first in every export.
     for key, value in sorted(model.state_dict().items()):
         name = _plain_name(key)
         if not isinstance(value, Tensor):
@@ -245,5 +249,6 @@ def _split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, st
             aliases[name] = first_name[place]
             continue
         first_name[place] = name
+        # cpu() and contiguous() return the same tensor if there is nothing to do, so clone.
         tensors[name] = value.detach().cpu().contiguous().clone()
     return tensors, aliases, rest

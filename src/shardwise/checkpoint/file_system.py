@@ -73,6 +73,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Replace the file `path` atomically: after a crash it has the old or the new content."""
+    # In the same folder, because a rename is atomic only within one file system.
     aside = path.with_name(f".{path.name}.partial")
     try:
         write_synced(aside, data)
@@ -88,6 +89,7 @@ def remove(path: Path) -> str | None:
     Returns None, or a message that says why the path could not be removed.
     """
     try:
+        # A link to a folder is a folder too, but its target is not ours to remove.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

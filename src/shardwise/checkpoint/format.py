@@ -97,6 +97,7 @@ def lay_out(
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in ordered:
+        # Never leave a group empty: a tensor above the limit must still go somewhere.
         if groups[-1] and (size + spec.nbytes > limit or len(groups[-1]) == MOST_TENSORS):
             groups.append([])
             size = 0
@@ -109,6 +110,7 @@ def lay_out(
 def file_names(stem: str, count: int) -> list[str]:
     """Return the file names of a set, in the form that Hugging Face's readers expect."""
     if count == 1:
+        # A single file has no number, so that stock readers find it without an index.
         return [f"{stem}.safetensors"]
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
@@ -169,6 +171,7 @@ def header_length(first: bytes, nbytes: int, name: str) -> int:
     """
     if len(first) < _LENGTH or nbytes < _LENGTH:
         raise _broken(name, f"it ends after {nbytes} bytes, before its header")
+    # Checked against limit and file size before use: a hostile length must not allocate gigabytes.
     length = int.from_bytes(first[:_LENGTH], "little")
     if length > LONGEST_HEADER:
         raise _broken(name, f"its header claims {length} bytes, above {LONGEST_HEADER}")
@@ -189,6 +192,7 @@ def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
         raise _broken(name, "its metadata is not a map of text to text")
     start = len(header)
     tensors = [_parse_entry(key, value, name, start) for key, value in table.items()]
+    # By begin, then end: an empty tensor may start at the same byte as the next one.
     tensors.sort(key=lambda placed: (placed.begin, placed.end))
     reached = start
     for placed in tensors:
@@ -203,6 +207,7 @@ def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
 
 
 def _parse_table(text: bytes, name: str) -> dict[str, Any]:
+    # Required by the format, although JSON would allow spaces before it.
     if not text.startswith(b"{"):
         raise _broken(name, "its header does not begin with {")
     # Counted before parsing: a hostile header of 100 MB must not become millions of objects.
@@ -239,6 +244,7 @@ def _parse_entry(key: str, value: Any, name: str, start: int) -> PlacedTensor:
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _broken(name, f"tensor {key!r} has the invalid data_offsets {offsets!r}")
     spec = TensorSpec(key, dtype, tuple(shape))
+    # Reads use shape and dtype for their length, so the offsets must agree with them.
     if offsets[1] - offsets[0] != spec.nbytes:
         raise _broken(
             name,

@@ -57,15 +57,18 @@ def _encode(value: Any) -> Any:
     if type(value) is Counter:
         return {"$counter": [[_encode(k), n] for k, n in value.items()]}
     if type(value) in (dict, OrderedDict, defaultdict):
+        # A user's key that starts with a dollar sign must not be taken for one of our tags.
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: _encode(each) for key, each in value.items()}
         return {"$map": [[_encode(k), _encode(v)] for k, v in value.items()]}
+    # By name, so that numpy need not be imported for states without its scalars.
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return _encode(value.item())
     raise NotPlain(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def _encode_tensor(value: Tensor) -> Any:
+    # The caller stores such tensors in a file instead.
     if value.numel() > LARGEST or value.is_complex() or value.is_quantized:
         raise NotPlain(f"a tensor of the shape {tuple(value.shape)} and {value.dtype}")
     values = value.detach().cpu().flatten().tolist()

@@ -109,6 +109,7 @@ class CheckpointLoader:
             objects.buffers.remember()
             if spec.pipeline is not None:
                 spec.pipeline.tied_weights.invalidate()
+            # Only weights were loaded: step count, optimizers and random streams keep their values.
             if parsed is None:
                 state.extra_sets.start_again()
                 return None
@@ -127,6 +128,7 @@ class CheckpointLoader:
                 "a DeepSpeed checkpoint has no state for the tracked objects "
                 f"{', '.join(untouched)}: they keep their state."
             )
+        # Last: a user's object may look at the optimizers while it loads its state.
         self._tracked.restore(parsed.tracked)
         # A restart's progress is then counted from this step, not from step 0.
         world.progress.stepped(state.number, parsed.step)

@@ -125,6 +125,7 @@ def _check_steps(steps: Mapping[str, Any]) -> None:
 
     Such a count is not a number, or differs from the others in being a tensor or not.
     """
+    # A tensor among numbers (or the reverse) would pass a load and fail in the next update.
     forms = Counter(isinstance(step, Tensor) for step in steps.values())
     # Whether a step is a tensor depends on the optimizer, so the majority decides.
     usual = forms[True] >= forms[False]

@@ -41,6 +41,8 @@ class Tracking:
     def add(self, objects: Mapping[str, Any]) -> None:
         """Track `objects` too, and restore any states that were loaded for them earlier."""
         for name, each in objects.items():
+            # Tracking the same object again is harmless, for example in a notebook cell that runs
+            # twice.
             if name in self._objects and self._objects[name] is not each:
                 raise UsageError(
                     f"engine.track already has an object named {name}. Use another name."

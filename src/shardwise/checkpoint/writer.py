@@ -69,6 +69,7 @@ class Writer:
         self._files: dict[str, int] = {}
         # Not an executor: the interpreter shuts executors down before it joins other threads.
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Not a daemon thread: a save in progress must finish before the interpreter exits.
         self._thread = Thread(target=self._run_orders, name="shardwise-checkpoint-writer")
         self._thread.start()
         self._parts: dict[TensorKey, list[ChecksumPart]] = defaultdict(list)
@@ -120,6 +121,7 @@ class Writer:
     def _put(self, placed: PlacedTensor, at: int, data: memoryview) -> None:
         if self._failure is not None:
             return
+        # Opened on first use: with split sets a rank writes into only some of the files.
         fd = self._files.get(placed.file)
         if fd is None:
             fd = self._files[placed.file] = os.open(

@@ -148,6 +148,7 @@ class SavedTensors:
 
     def _key(self, tensor: Tensor) -> _Key | None:
         """Return the memory range to move for `tensor`, or None if it stays in place."""
+        # A subclass may keep its data elsewhere. Offload frees only memory of `device_type`.
         if type(tensor) not in _PLAIN or tensor.device.type != self._device_type:
             return None
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():

@@ -53,6 +53,7 @@ class Activations:
             found = [units.find_units(model) or [("", model)] for model in models]
             self._forwards = [
                 RecomputedForward(unit, compiled=settings.compile)
+                # A unit that several models share must be wrapped only once.
                 for unit in dict.fromkeys(unit for several in found for _, unit in several)
             ]
         if target is not None:

@@ -35,6 +35,7 @@ class MicroShardBuffers(Buffers):
         compares: Callable[[nn.Parameter], bool] = lambda parameter: False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        # Before super().__init__, which calls `_watch`.
         self._shards = shards
         self._turns: list[dict[int, Tensor]] = []
         self._start: dict[int, Tensor] = {}

@@ -44,6 +44,7 @@ class ForwardInputs:
         for prefix, model in models:
             for path, module in model.named_modules():
                 self._names[module] = joined(prefix, path)
+                # Hooks would break the graph of a compiled module.
                 if module._compiled_call_impl is None:
                     before, after = module.register_forward_pre_hook, module.register_forward_hook
                     self._hooks += [
@@ -54,6 +55,7 @@ class ForwardInputs:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if (name := self._names.get(module)) is not None and name not in self.order:
             self.order.append(name)
+        # Only the outermost forward counts: inputs of inner modules are results, not data.
         self._depth += 1
         # A recomputation runs inside backward, on inputs that were already counted.
         again = torch._C._current_graph_task_id() != -1

@@ -71,6 +71,7 @@ _READS = ("__getitem__", "__contains__", "__iter__", "__len__", "__eq__", "__ne_
 _VIEWS = ("get", "keys", "values", "items", "copy", "__copy__", "__or__", "__ror__", "__reversed__")
 _WRITES = ("__setitem__", "__delitem__", "setdefault", "pop", "popitem", "clear", "update")
 
+# On the class: Python does not look up special methods on instances.
 for _name in (*_READS, *_VIEWS, *_WRITES, "__ior__"):
     setattr(StateOfEngine, _name, _watch(defaultdict, _name, lambda self, _: self._use()))
 

@@ -142,6 +142,8 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
                 continue  # a meta parameter is cast when it gets memory
             if parameter.is_floating_point() and parameter not in before:
                 before[parameter] = parameter.detach()
+                # Through .data, so that the parameter stays the same object for optimizers and
+                # ties.
                 parameter.data = parameter.detach().to(dtype)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():

@@ -40,6 +40,7 @@ class RecomputedForward:
         self.unit = unit
         self._before: Callable[..., Any] | None = vars(unit).get("forward")
         plain: Callable[..., Any] = unit.forward
+        # Libraries inspect the signature of forward to decide which arguments to pass.
         functools.update_wrapper(self, plain)
         self.plain = torch.compile(plain) if compiled else plain
         self.buffers = UnitBuffers(unit)
@@ -47,6 +48,7 @@ class RecomputedForward:
         module_hooks.replace(unit, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Without gradients autograd saves nothing, so there is nothing to recompute.
         if not self._is_active or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         # The user compiles the whole model: torch can trace its own checkpoint, but not our state.

@@ -171,6 +171,7 @@ def _combine_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _wide(x: Tensor) -> Tensor:
+    # Sums in 16 bits would lose most of the rows.
     return x.float() if x.dtype in NARROW else x
 
 

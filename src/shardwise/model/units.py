@@ -70,6 +70,7 @@ def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
         children = [each for name, child in children for each in _callable_modules(name, child)]
     kinds = [type(child) for _, child in children]
     for below, child in children:
+        # A layer without children, such as a Linear, is too small to be a unit.
         repeated = kinds.count(type(child)) > 1 and any(True for _ in child.children())
         inner = list(_find_blocks(child, below))
         if repeated and _has_forward(child) and (is_list or not inner):

@@ -112,6 +112,7 @@ def _map_file(path: Path, spec: TensorSpec) -> Tensor:
     dtype = dtype_of(spec.dtype)
     if not spec.numel:
         return torch.empty(0, dtype=dtype)
+    # Shared: written pages can go to disk, so the whole model need not fit in memory.
     return torch.from_file(str(path), shared=True, size=spec.numel, dtype=dtype)
 
 

@@ -43,6 +43,7 @@ class Inert:
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
             state = {**(state[0] or {}), **state[1]}
         if isinstance(state, dict):
+            # Not `__class__` and the like: the record must stay inert.
             plain = {k: v for k, v in state.items() if isinstance(k, str) and k[:2] != "__"}
             self.__dict__.update(plain)
 
@@ -122,6 +123,7 @@ class _Unpickler(pickle.Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
+        # A class, because a pickle may instantiate a name or call it as a function.
         return type("Inert", (Inert,), {"kind": f"{module}.{name}"})
 
 
@@ -143,6 +145,7 @@ def load(path: Path) -> Any:
     """
     try:
         must_be_file(path)
+        # First, because torch.load would read a file that is not a zip as a plain pickle.
         zipfile.ZipFile(path).close()
         # If torch.load finds constants.pkl, it runs the file as TorchScript. A crafted file can
         # show other names to zipfile than to torch, so ask torch's own reader.

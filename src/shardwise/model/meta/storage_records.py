@@ -44,6 +44,7 @@ def record_of(tensor: Tensor) -> StorageRecord | None:
 
 def set_record(tensor: Tensor, record: StorageRecord | None) -> None:
     """Attach `record` to the memory of `tensor`, for as long as that lives."""
+    # torch returns the same Python object for a storage as long as it lives, so attributes stay.
     tensor.untyped_storage()._shardwise_record = record  # type: ignore[attr-defined]
 
 

@@ -102,6 +102,7 @@ class AllocatedStorage:
     size: int  # bytes
 
 
+# Compared by identity: operations are keys of dicts, and equal calls are different operations.
 @dataclass(eq=False)
 class TapedOperation:
     """A call that can be replayed: its function, arguments, memories and random state."""
