@@ -17,9 +17,9 @@ def agree(
 ) -> None:
     """Raise `kind` on all ranks if one has a `failure`. Collective."""
     # The first failing rank decides, so that all ranks raise the same message.
-    for rank, each in enumerate(group.gather_objects(failure)):
-        if each is not None:
-            raise kind(each if group.size == 1 else f"Rank {rank}: {each}")
+    for rank, message in enumerate(group.gather_objects(failure)):
+        if message is not None:
+            raise kind(message if group.size == 1 else f"Rank {rank}: {message}")
 
 
 def read_on_all(group: Collectives, path: Path, read: Callable[[], T]) -> T:
@@ -38,10 +38,10 @@ def read_on_all(group: Collectives, path: Path, read: Callable[[], T]) -> T:
     failures = group.gather_objects(failure)
     # All ranks see the same list in the same order, so all of them raise the same error.
     for kind in (BrokenCheckpoint, CheckpointMismatch, CheckpointError):
-        for rank, each in enumerate(failures):
-            if each is not None and each[0] == kind.__name__:
+        for rank, rank_failure in enumerate(failures):
+            if rank_failure is not None and rank_failure[0] == kind.__name__:
                 # The same error on every rank is about the file: naming one rank would mislead.
-                known = all(other == each for other in failures)
-                raise kind(each[1] if known else f"Rank {rank}: {each[1]}")
+                known = all(other == rank_failure for other in failures)
+                raise kind(rank_failure[1] if known else f"Rank {rank}: {rank_failure[1]}")
     assert result is not None
     return result

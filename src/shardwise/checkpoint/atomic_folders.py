@@ -36,14 +36,14 @@ _HIDDEN = re.compile(r"\.step-([0-9]+)\.(partial|replaced|gone)(\.[0-9]+)?")
 
 
 @dataclass(frozen=True, order=True)
-class FolderOfStep:
+class StepFolder:
     """A checkpoint in a folder."""
 
     step: int
     path: Path
 
 
-def complete(folder: Path) -> list[FolderOfStep]:
+def complete(folder: Path) -> list[StepFolder]:
     """Return the complete checkpoints in `folder`, oldest step first."""
     if not folder.is_dir():
         return []
@@ -57,7 +57,7 @@ def complete(folder: Path) -> list[FolderOfStep]:
         elif hidden and hidden[2] == "replaced":
             # A save of the same step was killed between its two renames.
             found.setdefault(int(hidden[1]), path)
-    return [FolderOfStep(step, found[step]) for step in sorted(found)]
+    return [StepFolder(step, found[step]) for step in sorted(found)]
 
 
 def _has_document(path: Path) -> bool:
@@ -67,7 +67,7 @@ def _has_document(path: Path) -> bool:
         return False
 
 
-def incomplete_checkpoints(folder: Path) -> list[FolderOfStep]:
+def incomplete_checkpoints(folder: Path) -> list[StepFolder]:
     """Return the folders with the name and contents of a checkpoint but no DOCUMENT, oldest
     first."""
     if not folder.is_dir():
@@ -82,7 +82,7 @@ def incomplete_checkpoints(folder: Path) -> list[FolderOfStep]:
         except OSError:  # an unreadable folder may contain anything
             is_empty = False
         if not is_empty:
-            found.append(FolderOfStep(int(named[1]), path))
+            found.append(StepFolder(int(named[1]), path))
     return sorted(found)
 
 
@@ -199,9 +199,9 @@ class Draft:
         if error.errno == errno.EEXIST and place.is_dir():
             return "Another run may be saving there: give each run its own folder."
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
-            for each in (place, *place.parents):
-                if each.is_symlink() and not each.exists():
-                    return f"{each} links to {each.readlink()}, which does not exist: create it."
+            for path in (place, *place.parents):
+                if path.is_symlink() and not path.exists():
+                    return f"{path} links to {path.readlink()}, which does not exist: create it."
             return "A file is in the way: name a folder, or the path of a folder to create."
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return "Name a folder that this user can write to."

@@ -115,14 +115,14 @@ def _stored_names(value: Any) -> Iterator[str]:
             yield value["$stored"][0]
             return
         value = list(value.values())
-    for each in value if isinstance(value, list) else ():
-        yield from _stored_names(each)
+    for item in value if isinstance(value, list) else ():
+        yield from _stored_names(item)
 
 
 def _is_map(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(each, list) and len(each) == 2 and not isinstance(each[0], list)
-        for each in value
+        isinstance(pair, list) and len(pair) == 2 and not isinstance(pair[0], list)
+        for pair in value
     )
 
 
@@ -176,16 +176,16 @@ def _check(value: Any) -> None:
     if tag in ("$tuple", "$list", "$deque"):
         inside = content
     elif tag == "$map":
-        inside = [each for _, each in content]
+        inside = [item for _, item in content]
     elif tag == "$object":
         inside = list(content[1].values())
     elif tag == "$optimizer":
-        inside = [each for group in content["groups"] for _, each in group]
+        inside = [item for group in content["groups"] for _, item in group]
         inside += [content["state"], *content["attributes"].values()]
     else:
         inside = [content[0]] if tag == "$small" else [content] if tag == "$given" else []
-    for each in inside:
-        _check(each)
+    for item in inside:
+        _check(item)
 
 
 class _Encoder:
@@ -253,12 +253,12 @@ class _Encoder:
             return {"$optimizer": self._encode_optimizer(value, place)}
         return self._encode_object(value, place)
 
-    def _encode_items(self, several: Any, place: str) -> list[Any]:
-        return [self._encode(each, f"{place}.{index}") for index, each in enumerate(several)]
+    def _encode_items(self, items: Any, place: str) -> list[Any]:
+        return [self._encode(item, f"{place}.{index}") for index, item in enumerate(items)]
 
     def _encode_map(self, value: Mapping[Any, Any], place: str) -> list[Any]:
         encoded = []
-        for key, each in value.items():
+        for key, item in value.items():
             known: Any
             if isinstance(key, nn.Parameter) and key in self._names:
                 known = {"$parameter": self._names[key]}
@@ -270,7 +270,7 @@ class _Encoder:
                 except NotPlain:
                     self._skip(key, f"{place}[...]")
                     continue
-            encoded.append([known, self._encode(each, _path_of(place, known))])
+            encoded.append([known, self._encode(item, _path_of(place, known))])
         return encoded
 
     def _encode_tensor(self, value: Tensor, place: str) -> Any:
@@ -318,7 +318,7 @@ class _Encoder:
             if package in sys.stdlib_module_names or not hasattr(value, "__dict__"):
                 return self._skip(value, place)
             fields = vars(value).items()
-            encoded = {name: self._encode(each, f"{place}.{name}") for name, each in fields}
+            encoded = {name: self._encode(field, f"{place}.{name}") for name, field in fields}
             return {"$object": [type(value).__qualname__, encoded]}
         finally:
             self._depth_in_objects -= 1

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.atomic_folders import DOCUMENT, FolderOfStep, place_of
+from shardwise.checkpoint.atomic_folders import DOCUMENT, StepFolder, place_of
 from shardwise.checkpoint.engine_view import EngineView
 from shardwise.checkpoint.loader import CheckpointLoader
 from shardwise.checkpoint.saver import CheckpointSaver
@@ -193,8 +193,8 @@ class Checkpoints:
                 broken.append(error)
                 continue
             # Only now: if no checkpoint is intact, the error of the newest is raised instead.
-            for each in broken:
-                self._report_skipped(each)
+            for damage in broken:
+                self._report_skipped(damage)
             return path
         if broken:
             older = f" Nor is any of the {len(broken) - 1} before it intact." if broken[1:] else ""
@@ -255,7 +255,7 @@ class Checkpoints:
             self._world.preemption.leave_out(self._save_at_the_end)
 
 
-def _refuse_fresh_start(folder: Path, incomplete: Sequence[FolderOfStep]) -> None:
+def _refuse_fresh_start(folder: Path, incomplete: Sequence[StepFolder]) -> None:
     """Raise BrokenCheckpoint if a run would start from scratch next to incomplete checkpoints."""
     if incomplete:
         newest = incomplete[0].path

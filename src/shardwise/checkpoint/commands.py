@@ -83,9 +83,9 @@ def inspect(path: Path) -> int:
         lines = list(opened.lines())
         console.print(_table(lines))
         for kind in opened.sets:
-            several = [line for line in lines if line.kind == kind]
-            size = sum(line.spec.nbytes for line in several)
-            _print_line(console, f"{kind:>10}  {len(several)} tensors, {size:,} bytes")
+            lines_of_set = [line for line in lines if line.kind == kind]
+            size = sum(line.spec.nbytes for line in lines_of_set)
+            _print_line(console, f"{kind:>10}  {len(lines_of_set)} tensors, {size:,} bytes")
     return 0
 
 

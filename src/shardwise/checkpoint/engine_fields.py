@@ -106,19 +106,21 @@ FIELDS: tuple[EngineField, ...] = (_Seed(), SCALING, _Draws())
 
 def values(engine: EngineView) -> dict[str, Any]:
     """Return the fields to save."""
-    found = {each.name: each.value(engine) for each in FIELDS}
+    found = {field.name: field.value(engine) for field in FIELDS}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def parse(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parsed values of `fields`, for `restore`. Raises BrokenCheckpoint."""
     return {
-        each.name: each.parse(path, fields[each.name]) for each in FIELDS if each.name in fields
+        field.name: field.parse(path, fields[field.name])
+        for field in FIELDS
+        if field.name in fields
     }
 
 
 def restore(engine: EngineView, parsed: Mapping[str, Any]) -> None:
     """Restore `parsed` values; fields that the checkpoint lacks are not changed."""
-    for each in FIELDS:
-        if each.name in parsed:
-            each.restore(engine, parsed[each.name])
+    for field in FIELDS:
+        if field.name in parsed:
+            field.restore(engine, parsed[field.name])

@@ -122,8 +122,8 @@ def index_name(stem: str) -> str:
 
 def index(files: Sequence[TensorFile]) -> dict[str, Any]:
     """Return the index of a split set: which file contains which tensor."""
-    placed = {name: each for file in files for name, each in file.tensors.items()}
-    total = sum(each.spec.nbytes for each in placed.values())
+    placed = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    total = sum(tensor.spec.nbytes for tensor in placed.values())
     return {
         "metadata": {"total_size": total},
         "weight_map": {name: placed[name].file for name in sorted(placed)},

@@ -51,15 +51,15 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value)
     if type(value) is list:
-        return [_encode(each) for each in value]
+        return [_encode(item) for item in value]
     if type(value) is tuple:
-        return {"$tuple": [_encode(each) for each in value]}
+        return {"$tuple": [_encode(item) for item in value]}
     if type(value) is Counter:
         return {"$counter": [[_encode(k), n] for k, n in value.items()]}
     if type(value) in (dict, OrderedDict, defaultdict):
         # A user's key that starts with a dollar sign must not be taken for one of our tags.
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: _encode(each) for key, each in value.items()}
+            return {key: _encode(item) for key, item in value.items()}
         return {"$map": [[_encode(k), _encode(v)] for k, v in value.items()]}
     # By name, so that numpy need not be imported for states without its scalars.
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
@@ -76,7 +76,7 @@ def _encode_tensor(value: Tensor) -> Any:
         "$tensor": {
             "dtype": dtype_name(value.dtype),
             "shape": list(value.shape),
-            "values": [_encode(each) for each in values],
+            "values": [_encode(number) for number in values],
         }
     }
 
@@ -84,7 +84,7 @@ def _encode_tensor(value: Tensor) -> Any:
 def decode(value: Any) -> Any:
     """Return the value that `encode` encoded. Raises BrokenCheckpoint if it cannot have."""
     if isinstance(value, list):
-        return [decode(each) for each in value]
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1 and (key := next(iter(value))).startswith("$"):
@@ -95,15 +95,15 @@ def decode(value: Any) -> Any:
                 f"checkpoint.json has a value that cannot be decoded: {str(value)[:80]}. Use "
                 "another checkpoint."
             ) from error
-    return {key: decode(each) for key, each in value.items()}
+    return {key: decode(item) for key, item in value.items()}
 
 
 _DECODERS: dict[str, Any] = {
-    "$tuple": lambda content: tuple(decode(each) for each in content),
+    "$tuple": lambda content: tuple(decode(item) for item in content),
     "$float": float,
     "$counter": lambda content: Counter({decode(key): count for key, count in content}),
-    "$map": lambda content: {decode(key): decode(each) for key, each in content},
+    "$map": lambda content: {decode(key): decode(item) for key, item in content},
     "$tensor": lambda content: torch.tensor(
-        [decode(each) for each in content["values"]], dtype=dtype_of(content["dtype"])
+        [decode(item) for item in content["values"]], dtype=dtype_of(content["dtype"])
     ).reshape(content["shape"]),
 }

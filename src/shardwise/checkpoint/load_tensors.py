@@ -98,16 +98,16 @@ def fill_optimizers(
         if saved is not None:
             attributes.restore(optimizer, saved, read, say)
     # Parameters that are frozen now are not in `places`; their state is loaded below.
-    places = {each.name: place for place, each in enumerate(states.parameters.named)}
+    places = {frozen.name: place for place, frozen in enumerate(states.parameters.named)}
     entries = _state_entries(states, source, numbers, places)
     states.optimizer.restart(entries, {places[n] for n in numbers.borders if n in places})
     fill_spans(engine_tensors, source, itertools.filterfalse(_is_of_model, engine_tensors.trained))
-    for each in engine_tensors.frozen_states:
-        state = _read_whole_state(source, numbers, each.name)
-        shard = engine_tensors.spec.shard_of(each.parameter)
+    for frozen in engine_tensors.frozen_states:
+        state = _read_whole_state(source, numbers, frozen.name)
+        shard = engine_tensors.spec.shard_of(frozen.parameter)
         if shard is not None:
             state = {key: part_of(value, shard) for key, value in state.items()}
-        each.take(state)
+        frozen.take(state)
 
 
 def part_of(value: Any, shard: Shard) -> Any:

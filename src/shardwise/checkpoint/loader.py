@@ -17,7 +17,7 @@ from shardwise.checkpoint import (
     source,
 )
 from shardwise.checkpoint.agreement import agree, read_on_all
-from shardwise.checkpoint.atomic_folders import DOCUMENT, FolderOfStep, lacks_document
+from shardwise.checkpoint.atomic_folders import DOCUMENT, StepFolder, lacks_document
 from shardwise.checkpoint.deepspeed.folders import find as find_deepspeed
 from shardwise.checkpoint.engine_view import EngineView
 from shardwise.checkpoint.source import CheckpointSource
@@ -46,13 +46,13 @@ class CheckpointLoader:
         self._objects = state.objects
         self._tracked = tracked
 
-    def list_checkpoints(self, folder: Path) -> tuple[list[FolderOfStep], list[FolderOfStep]]:
+    def list_checkpoints(self, folder: Path) -> tuple[list[StepFolder], list[StepFolder]]:
         """Return the complete and the incomplete checkpoints in `folder`, newest first. Collective.
 
         All ranks get the same lists. Raises CheckpointError if `folder` cannot be read, or is
         itself a checkpoint.
         """
-        own: tuple[list[FolderOfStep], list[FolderOfStep]] = [], []
+        own: tuple[list[StepFolder], list[StepFolder]] = [], []
         failure = None
         # Only rank 0 lists the folder: on a network disk other ranks may see a new folder later.
         if self._spec.world_group.rank == 0:
@@ -76,9 +76,7 @@ class CheckpointLoader:
                     "folder."
                 )
         agree(self._spec.world_group, failure)
-        everywhere: tuple[list[FolderOfStep], list[FolderOfStep]] = self._world.broadcast_object(
-            own
-        )
+        everywhere: tuple[list[StepFolder], list[StepFolder]] = self._world.broadcast_object(own)
         return everywhere
 
     def load(self, path: Path, *, strict: bool, model_only: bool) -> int | None:

@@ -34,8 +34,8 @@ class OptimizerFields:
 
     def take_options(self, optimizers: Sequence[optim.Optimizer]) -> None:
         """Set the options of all groups (rates, entries of schedulers) to the saved ones."""
-        for optimizer, several in zip(optimizers, self.options, strict=True):
-            for group, saved in zip(optimizer.param_groups, several, strict=True):
+        for optimizer, saved_groups in zip(optimizers, self.options, strict=True):
+            for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
                 for key, value in saved.items():
                     now = group.get(key)
                     if isinstance(now, Tensor) and isinstance(value, Tensor):
@@ -151,8 +151,8 @@ def check(
         saved = [(name or own[0], count) for own, (name, count) in zip(classes, saved, strict=True)]
     if classes != saved:
 
-        def describe(several: list[tuple[str, int]]) -> str:
-            return " and ".join(f"{name} with {count} group(s)" for name, count in several)
+        def describe(optimizers: list[tuple[str, int]]) -> str:
+            return " and ".join(f"{name} with {count} group(s)" for name, count in optimizers)
 
         raise CheckpointMismatch(
             f"The checkpoint has the optimizers {describe(saved)}, but this engine has "
@@ -211,12 +211,12 @@ def _check_kind(
 
     Needed for DeepSpeed checkpoints, which do not name the class of an optimizer.
     """
-    for described, optimizer, several in zip(
+    for described, optimizer, saved_groups in zip(
         fields["optimizers"], optimizers, numbers.options, strict=True
     ):
         if described["class"]:
             continue
-        for group, saved in zip(optimizer.param_groups, several, strict=True):
+        for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
             odd = sorted(set(saved) - set(group) - _OF_SCHEDULERS)
             if saved.get(_ADAMW, group.get(_ADAMW)) != group.get(_ADAMW):
                 odd.append(_ADAMW)
@@ -236,8 +236,10 @@ _SWITCHES = {"foreach", "fused"}
 
 def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFields) -> None:
     """Raise BrokenCheckpoint for an option whose wrong type would fail only in an update."""
-    for optimizer, several in zip(optimizers, numbers.options, strict=True):
-        for place, (group, saved) in enumerate(zip(optimizer.param_groups, several, strict=True)):
+    for optimizer, saved_groups in zip(optimizers, numbers.options, strict=True):
+        for place, (group, saved) in enumerate(
+            zip(optimizer.param_groups, saved_groups, strict=True)
+        ):
             for key, value in saved.items():
                 now = group.get(key)
                 switch = key not in _SWITCHES or value is None or isinstance(value, bool)
@@ -268,5 +270,5 @@ def _kind(value: Any) -> str:
     return "a list" if isinstance(value, list | tuple) else type(value).__name__
 
 
-def _groups(several: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    return itertools.chain.from_iterable(several)
+def _groups(group_lists: Iterable[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    return itertools.chain.from_iterable(group_lists)

@@ -79,10 +79,10 @@ def plan(
     reported = engine_tensors.trained.reported()
     # Ranks may disagree on the shape of a buffer that grows: the rank that writes it decides.
     buffers: dict[str, TensorSpec] = {}
-    mine = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
+    own_specs = {name: spec_of(name, value) for name, value in engine_tensors.own_buffers.items()}
     # All ranks get the same dict: a buffer is written by exactly one rank.
-    for several in spec.world_group.gather_objects(mine):
-        buffers |= several
+    for rank_specs in spec.world_group.gather_objects(own_specs):
+        buffers |= rank_specs
     named = states.parameters.named
     numbers: dict[str, dict[str, Any]] = {}
     # Entries with a Blank are tensors and go into files; the rest is small and goes into JSON.
@@ -109,9 +109,11 @@ def plan(
     # The order of these sets and of the names in them must be the same on all ranks, because each
     # rank computes the offsets of the files for itself.
     sets = {
-        kind: lay_out(kind, each, limit=limit, aliases=inventory.aliases if kind == MODEL else {})
-        for kind, each in specs.items()
-        if each
+        kind: lay_out(
+            kind, set_specs, limit=limit, aliases=inventory.aliases if kind == MODEL else {}
+        )
+        for kind, set_specs in specs.items()
+        if set_specs
     }
     # A value that no file can hold is an error on all ranks, but only after the next collective.
     state, failure = optimizer_fields.encode_state(numbers)
@@ -126,24 +128,27 @@ def _specs_of_groups(
 ) -> dict[str, list[TensorSpec]]:
     """Return, by set, the tensors that differ between groups of ranks. Collective."""
     spec, extra = engine_tensors.spec, engine_tensors.extra
-    mine = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
+    own_specs = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
     if extra is not None:
-        mine |= extra.specs()
-    several = engine_tensors.of_all_layers(mine)
-    specs_by_kind = {kind: _concatenate(each[kind] for each in several) for kind in mine}
+        own_specs |= extra.specs()
+    specs_by_layer = engine_tensors.of_all_layers(own_specs)
+    specs_by_kind = {
+        kind: _concatenate(layer_specs[kind] for layer_specs in specs_by_layer)
+        for kind in own_specs
+    }
     if extra is not None:
         # Not across the layers: the ranks of one replica write the buffers of all.
         buffers = [spec_of(name, value) for name, value in engine_tensors.extra_buffers.items()]
         specs_by_kind[GROUP] += _concatenate(spec.step_group.gather_objects(buffers))
     return {
         engine_tensors.set_of(kind, group): specs
-        for group, theirs in enumerate(spec.peers.gather_objects(specs_by_kind))
-        for kind, specs in theirs.items()
+        for group, group_specs in enumerate(spec.peers.gather_objects(specs_by_kind))
+        for kind, specs in group_specs.items()
     }
 
 
-def _concatenate(several: Iterable[Iterable[T]]) -> list[T]:
-    return list(itertools.chain.from_iterable(several))
+def _concatenate(lists: Iterable[Iterable[T]]) -> list[T]:
+    return list(itertools.chain.from_iterable(lists))
 
 
 def lend(engine_tensors: EngineTensors, save_plan: SavePlan, sink: TensorSink) -> None:
@@ -171,8 +176,8 @@ def _lend_span(
 ) -> None:
     """Pass to `sink` this rank's share of the `wanted` tensors of a span in the set `kind`."""
     storage = held.storage
-    mine = [part for part in held.extents if (kind, part.tensor) in wanted]
-    if not mine:
+    wanted_extents = [part for part in held.extents if (kind, part.tensor) in wanted]
+    if not wanted_extents:
         return
     # Ranks that hold the same elements write equal shares, so that all disks and links are used.
     first, end = share(storage.numel, held.copy, held.copies)
@@ -189,7 +194,7 @@ def _lend_span(
         taken = storage.take(number)[low:high].detach()
         for offset, near in window.read(taken, sink.settle):
             begin = start + low + offset
-            parts = clipped(mine, begin, begin + near.numel())
+            parts = clipped(wanted_extents, begin, begin + near.numel())
             # As bytes, because numpy has no bf16. A tensor without elements cannot be viewed so.
             memory = near.view(torch.uint8).numpy().data if near.numel() else memoryview(b"")
             sink.write(kind, byte_ranges(parts, storage.dtype.itemsize, CHUNK), memory)

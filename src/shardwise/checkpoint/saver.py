@@ -102,7 +102,7 @@ class CheckpointSaver:
         # Copies of the user's optimizer make the updates. Return the state that belongs to no
         # parameter to the user's own optimizer, because the save reads it there.
         self._objects.states.optimizer.return_common_state()
-        attributes = [self._objects.attributes.changed(each) for each in spec.optimizers]
+        attributes = [self._objects.attributes.changed(optimizer) for optimizer in spec.optimizers]
         tensors = EngineTensors(spec, self._objects.states, state.extra_sets, attributes)
         scaling = engine_fields.SCALING.value(state)
         save_plan = save_tensors.plan(tensors, state.extra_sets, scaling, split)
@@ -189,7 +189,7 @@ class CheckpointSaver:
         draft.path = group.gather_objects(draft.path)[0]
         # The path may exist on every host and be a different disk there, so look for the draft.
         seen = group.gather_objects((socket.gethostname(), draft.path.is_dir()))
-        blind = sorted({host for host, there in seen if not there})
+        blind = sorted({host for host, is_visible in seen if not is_visible})
         if blind:
             # Another rank's view is wrong, not the disk: nothing will complete this draft.
             if group.rank == 0:

@@ -75,26 +75,26 @@ def plain_value(place: str, value: Any, depth: int = 0) -> None:
     if depth > DEEPEST:
         raise Fault(f"its {place[:60]} is nested deeper than {DEEPEST} levels")
     if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            plain_value(place, each, depth + 1)
+        for item in value.values() if isinstance(value, dict) else value:
+            plain_value(place, item, depth + 1)
 
 
 def list_of(check: Check) -> Check:
-    def several(place: str, value: Any) -> None:
+    def check_list(place: str, value: Any) -> None:
         _must(isinstance(value, list), place, value, "a list")
-        for number, each in enumerate(value):
-            check(f"{place}[{number}]", each)
+        for number, item in enumerate(value):
+            check(f"{place}[{number}]", item)
 
-    return several
+    return check_list
 
 
 def map_of(check: Check) -> Check:
-    def named(place: str, value: Any) -> None:
+    def check_map(place: str, value: Any) -> None:
         _must(isinstance(value, dict), place, value, "a map")
-        for name, each in value.items():
-            check(f"{place}.{name}", each)
+        for name, item in value.items():
+            check(f"{place}.{name}", item)
 
-    return named
+    return check_map
 
 
 def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:

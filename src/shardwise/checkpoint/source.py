@@ -159,15 +159,15 @@ def _check(
     shapes = {name: spec.shape for name, spec in inventory.parameters.items()}
     shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}
     misshapen = [
-        f"{name} (model {list(shapes[name])}, file {list(tensors.specs[theirs].shape)})"
-        for name, theirs in match.found.items()
-        if shapes[name] != tensors.specs[theirs].shape
+        f"{name} (model {list(shapes[name])}, file {list(tensors.specs[saved_name].shape)})"
+        for name, saved_name in match.found.items()
+        if shapes[name] != tensors.specs[saved_name].shape
     ]
     faults = [("with another shape", misshapen)]
     # With strict=False a file may hold another model's other tensors, but shapes must still fit.
     if strict:
         faults += [("missing in the file", match.missing), ("unexpected", match.unexpected)]
-    lines = [f"{what}: {names.listed(several)}" for what, several in faults if several]
+    lines = [f"{what}: {names.listed(fault_names)}" for what, fault_names in faults if fault_names]
     if lines:
         loosely = " To load what fits and keep the rest: strict=False." if not misshapen else ""
         raise CheckpointMismatch(
@@ -204,7 +204,7 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
         for spec in tensors.specs.values()
     ]
     # Sorted with the name as a tie-break: all ranks must compute the same assignment.
-    for kind, spec in sorted(specs, key=lambda each: (-each[1].nbytes, each[1].name)):
+    for kind, spec in sorted(specs, key=lambda entry: (-entry[1].nbytes, entry[1].name)):
         assigned_rank = bytes_by_rank.index(min(bytes_by_rank))
         bytes_by_rank[assigned_rank] += spec.nbytes
         written = source.fields["checksums"].get(kind, {}).get(spec.name)

@@ -31,13 +31,13 @@ def match(wanted: Mapping[str, Sequence[str]], held: Iterable[str]) -> Match:
         wanted: All names of each tensor (several for tied weights), keyed by the first.
     """
     names = list(held)
-    known = {name for several in wanted.values() for name in several}
+    known = {name for all_names in wanted.values() for name in all_names}
     best = max(_readings(names), key=lambda read: sum(read(name) in known for name in names))
     by_name = {best(name): name for name in names}
     found = {
-        first: by_name[next(name for name in several if name in by_name)]
-        for first, several in wanted.items()
-        if any(name in by_name for name in several)
+        first: by_name[next(name for name in all_names if name in by_name)]
+        for first, all_names in wanted.items()
+        if any(name in by_name for name in all_names)
     }
     return Match(
         found,
@@ -61,7 +61,7 @@ def _uncompiled(name: str) -> str:
     return name.replace(_COMPILED, "")
 
 
-def listed(several: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return the names for a message: the first 20, and the number of the others."""
-    shown = ", ".join(several[:20])
-    return shown if len(several) <= 20 else f"{shown} and {len(several) - 20} more"
+    shown = ", ".join(names[:20])
+    return shown if len(names) <= 20 else f"{shown} and {len(names) - 20} more"

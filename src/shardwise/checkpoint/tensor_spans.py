@@ -106,9 +106,9 @@ class TensorSpans:
 
     def reported(self) -> ReportedState:
         """Gather the optimizer state's entries from all ranks. Collective."""
-        mine = self._own_states(), self._own_borders()
+        own_report = self._own_states(), self._own_borders()
         # With replicated state each rank has all entries, so no collective is needed.
-        gathered = self._group.gather_objects(mine) if self._scattered else [mine]
+        gathered = self._group.gather_objects(own_report) if self._scattered else [own_report]
         states: dict[int, dict[str, Any]] = {}
         for interval, _ in gathered:
             states |= interval

@@ -52,7 +52,7 @@ class Inventory:
     @property
     def aliases(self) -> dict[str, str]:
         """Maps each alias of a tied weight to its first name."""
-        return {alias: first for first, several in self.names.items() for alias in several[1:]}
+        return {alias: first for first, all_names in self.names.items() for alias in all_names[1:]}
 
 
 def take_inventory(spec: SpecView, states: StatesView) -> Inventory:
@@ -86,7 +86,7 @@ def take_inventory(spec: SpecView, states: StatesView) -> Inventory:
                 whole[first] = value
         else:
             buffers[first] = value
-    known = {several[0]: several for several in names.values()}
+    known = {all_names[0]: all_names for all_names in names.values()}
     return Inventory(known, buffers, homes, whole, specs)
 
 
@@ -132,10 +132,10 @@ def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> l
             if isinstance(entry, Blank):
                 name = tensor_spans.state_name(form.name, key)
                 specs.append(TensorSpec(name, dtype_name(entry.dtype), entry.shape))
-    for each in engine_tensors.frozen_states:
-        for key, value in sorted(each.tensors.items()):
-            shard = engine_tensors.spec.shard_of(each.parameter)
-            specs.append(spec_of(tensor_spans.state_name(each.name, key), value, shard))
+    for frozen in engine_tensors.frozen_states:
+        for key, value in sorted(frozen.tensors.items()):
+            shard = engine_tensors.spec.shard_of(frozen.parameter)
+            specs.append(spec_of(tensor_spans.state_name(frozen.name, key), value, shard))
     return specs
 
 
@@ -149,8 +149,8 @@ def average_specs(states: StatesView) -> list[TensorSpec]:
         for slot in part.bucket.slots
     }
     return [
-        TensorSpec(each.name, dtype_name(dtypes[number]), tuple(each.whole_shape))
-        for number, each in enumerate(states.parameters.named)
+        TensorSpec(parameter.name, dtype_name(dtypes[number]), tuple(parameter.whole_shape))
+        for number, parameter in enumerate(states.parameters.named)
     ]
 
 
@@ -227,9 +227,9 @@ def _position(rank: int, selected: list[bool]) -> tuple[int, int]:
     return sum(selected[:rank]), sum(selected)
 
 
-def _all_hold(*several: list[bool]) -> list[bool]:
-    """Return for each rank whether all conditions in `several` hold."""
-    return [all(flags) for flags in zip(*several, strict=True)]
+def _all_hold(*conditions: list[bool]) -> list[bool]:
+    """Return for each rank whether all conditions in `conditions` hold."""
+    return [all(flags) for flags in zip(*conditions, strict=True)]
 
 
 class EngineTensors:
@@ -257,10 +257,12 @@ class EngineTensors:
         # Each rank's coordinates, gathered at once: which part of each tensor it has, which layers,
         # which shard, which group of ranks, and its number in that group.
         places_of = spec.shard_group, spec.apart, spec.peers
-        mine = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
+        coordinates = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
         parts, near, shared, home, peer = (
-            [there == here for there in column]
-            for here, column in zip(mine, zip(*run.gather_objects(mine), strict=True), strict=True)
+            [other == own for other in column]
+            for own, column in zip(
+                coordinates, zip(*run.gather_objects(coordinates), strict=True), strict=True
+            )
         )
 
         def places(*conditions: list[bool]) -> dict[bool, tuple[int, int]]:
@@ -297,12 +299,14 @@ class EngineTensors:
         """
         # No collective if there are no attributes: all ranks agree on that from the classes alone.
         run = self.spec.world_group
-        if all(each is None for each in self.attributes):
+        if all(values_of_optimizer is None for values_of_optimizer in self.attributes):
             return [], None
         values = self._attribute_tensors
         everywhere = run.gather_objects([spec_of(name, value) for name, value in values.items()])
         first = everywhere[0]
-        if self.spec.steps_apart or any(each != first for each in everywhere):
+        if self.spec.steps_apart or any(
+            values_of_optimizer != first for values_of_optimizer in everywhere
+        ):
             # Ranks disagree: write the values of one rank, which are consistent with each other.
             return first, (0, 1) if run.rank == 0 else None
         # Equal on all ranks, so all ranks share the writing.
@@ -311,7 +315,10 @@ class EngineTensors:
     @property
     def _attribute_tensors(self) -> dict[str, Tensor]:
         return {
-            n: v for each in self.attributes if each is not None for n, v in each.tensors.items()
+            n: v
+            for values in self.attributes
+            if values is not None
+            for n, v in values.tensors.items()
         }
 
     def set_of(self, kind: str, group: int | None = None) -> str:
@@ -326,7 +333,7 @@ class EngineTensors:
         if self.spec.pipeline is not None:
             return {named.parameter: named.name for named in self.spec.located()}
         names = {named.parameter: named.name for named in self.states.parameters.named}
-        return names | {each.parameter: each.name for each in self.frozen_states}
+        return names | {frozen.parameter: frozen.name for frozen in self.frozen_states}
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
@@ -346,10 +353,10 @@ class EngineTensors:
         homes = self.inventory.homes
         return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
 
-    def of_all_layers(self, mine: T) -> list[T]:
-        """Gather `mine` from the pipeline's ranks, in order of their layers. Collective."""
+    def of_all_layers(self, value: T) -> list[T]:
+        """Gather `value` from the pipeline's ranks, in order of their layers. Collective."""
         pipeline = self.spec.pipeline
-        return [mine] if pipeline is None else pipeline.group.gather_objects(mine)
+        return [value] if pipeline is None else pipeline.group.gather_objects(value)
 
     def frozen(self) -> Iterator[TensorSpan]:
         """Yield the spans of sharded frozen parameters."""
@@ -365,10 +372,10 @@ class EngineTensors:
         yield from self.frozen()
         if self.extra is not None:
             yield from self.extra
-        for each in self.frozen_states:
-            for key, value in each.tensors.items():
-                name = tensor_spans.state_name(each.name, key)
-                yield self._tensor(name, value, each.parameter, tensor_spans.OPTIMIZER)
+        for frozen in self.frozen_states:
+            for key, value in frozen.tensors.items():
+                name = tensor_spans.state_name(frozen.name, key)
+                yield self._tensor(name, value, frozen.parameter, tensor_spans.OPTIMIZER)
         for name, value in self.inventory.whole.items():
             yield self._tensor(name, value, value)
         if self._attribute_copies is not None:

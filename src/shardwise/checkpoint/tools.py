@@ -140,7 +140,7 @@ def summary(opened: OpenedCheckpoint) -> dict[str, Any]:
     return {
         "step": fields["step"],
         "seed": fields["seed"],
-        "optimizers": ", ".join(str(each.get("class")) for each in fields["optimizers"]),
+        "optimizers": ", ".join(str(optimizer.get("class")) for optimizer in fields["optimizers"]),
         "tracked": ", ".join(sorted(fields["tracked"])) or "nothing",
         "written by": ", ".join(f"{key} {value}" for key, value in written.items()),
     }

@@ -40,14 +40,14 @@ class Tracking:
 
     def add(self, objects: Mapping[str, Any]) -> None:
         """Track `objects` too, and restore any states that were loaded for them earlier."""
-        for name, each in objects.items():
+        for name, value in objects.items():
             # Tracking the same object again is harmless, for example in a notebook cell that runs
             # twice.
-            if name in self._objects and self._objects[name] is not each:
+            if name in self._objects and self._objects[name] is not value:
                 raise UsageError(
                     f"engine.track already has an object named {name}. Use another name."
                 )
-            self._tracked[name], self._objects[name] = trackable(name, each), each
+            self._tracked[name], self._objects[name] = trackable(name, value), value
             if name in self._pending:
                 _restore_state(name, self._tracked[name], self._pending.pop(name))
 
@@ -60,8 +60,8 @@ class Tracking:
         """
         fields: dict[str, Any] = {}
         files: dict[str, bytes] = {}
-        for name, each in self._tracked.items():
-            state = each.state_dict()
+        for name, tracked in self._tracked.items():
+            state = tracked.state_dict()
             try:
                 fields[name] = json_values.encode(state)
             except json_values.NotPlain as error:
@@ -134,7 +134,7 @@ class Tracking:
         If there is one state and one tracked scheduler, they belong together. Otherwise names
         decide.
         """
-        schedulers = [n for n, each in self._tracked.items() if hasattr(each, "get_last_lr")]
+        schedulers = [n for n, tracked in self._tracked.items() if hasattr(tracked, "get_last_lr")]
         if len(schedulers) == len(states) == 1:
             return {schedulers[0]: next(iter(states.values()))}
         return dict(states)
@@ -152,15 +152,15 @@ class Tracking:
                 self._pending[name] = state
 
 
-def _restore_state(name: str, each: Any, state: Any) -> None:
-    """Restore one state. Raises BrokenCheckpoint if `each` rejects it."""
+def _restore_state(name: str, tracked: Any, state: Any) -> None:
+    """Restore one state. Raises BrokenCheckpoint if `tracked` rejects it."""
     try:
-        each.load_state_dict(state)
+        tracked.load_state_dict(state)
     except UsageError:
         raise
     except Exception as error:  # a user's object may raise anything
         raise BrokenCheckpoint(
-            f"The {type(each).__name__} tracked as {name} rejects its state in the checkpoint "
+            f"The {type(tracked).__name__} tracked as {name} rejects its state in the checkpoint "
             f"({type(error).__name__}: {error}). Track the object that was saved, or use another "
             "checkpoint."
         ) from error
@@ -220,39 +220,39 @@ class _StateAdapter:
         self.set(state)
 
 
-def trackable(name: str, each: Any) -> Any:
-    """Return `each`, or an adapter that adds `state_dict` and `load_state_dict`.
+def trackable(name: str, value: Any) -> Any:
+    """Return `value`, or an adapter that adds `state_dict` and `load_state_dict`.
 
     Adapters exist for random generators (torch, numpy, random.Random), and for dicts, lists, deques
     and tensors, which are filled in place.
 
     Raises UsageError for other objects. A number, for example, cannot be changed in place.
     """
-    if all(callable(getattr(each, m, None)) for m in ("state_dict", "load_state_dict")):
-        return each
-    if isinstance(each, torch.Generator):
-        return _StateAdapter(each.get_state, each.set_state)
-    if isinstance(each, random.Random):
+    if all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict")):
+        return value
+    if isinstance(value, torch.Generator):
+        return _StateAdapter(value.get_state, value.set_state)
+    if isinstance(value, random.Random):
         # The state is (version, words, gauss). JSON turns its tuples into lists.
         return _StateAdapter(
-            lambda: list(each.getstate()), lambda s: each.setstate((s[0], tuple(s[1]), s[2]))
+            lambda: list(value.getstate()), lambda s: value.setstate((s[0], tuple(s[1]), s[2]))
         )
-    if hasattr(each, "bit_generator"):  # a numpy Generator; numpy may not be imported
-        bits = each.bit_generator
+    if hasattr(value, "bit_generator"):  # a numpy Generator; numpy may not be imported
+        bits = value.bit_generator
         return _StateAdapter(lambda: bits.state, lambda state: setattr(bits, "state", state))
-    if isinstance(each, dict):
-        return _StateAdapter(lambda: dict(each), partial(_refill, each, each.update))
-    if isinstance(each, list | deque):
-        return _StateAdapter(lambda: list(each), partial(_refill, each, each.extend))
-    if isinstance(each, Tensor):
-        return _StateAdapter(each.detach, each.detach().copy_)
+    if isinstance(value, dict):
+        return _StateAdapter(lambda: dict(value), partial(_refill, value, value.update))
+    if isinstance(value, list | deque):
+        return _StateAdapter(lambda: list(value), partial(_refill, value, value.extend))
+    if isinstance(value, Tensor):
+        return _StateAdapter(value.detach, value.detach().copy_)
     raise UsageError(
         f"engine.track({name}=...) takes an object with state_dict() and load_state_dict(), a "
-        f"generator, a dict, a list or a tensor, not {type(each).__name__}, because a load could "
+        f"generator, a dict, a list or a tensor, not {type(value).__name__}, because a load could "
         f"not restore it. Keep it in a dict: {name}s = {{...}}; engine.track({name}s={name}s)."
     )
 
 
-def _refill(each: Any, fill: Callable[[Any], None], state: Any) -> None:
-    each.clear()
+def _refill(container: Any, fill: Callable[[Any], None], state: Any) -> None:
+    container.clear()
     fill(state)

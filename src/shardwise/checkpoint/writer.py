@@ -77,12 +77,12 @@ class Writer:
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
         """Start writing `ranges` of `memory`, and compute their checksums."""
-        for each in ranges:
-            tensor = kind, each.tensor
-            data = memory[each.start : each.end]
-            self._orders.put(partial(self._put, self._placed[tensor], each.offset, data))
+        for extent in ranges:
+            tensor = kind, extent.tensor
+            data = memory[extent.start : extent.end]
+            self._orders.put(partial(self._put, self._placed[tensor], extent.offset, data))
             # Computed here while the thread writes the same bytes.
-            self._parts[tensor].append(ChecksumPart(each.offset, len(data), zlib.crc32(data)))
+            self._parts[tensor].append(ChecksumPart(extent.offset, len(data), zlib.crc32(data)))
 
     def settle(self) -> None:
         """Return once all earlier ranges are in the page cache."""

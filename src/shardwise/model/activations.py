@@ -54,7 +54,9 @@ class Activations:
             self._forwards = [
                 RecomputedForward(unit, compiled=settings.compile)
                 # A unit that several models share must be wrapped only once.
-                for unit in dict.fromkeys(unit for several in found for _, unit in several)
+                for unit in dict.fromkeys(
+                    unit for units_of_model in found for _, unit in units_of_model
+                )
             ]
         if target is not None:
             scope = OffloadScope(models, SavedTensors(target, device.type))

@@ -113,9 +113,10 @@ class _Window:
     def shares(self) -> list[float]:
         """Return this rank's share of the rows of each run, in rows of the first batch."""
         stretches = [*(rows for rows, _ in self.ended), self.open]
-        unit = next((whole for rows in stretches for _, whole in rows), 0) or 1
+        unit = next((all_rows for rows in stretches for _, all_rows in rows), 0) or 1
         return [
-            sum(mine * unit / whole if whole else mine for mine, whole in rows) / len(rows)
+            sum(own_rows * unit / all_rows if all_rows else own_rows for own_rows, all_rows in rows)
+            / len(rows)
             for rows in stretches
             if rows
         ]
@@ -203,8 +204,8 @@ class Buffers:
         """Keep only the buffers that have a new number, under that number."""
         self._places = [self._places[old] for old in numbers]
         self._seen = {numbers[i]: mark for i, mark in self._seen.items() if i in numbers}
-        followed = [each for each in self._averaged if each.index in numbers]
-        self._averaged = [replace(each, index=numbers[each.index]) for each in followed]
+        followed = [averaged for averaged in self._averaged if averaged.index in numbers]
+        self._averaged = [replace(averaged, index=numbers[averaged.index]) for averaged in followed]
         self._boundary_values = [
             (numbers[old], value) for old, value in self._boundary_values if old in numbers
         ]
@@ -239,7 +240,7 @@ class Buffers:
             return reshaped
         appeared = {index for index in changed if self._seen[index] == _ABSENT}
         modules = {self._places[index][0] for index in changed - appeared}
-        known = {each.index for each in self._averaged} | self._unequal
+        known = {averaged.index for averaged in self._averaged} | self._unequal
         return reshaped + [
             index
             for index in self._seen
@@ -263,7 +264,7 @@ class Buffers:
 
     def _not_averaged(self) -> list[tuple[int, Tensor]]:
         """Return index and tensor of everything that is not averaged and can be compared."""
-        known = {each.index for each in self._averaged} | self._unequal
+        known = {averaged.index for averaged in self._averaged} | self._unequal
         held = [(i, self._tensor(i)) for i in range(len(self._places)) if i not in known]
         return [(i, t) for i, t in held if t is not None and fingerprints.can_be_taken(t)]
 
@@ -288,23 +289,23 @@ class Buffers:
         # Everything that any rank compares: a forward may have set a buffer to None on one rank.
         wanted = changed.union(*(indices for _, _, indices in news_by_rank))
         # Sorted, so that all ranks list the same tensors in the same order.
-        mine: dict[int, tuple[_Form, tuple[int, int] | None]] = {}
+        own_forms: dict[int, tuple[_Form, tuple[int, int] | None]] = {}
         for index in sorted(wanted):
             if (tensor := self._tensor(index)) is None:
-                mine[index] = None, None
+                own_forms[index] = None, None
             else:
                 form = tuple(tensor.shape), str(tensor.dtype)
-                mine[index] = form, None if index in changed else fingerprints.sums_of(tensor)
-        forms_by_rank = self._group.gather_objects(mine)
+                own_forms[index] = form, None if index in changed else fingerprints.sums_of(tensor)
+        forms_by_rank = self._group.gather_objects(own_forms)
         # Those with news are added again below, with their new form.
-        self._averaged = [each for each in self._averaged if each.index not in wanted]
-        for index in mine:
-            forms = [each[index][0] for each in forms_by_rank]
+        self._averaged = [item for item in self._averaged if item.index not in wanted]
+        for index in own_forms:
+            forms = [item[index][0] for item in forms_by_rank]
             if any(form != forms[0] for form in forms):
                 self._unequal.add(index)
                 self._report_unequal(index, forms)
             elif forms[0] is not None and (
-                index in changed or len({each[index][1] for each in forms_by_rank}) > 1
+                index in changed or len({item[index][1] for item in forms_by_rank}) > 1
             ):
                 self._average_from_now(index, noticed=index in changed)
         # The vector of means must have the same order on all ranks.
@@ -341,8 +342,8 @@ class Buffers:
         """Return the name of a tensor for messages."""
         module, key = self._places[index]
         for model in self._models:
-            for path, each in model.named_modules():
-                if each is module:
+            for path, candidate in model.named_modules():
+                if candidate is module:
                     kind = "buffer" if key in module._buffers else "frozen parameter"
                     return f"{kind} {f'{path}.' if path else ''}{key}"
         return f"tensor {key} of {type(module).__name__}"
@@ -361,11 +362,11 @@ class Buffers:
         """
         where: Any = {"dtype": torch.float64, "device": self._group.small_device}
         parts = []
-        for each in self._averaged:
-            held = (before.get(each.index), self._tensor(each.index))
-            fitting = [tensor for tensor in held if tensor is not None and each.fits(tensor)]
+        for averaged in self._averaged:
+            held = (before.get(averaged.index), self._tensor(averaged.index))
+            fitting = [tensor for tensor in held if tensor is not None and averaged.fits(tensor)]
             if not fitting:
-                parts.append(torch.zeros(each.numel, **where))
+                parts.append(torch.zeros(averaged.numel, **where))
                 continue
             tensor = fitting[0].detach()
             if tensor.is_complex():
@@ -376,7 +377,10 @@ class Buffers:
 
     def form(self) -> list[list[Any]]:
         """Return which buffers are averaged, with their shapes and dtypes."""
-        return [[each.index, tuple(each.shape), str(each.dtype)] for each in self._averaged]
+        return [
+            [averaged.index, tuple(averaged.shape), str(averaged.dtype)]
+            for averaged in self._averaged
+        ]
 
     def shares(self, *, counts: bool = True) -> list[float]:
         """Return the number of this rank's rows, the factor in `weighted`.
@@ -421,10 +425,10 @@ class Buffers:
 
     def take(self, means: Tensor) -> None:
         """Write `means`, a vector in the form of `values`, with one copy per dtype to a device."""
-        held = [self._tensor(each.index) for each in self._averaged]
+        held = [self._tensor(averaged.index) for averaged in self._averaged]
         tensors = [tensor.detach() for tensor in held if tensor is not None]
         assert len(tensors) == len(self._averaged)
-        parts = means.split_with_sizes([each.numel for each in self._averaged])
+        parts = means.split_with_sizes([averaged.numel for averaged in self._averaged])
         # The means arrive as one fp64 vector on the CPU; one copy per dtype moves them to a device.
         for (device, dtype, _), places in _group_by_kind(tensors).items():
             found = torch.cat([parts[place] for place in places])
@@ -481,11 +485,11 @@ class Buffers:
         window = self._window
         if self.alone or not window.open or not batch.whole:
             return
-        mine, whole = window.open[-1]
-        if whole and mine * batch.whole != batch.samples * whole:
+        own_rows, all_rows = window.open[-1]
+        if all_rows and own_rows * batch.whole != batch.samples * all_rows:
             # Copy averaged tensors, and buffers that have changed since the last step: the ranks
             # may agree to average those.
-            wanted = {each.index for each in self._averaged} | set(self.news())
+            wanted = {averaged.index for averaged in self._averaged} | set(self.news())
             held = ((index, self._tensor(index)) for index in sorted(wanted))
             copies = {i: tensor.detach().clone() for i, tensor in held if tensor is not None}
             window.ended.append((window.open, copies))
@@ -504,7 +508,7 @@ class Buffers:
     def keep(self) -> None:
         """Copy the present values for `restore`."""
         # Of frozen parameters copy only those that change: they may be most of the model.
-        kept = sorted(self._seen.keys() | {each.index for each in self._averaged})
+        kept = sorted(self._seen.keys() | {averaged.index for averaged in self._averaged})
         held = ((index, self._tensor(index)) for index in kept)
         self._boundary_values = [
             (i, tensor.detach().clone()) for i, tensor in held if tensor is not None

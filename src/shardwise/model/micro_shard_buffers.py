@@ -126,7 +126,7 @@ class MicroShardBuffers(Buffers):
 
     def shares(self, *, counts: bool = True) -> list[float]:
         """Return the rows of each micro-shard of this rank."""
-        return [float(mine) if counts else 0.0 for mine, _ in self._window.open]
+        return [float(own_rows) if counts else 0.0 for own_rows, _ in self._window.open]
 
     def weighted(self, *, counts: bool = True) -> Tensor:
         """Return the averaged tensors of all turns, concatenated, each times its rows."""

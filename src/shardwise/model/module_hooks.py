@@ -36,11 +36,13 @@ class _PlainState:
         return self._plain(state) if isinstance(state, dict) else state
 
     def _plain(self, state: dict[str, Any]) -> dict[str, Any]:
-        ours = self.hooks - self.kept if self._copies else self.hooks
+        hidden_hooks = self.hooks - self.kept if self._copies else self.hooks
         plain = dict(state)
         for name, value in state.items():
             if isinstance(value, dict) and name.endswith(_HOOK_DICTS):
-                plain[name] = type(value)((k, hook) for k, hook in value.items() if k not in ours)
+                plain[name] = type(value)(
+                    (k, hook) for k, hook in value.items() if k not in hidden_hooks
+                )
         # Remove this object too: a file of torch.save must load without Shardwise.
         if isinstance(plain.get(_NAME), _PlainState):
             del plain[_NAME]
@@ -122,14 +124,14 @@ def replace(module: nn.Module, name: str, value: Any) -> None:
 def give_back(module: nn.Module, name: str, value: Any) -> None:
     """Undo `replace` by `value`."""
     state = _state_of(module)
-    ours = state.ours.get(name, (None, []))
-    if ours[0] is value:
+    replacement = state.ours.get(name, (None, []))
+    if replacement[0] is value:
         del state.ours[name]
         # The user may have replaced our value since; then theirs stays.
         if vars(module).get(name) is value:
             delattr(module, name)
-            for each in ours[1]:
-                setattr(module, name, each)
+            for previous in replacement[1]:
+                setattr(module, name, previous)
     _tidy(module, state)
 
 

@@ -100,9 +100,9 @@ def tensors_beside(
         for path, module in model.named_modules():
             if not runs(module):
                 continue
-            several = [(BUFFER, key, value) for key, value in module._buffers.items()]
-            several += [(ATTRIBUTE, key, value) for key, value in vars(module).items()]
-            for kind, key, value in several:
+            candidates = [(BUFFER, key, value) for key, value in module._buffers.items()]
+            candidates += [(ATTRIBUTE, key, value) for key, value in vars(module).items()]
+            for kind, key, value in candidates:
                 if not isinstance(value, Tensor) or id(value) in seen:
                     continue
                 seen.add(id(value))

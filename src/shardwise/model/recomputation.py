@@ -115,7 +115,7 @@ class _RecomputedCall:
         identity (attention: is the key also the value?) and branch on it.
         """
         found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
-        places = {each: place for place, each in enumerate(found)}
+        places = {tensor_id: place for place, tensor_id in enumerate(found)}
         self._leaves = [
             _SavedForm(
                 places[id(leaf)],

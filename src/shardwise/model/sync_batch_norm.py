@@ -257,7 +257,7 @@ def _synchronised_class(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
     else:
         # Every forward before torch's own must delegate the normalisation to `super().forward`.
         own = plain.__mro__[: plain.__mro__.index(nn.modules.batchnorm._BatchNorm)]
-        for forward in (vars(each)["forward"] for each in own if "forward" in vars(each)):
+        for forward in (vars(base)["forward"] for base in own if "forward" in vars(base)):
             names = getattr(getattr(forward, "__code__", None), "co_names", ())
             if "super" not in names or "batch_norm" in names:
                 return None

@@ -70,7 +70,7 @@ def changed(before: list[_Before]) -> Values:
 
     Raises ModelError for a tensor that was changed in place.
     """
-    return [value for each in before for value in _changes(each)]
+    return [value for module_before in before for value in _changes(module_before)]
 
 
 def _changes(before: _Before) -> Iterator[tuple[nn.Module, str, Any]]:

@@ -301,7 +301,7 @@ def hooked_modules(
             needed.discard(number)
         if module in units:
             needed.add(units[module])
-        found.extend((module, each) for each in sorted(needed))
+        found.extend((module, unit) for unit in sorted(needed))
         for child in module.children():
             collect(child, number)
 

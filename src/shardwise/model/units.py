@@ -51,7 +51,7 @@ def _match_names(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, n
     found: list[tuple[str, nn.Module]] = []
     for name, module in named:
         parts = name.split(".")
-        for pattern in (each.split(".") for each in patterns):
+        for pattern in (pattern_text.split(".") for pattern_text in patterns):
             # Part by part, because a star must not match across a dot.
             if len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern)):
                 found += _callable_modules(name, module)
@@ -67,7 +67,7 @@ def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
     ]
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
     if is_list:
-        children = [each for name, child in children for each in _callable_modules(name, child)]
+        children = [block for name, child in children for block in _callable_modules(name, child)]
     kinds = [type(child) for _, child in children]
     for below, child in children:
         # A layer without children, such as a Linear, is too small to be a unit.

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint.atomic_folders import (
     Draft,
-    FolderOfStep,
+    StepFolder,
     complete,
     end_removals,
     incomplete_checkpoints,
@@ -52,8 +52,8 @@ def test_only_folders_with_a_document_are_complete(tmp_path):
     (tmp_path / "step-12").mkdir()  # empty
     (tmp_path / "step-x").mkdir()
     assert complete(tmp_path) == [
-        FolderOfStep(9, tmp_path / "step-9"),
-        FolderOfStep(10, tmp_path / "step-10"),
+        StepFolder(9, tmp_path / "step-9"),
+        StepFolder(10, tmp_path / "step-10"),
     ]
     saved(tmp_path, 13)
     assert names(tmp_path) == ["step-10", "step-12", "step-13", "step-9", "step-x"]
@@ -147,9 +147,9 @@ def test_remains_with_the_name_of_a_new_draft_are_replaced(tmp_path, kind):
     path = tmp_path / "step-1"
     path.symlink_to("nowhere") if kind == "link" else path.touch()
     assert complete(tmp_path) == []
-    assert incomplete_checkpoints(tmp_path) == [FolderOfStep(1, path)]
+    assert incomplete_checkpoints(tmp_path) == [StepFolder(1, path)]
     saved(tmp_path, 1)
-    assert complete(tmp_path) == [FolderOfStep(1, path)]
+    assert complete(tmp_path) == [StepFolder(1, path)]
     assert names(tmp_path) == ["step-1"]
 
 
@@ -160,7 +160,7 @@ def test_checkpoints_without_a_document_are_recognised(tmp_path):
         (tmp_path / f"step-{step}" / "checkpoint.json").unlink()
         assert not lacks_document(tmp_path / f"step-{step}")
     (tmp_path / "step-2" / "model.safetensors").touch()
-    assert incomplete_checkpoints(tmp_path) == [FolderOfStep(2, tmp_path / "step-2")], (
+    assert incomplete_checkpoints(tmp_path) == [StepFolder(2, tmp_path / "step-2")], (
         "an empty folder is nothing"
     )
     assert lacks_document(tmp_path / "step-2")
@@ -182,7 +182,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
 def test_killed_between_the_two_renames(tmp_path):
     saved(tmp_path, 5, mark="old")
     (tmp_path / "step-5").rename(tmp_path / ".step-5.replaced")
-    assert complete(tmp_path) == [FolderOfStep(5, tmp_path / ".step-5.replaced")]
+    assert complete(tmp_path) == [StepFolder(5, tmp_path / ".step-5.replaced")]
     saved(tmp_path, 6)
     assert names(tmp_path) == ["step-5", "step-6"]
 

@@ -153,15 +153,17 @@ def _read_optimizer(
     optimizer = SavedOptimizer()
     if save.partitions is not None:
         # Only names with optimizer state: buffers and frozen parameters have none.
-        theirs = {name for shapes in save.partitions.shapes for name in shapes}
-        here = tensor_names.match(names, theirs).found
+        saved_names = {name for shapes in save.partitions.shapes for name in shapes}
+        here = tensor_names.match(names, saved_names).found
         _read_flat(save, optimizer, save.partitions, {name: first for first, name in here.items()})
     elif save.optimizer is None:
         return None
     elif "fp32_groups_flat" in save.optimizer:
         shapes = [{name: save.shape_of(name, names) for name in group} for group in groups]
         flat = Partitions(save.files.folder, 0, {0: save.optimizer}, list(shapes))
-        _read_flat(save, optimizer, flat, {name: name for each in shapes for name in each})
+        _read_flat(
+            save, optimizer, flat, {name: name for group_shapes in shapes for name in group_shapes}
+        )
     else:
         _read_by_place(save, optimizer, save.optimizer, names, groups)
     for options in optimizer.options:
@@ -196,12 +198,14 @@ def _read_flat(
                 # A tensor of the partition's length has one value per element; a 0-dim tensor is a
                 # count.
                 if isinstance(value, Tensor) and value.ndim:
-                    as_state = {n: f"{ours}.{key}" for n, ours in known.items()}
+                    as_state = {n: f"{model_name}.{key}" for n, model_name in known.items()}
                     flats = partitions.state(number, key)
                     partitions.add(optimizer.tensors, number, flats, as_state)
                 else:
-                    for ours in known.values():
-                        optimizer.numbers.setdefault(ours, {})[key] = _step_count(key, value, group)
+                    for model_name in known.values():
+                        optimizer.numbers.setdefault(model_name, {})[key] = _step_count(
+                            key, value, group
+                        )
         optimizer.groups.append(members)
         optimizer.options.append(_options(group))
 
@@ -215,7 +219,9 @@ def _read_masters(
 ) -> None:
     """Read the fp32 masters, if the model was trained in another dtype."""
     if save.stage != STAGE_3:  # at stage 3 the model's tensors are the masters
-        narrow = {n: f"{ours}.{MASTER}" for n, ours in known.items() if save.is_narrow(n)}
+        narrow = {
+            n: f"{model_name}.{MASTER}" for n, model_name in known.items() if save.is_narrow(n)
+        }
         if narrow:
             partitions.add(optimizer.tensors, number, partitions.flats(number), narrow)
 

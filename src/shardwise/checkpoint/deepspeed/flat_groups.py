@@ -61,11 +61,11 @@ def each_by_itself(shapes: Shapes, ranks: int) -> dict[str, list[Cut]]:
     for name, shape in shapes.items():
         numel = prod(shape)
         # Rounded up: ranks have equally long parts, so the last ones may be short or empty.
-        each = -(-numel // ranks)
+        part = -(-numel // ranks)
         cuts[name] = [
-            Cut(rank, at, rank * each, count)
+            Cut(rank, at, rank * part, count)
             for rank in range(ranks)
-            if (count := min(each, numel - rank * each)) > 0
+            if (count := min(part, numel - rank * part)) > 0
         ]
-        at += each
+        at += part
     return cuts

@@ -72,10 +72,10 @@ def find(path: Path) -> Path | None:
                 "the folder of another tag."
             )
         return None
-    saves = sorted(each for each in path.iterdir() if each.is_dir() and _is_save(each))
+    saves = sorted(entry for entry in path.iterdir() if entry.is_dir() and _is_save(entry))
     if len(saves) > 1:
         raise CheckpointError(
-            f"{path} contains several DeepSpeed saves ({', '.join(each.name for each in saves)}) "
+            f"{path} contains several DeepSpeed saves ({', '.join(entry.name for entry in saves)}) "
             f"but no file {LATEST} that names one. Name the folder of a tag."
         )
     return saves[0] if saves else None
@@ -84,8 +84,8 @@ def find(path: Path) -> Path | None:
 def _is_save(path: Path) -> bool:
     try:
         return any(
-            _MODEL.fullmatch(each.name) or _OPTIMIZER.fullmatch(each.name)
-            for each in path.iterdir()
+            _MODEL.fullmatch(entry.name) or _OPTIMIZER.fullmatch(entry.name)
+            for entry in path.iterdir()
         )
     except OSError:
         return False

@@ -57,7 +57,7 @@ class FragmentReader(TensorReader):
                 )
             found.append(Fragment(cut.first, values))
         # The cuts are computed, so a mixture of saves shows here as too few elements.
-        if sum(each.values.numel() for each in found) != prod(shape):
+        if sum(fragment.values.numel() for fragment in found) != prod(shape):
             raise BrokenCheckpoint(
                 f"The ranks' parts of {name} do not add up to its {prod(shape)} elements. Use "
                 "another checkpoint."
@@ -66,11 +66,11 @@ class FragmentReader(TensorReader):
         self.specs[name] = TensorSpec(name, dtype_name(dtype), tuple(shape))
         self._fragments[name] = found
 
-    def add_from(self, name: str, other: FragmentReader, theirs: str) -> None:
-        """Add tensor `theirs` of another reader under `name`."""
-        spec = other.specs[theirs]
+    def add_from(self, name: str, other: FragmentReader, other_name: str) -> None:
+        """Add tensor `other_name` of another reader under `name`."""
+        spec = other.specs[other_name]
         self.specs[name] = TensorSpec(name, spec.dtype, spec.shape)
-        self._fragments[name] = other._fragments[theirs]
+        self._fragments[name] = other._fragments[other_name]
 
     def read(self, name: str, first: int, into: Tensor) -> None:
         end = first + into.numel()
@@ -123,12 +123,14 @@ class Partitions:
     def bases(self) -> dict[int, Mapping[str, Any]]:
         """Return the state_dict of each rank's optimizer over its partitions."""
         found = {rank: saved.get(self._keys.base) for rank, saved in self._saved.items()}
-        if any(not isinstance(each, dict) or "param_groups" not in each for each in found.values()):
+        if any(
+            not isinstance(state, dict) or "param_groups" not in state for state in found.values()
+        ):
             raise CheckpointError(
                 f"{self._folder} has optimizer state in an unsupported form, for example from "
                 "elastic_checkpoint. Load only the model: engine.load(path, model_only=True)."
             )
-        return {rank: each for rank, each in found.items() if each is not None}
+        return {rank: state for rank, state in found.items() if state is not None}
 
     def state(self, number: int, key: str) -> dict[int, Tensor]:
         """Return entry `key` of the optimizer's state of a flat group, by rank."""
@@ -144,7 +146,7 @@ class Partitions:
             raise BrokenCheckpoint(
                 f"{self._folder} lacks {what} on some rank. Use another checkpoint."
             ) from error
-        if not all(isinstance(each, Tensor) for each in found.values()):
+        if not all(isinstance(value, Tensor) for value in found.values()):
             raise BrokenCheckpoint(
                 f"{self._folder} has a value that is not a tensor as {what}. Use "
                 "another checkpoint."
@@ -208,8 +210,10 @@ def check_count(folder: Path, saved: Mapping[int, Mapping[str, Any]], models: in
     counts = saved[0].get("partition_count", len(saved))
     # A list has one count per parameter group.
     wanted = max(counts) if isinstance(counts, Sequence) and counts else counts
-    there = {"optim_states.pt": len(saved)} | ({"model_states.pt": models} if models else {})
-    for kind, count in there.items():
+    counts_by_kind = {"optim_states.pt": len(saved)} | (
+        {"model_states.pt": models} if models else {}
+    )
+    for kind, count in counts_by_kind.items():
         if count != wanted:
             raise BrokenCheckpoint(
                 f"{folder} was saved by {wanted} ranks but has {count} files *_{kind}. Restore "

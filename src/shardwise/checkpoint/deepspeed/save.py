@@ -100,12 +100,12 @@ class Save:
 
     def _shapes(self) -> list[Shapes]:
         shapes = self._rank_0.get("param_shapes")
-        if not isinstance(shapes, list) or not all(isinstance(each, dict) for each in shapes):
+        if not isinstance(shapes, list) or not all(isinstance(group, dict) for group in shapes):
             raise BrokenCheckpoint(
                 f"{self.files.models[0]} does not list the parameters in the optimizer's "
                 "partitions (param_shapes). Use another checkpoint."
             )
-        return [{str(name): tuple(shape) for name, shape in each.items()} for each in shapes]
+        return [{str(name): tuple(shape) for name, shape in group.items()} for group in shapes]
 
     # -- contents other than tensors ------------------------------------------------------
 
@@ -183,13 +183,13 @@ class Save:
         Args:
             names: All names of each of the model's tensors, keyed by the first.
         """
-        theirs = tensor_names.match({name: names.get(name, [name])}, self.model.specs).found
-        if name not in theirs:
+        saved_names = tensor_names.match({name: names.get(name, [name])}, self.model.specs).found
+        if name not in saved_names:
             raise CheckpointMismatch(
                 f"{self.files.folder} has no {name}, which an optimizer has here. Build the model "
                 "that was saved."
             )
-        return self.model.specs[theirs[name]].shape
+        return self.model.specs[saved_names[name]].shape
 
     @property
     def twins(self) -> dict[str, str]:

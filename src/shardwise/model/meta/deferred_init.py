@@ -151,7 +151,7 @@ def _index(index: Any) -> Any:
     """Return an index whose lists and arrays are tensors."""
     # torch would convert them inside the recorder, which would put them on the meta device.
     if isinstance(index, tuple):
-        return tuple(_index(each) for each in index)
+        return tuple(_index(item) for item in index)
     return torch.as_tensor(index) if isinstance(index, (list, np.ndarray)) else index
 
 

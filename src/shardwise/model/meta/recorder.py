@@ -83,10 +83,10 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._move(call)
         if call.values_for_meta():
             device = call.device()
-            there = call.map_arguments(
+            call_on_device = call.map_arguments(
                 lambda leaf: device if isinstance(leaf, torch.device) else leaf
             )
-            return map_leaves(self._deferred_result, self._perform(there))
+            return map_leaves(self._deferred_result, self._perform(call_on_device))
         if not call.deferred:
             return self._plain(call)
         if call.kind.queries or call.writes_real():
@@ -141,8 +141,10 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return stand_ins[-1][0]
 
         device = call.device()
-        there = call.map_arguments(lambda leaf: device if isinstance(leaf, torch.device) else leaf)
-        results = there.map_arguments(real).run()
+        call_on_device = call.map_arguments(
+            lambda leaf: device if isinstance(leaf, torch.device) else leaf
+        )
+        results = call_on_device.map_arguments(real).run()
         # In-place calls return their argument: give back the user's tensor, not the temporary.
         originals = {id(stand_in): leaf for stand_in, leaf in stand_ins}
         results = map_leaves(lambda result: originals.get(id(result), result), results)

@@ -152,7 +152,7 @@ class TapedOperation:
 def leaves(value: Any) -> list[Any]:
     """Return the leaves of nested lists, tuples and dicts, in order."""
     if isinstance(value, (list, tuple)):
-        return [leaf for each in value for leaf in leaves(each)]
+        return [leaf for item in value for leaf in leaves(item)]
     return leaves(list(value.values())) if isinstance(value, dict) else [value]
 
 
@@ -162,10 +162,10 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     torch's own helpers keep references to the leaves (here tensors) until garbage collection runs.
     """
     if isinstance(value, (list, tuple)):
-        items = [map_leaves(function, each) for each in value]
+        items = [map_leaves(function, item) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {key: map_leaves(function, each) for key, each in value.items()}
+        return {key: map_leaves(function, item) for key, item in value.items()}
     return function(value)
 
 
