@@ -215,6 +215,7 @@ class _Encoder:
         self._values.marks.setdefault(self._name, []).append(mark)
 
     def _encode(self, value: Any, place: str) -> Any:
+        # An attribute that refers to a data set would take minutes to encode: stop early.
         self._values_left -= 1
         if self._values_left < 0:
             return self._skip(value, place)
@@ -232,6 +233,7 @@ class _Encoder:
             except NotPlain:
                 self._mark(_Identity(value))  # not a plain value: handled below
         if isinstance(value, Enum):
+            # By name only: the class belongs to the script.
             return {"$enum": value.name}
         if isinstance(value, tuple):
             # Tuples are encoded by value even if they are shared: they cannot change.
@@ -504,6 +506,7 @@ class OptimizerAttributes:
     def __init__(self, spec: SpecView) -> None:
         self._spec = spec
         self._initial = {
+            # Without the tensors: references to them would keep replaced tensors in memory.
             optimizer: replace(_Encoder(optimizer, number, spec).encode(), tensors={})
             for number, optimizer in enumerate(spec.optimizers)
             if not is_known(optimizer)

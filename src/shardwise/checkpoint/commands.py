@@ -52,6 +52,7 @@ def _report_errors(command: Callable[..., int]) -> Callable[..., int]:
         try:
             return command(*args, **options)
         except CheckpointError as error:
+            # A path in the message may contain control characters.
             raise click.ClickException(printable(error)) from error
 
     return run

@@ -36,6 +36,7 @@ SHOWN = 8
 """Maximum number of other checkpoints that a message names, newest first."""
 
 _SUM = "crc32"
+# The exact last bytes, so that the checksum is found without parsing the JSON before it.
 _END = re.compile(rb' "crc32": "([0-9a-f]{8})"\n\}\n')
 _LENGTH_OF_END = len(b' "crc32": "00000000"\n}\n')
 

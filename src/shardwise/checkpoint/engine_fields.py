@@ -75,6 +75,7 @@ class _Scaling(EngineField):
     def restore(self, engine: EngineView, parsed: Mapping[str, Any]) -> None:
         engine.scale.restore(parsed)
         engine.weighting.unit = parsed["unit"]
+        # A sum that was widened during the run stays wide, so that a resume has the same bits.
         if parsed["wide"] and engine.spec.settings.reduce_dtype == "fp32":
             engine.objects.states.gradients.widen()
 

@@ -240,6 +240,7 @@ def open_foreign(path: Path) -> TensorReader:
     Raises CheckpointError if there is nothing to load.
     """
     if path.is_dir():
+        # Names of transformers, diffusers and older transformers, in this order of preference.
         for stem in ("model", "diffusion_pytorch_model", "pytorch_model"):
             if (files := files_of(path, stem, ".safetensors")) is not None:
                 return SafetensorsReader(files)

@@ -32,6 +32,7 @@ def match(wanted: Mapping[str, Sequence[str]], held: Iterable[str]) -> Match:
     """
     names = list(held)
     known = {name for all_names in wanted.values() for name in all_names}
+    # max returns the first of equals, so the simplest interpretation wins.
     best = max(_readings(names), key=lambda read: sum(read(name) in known for name in names))
     by_name = {best(name): name for name in names}
     found = {
@@ -49,6 +50,7 @@ def match(wanted: Mapping[str, Sequence[str]], held: Iterable[str]) -> Match:
 def _readings(names: Sequence[str]) -> list[Callable[[str], str]]:
     """Return the ways to interpret the names, simplest first; `max` picks the first of equals."""
     readings: list[Callable[[str], str]] = [str, _uncompiled]
+    # DistributedDataParallel wraps the whole model, so either all names have its prefix or none.
     if names and all(_uncompiled(name).startswith(_WRAPPER) for name in names):
         readings += [
             lambda name: name.removeprefix(_WRAPPER),

@@ -102,6 +102,7 @@ class StatisticsExchange:
         self._number = number
         self.name = name
         self._module = module
+        # Width of a forward's row. The row of a backward is shorter, and padded.
         self._width = 2 * module.num_features + 1
         self._forwards = 0
         self._pass = -1
@@ -120,6 +121,8 @@ class StatisticsExchange:
 
     def meet(self, row: Tensor | None, call: int) -> Tensor:
         """Exchange rows in this module's turn; `row` is None on a rank that skips it."""
+        # All ranks are here in the same turn, but each knows only its own call until the rows
+        # arrive.
         order = self.turns.order
         # Counts start again with each pass (one forward and its backward) of the gather order.
         if self._pass != order.passes:

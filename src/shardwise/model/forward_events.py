@@ -29,6 +29,7 @@ class ForwardEvents:
         self._handles: list[Hooked] = []
         # An engine may be dropped without close(), or fail in its constructor; the models remain.
         weakref.finalize(self, _remove, self._handles)
+        # The recorder calls `attach` when a recording starts, and `detach` when it ends.
         recorder.watch(self)
 
     def attach(self) -> None:

@@ -90,6 +90,7 @@ class MicroShardBuffers(Buffers):
         """Store the buffers that this micro-shard's forward has changed, and restore their start
         values."""
         super().after_backward(batch, own_rows)
+        # By module, because torch's batch_norm counts writes to only one of its buffers.
         changed = {self._places[index][0] for index in self._seen if self._has_changed(index)}
         results: dict[int, Tensor] = {}
         for index in self._seen:

@@ -138,6 +138,7 @@ def give_back(module: nn.Module, name: str, value: Any) -> None:
 def _state_of(module: nn.Module) -> _PlainState:
     found = vars(module).get(_NAME)
     if not isinstance(found, _PlainState):
+        # On the instance, where copy and pickle find it before the method of the class.
         found = vars(module)[_NAME] = _PlainState(module)
     return found
 

@@ -147,6 +147,7 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
                 parameter.data = parameter.detach().to(dtype)
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
+                # Replaced, not filled: no optimizer refers to a buffer.
                 module._buffers[key] = buffer.to(dtype)
     return before
 

@@ -90,6 +90,7 @@ class _Normalise(torch.autograd.Function):
         # fp64 between ranks, so that the sum over ranks rounds like one sum over all rows.
         sum_dy = dy.sum(dims).double()
         sum_dy_centred = (dy * centred).sum(dims).double()
+        # (2 C,)
         row = torch.cat([sum_dy, sum_dy_centred])
         rows = ctx.ranks.of_backward(row if ctx.counts else torch.zeros_like(row), ctx.call)
         all_dy, all_centred = (rows.sum(0) / total.clamp(min=1.0)).chunk(2)
@@ -154,6 +155,7 @@ def _gather_statistics(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Stati
     # is large compared with the deviation.
     variance, mean = torch.var_mean(x, dims, correction=0)
     count = float(x.numel() // x.shape[1]) if counts else 0.0
+    # (2 C + 1,): means, sums of squared deviations, count.
     row = torch.cat([mean.double(), variance.double() * count, mean.new_full((1,), count).double()])
     rows, forward = ranks.of_forward(row if counts else torch.zeros_like(row))
     return _Statistics(*_combine_rows(rows), counts, forward)
@@ -161,6 +163,7 @@ def _gather_statistics(x: Tensor, ranks: StatisticsRows, counts: bool) -> _Stati
 
 def _combine_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, biased variance and row count over all ranks, from their `rows`."""
+    # rows: (ranks, 2 C + 1); means and squares: (ranks, C); numbers: (ranks, 1).
     channels = rows.shape[1] // 2
     means, squares, numbers = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = numbers.sum()

@@ -261,6 +261,7 @@ def _without_references(error_message: str) -> Iterator[None]:
         with _disable_saved_tensors_hooks(error_message):
             yield
     finally:
+        # In reverse, so that the stack has its old order.
         for pack, unpack in reversed(taken):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
@@ -273,6 +274,7 @@ def _saving(manager: UnitManager) -> saved_tensors_hooks | None:
     """Return hooks that save references; None if hooks of the same `manager` are active."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     around = getattr(outer[0], "__self__", None) if outer is not None else None
+    # A module inside a hooked module: the enclosing hooks save its references already.
     if isinstance(around, _ReferenceHooks) and around.manager is manager:
         return None
     hooks = _ReferenceHooks(manager, outer)
@@ -297,6 +299,8 @@ def hooked_modules(
         seen.add(module)
         number = units.get(module, around)
         needed = {unit_of[p] for p in module._parameters.values() if p is not None and p in unit_of}
+        # Parameters of the module's own unit are gathered by the hook of that unit's module. The
+        # model's remainder has no such module below the model, so each holder needs a hook.
         if number != units.get(model):
             needed.discard(number)
         if module in units:

@@ -49,6 +49,7 @@ def fields_of(
         "seed": None,
         "optimizers": optimizers,
         "state": state,
+        # DeepSpeed updates whole flat groups, so no segment is ever cut.
         "borders": [],
         "scaling": {"scale": scale, "good_steps": good_steps, "unit": None, "wide": False},
         "tracked": {} if save.scheduler is None else {SCHEDULER: save.scheduler},

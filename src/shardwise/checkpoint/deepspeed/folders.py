@@ -28,6 +28,7 @@ _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]{2,})_?o
 _UNIVERSAL = "zero"
 """Folder into which ds_to_universal.py puts the tensors, next to a model_states.pt."""
 
+# Files of DeepSpeed's pipeline and expert parallelism, whose models are not read.
 _PARTS = re.compile(r"(layer_[0-9]|expp_rank_|layer_[0-9]+_expert_).*_states\.pt")
 
 

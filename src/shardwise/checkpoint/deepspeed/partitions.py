@@ -94,6 +94,7 @@ class Keys:
 
 
 KEYS_OF_STAGES = {
+    # Without ZeRO, but with DeepSpeed's own fp16 optimizer.
     0: Keys("fp32_groups_flat", "optimizer_state_dict"),
     1: Keys("single_partition_of_fp32_groups", "base_optimizer_state"),
     2: Keys("single_partition_of_fp32_groups", "base_optimizer_state"),

@@ -93,6 +93,7 @@ class RecordedCall:
         self.kind = CallSchema.of(function)
         self.leaves = leaves((args, kwargs))
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        # Arguments that the schema marks as written, by position or by keyword.
         written = [args[k] for k in self.kind.written if isinstance(k, int) and k < len(args)]
         written += [kwargs[key] for key in self.kind.written if key in kwargs]
         self.written = {id(leaf) for leaf in leaves(written) if isinstance(leaf, Tensor)}
@@ -224,6 +225,7 @@ class TapeEntry:
             device: Device of deferred results.
         """
         written = self.operation.written()
+        # Slots of contents: first the written memories, then the allocated storages.
         for slot, index in enumerate(written):
             record = self._records[index]
             if record is not None:
