@@ -277,15 +277,11 @@ class Buffers:
         """
         # One exchange of news, then one of the tensors' forms. Only steps with news pay for them,
         # and after the first steps there are usually none.
-        # One exchange of who has news, then one of the tensors' forms. Only the steps with news
-        # pay for them, and after the first steps that is rare.
         news = self.news()
         appeared = [index for index in news if self._seen.get(index) == _ABSENT]
         compared = appeared + [index for index, _ in self._not_averaged() if differ]
         news_by_rank = self._group.gather_objects((news, appeared, compared))
-        changed = {
-            i for forms_by_rank, new, _ in news_by_rank for i in forms_by_rank if i not in new
-        }
+        changed = {i for indices, new, _ in news_by_rank for i in indices if i not in new}
         # Everything that any rank compares: a forward may have set a buffer to None on one rank.
         wanted = changed.union(*(indices for _, _, indices in news_by_rank))
         # Sorted, so that all ranks list the same tensors in the same order.
