@@ -1,4 +1,4 @@
-"""Checkpoints with random damage, as by a disk, a copy or a person, and checks of what loads.
+"""Checkpoints with random damage, as by a disk, a copy or a person, and checks of their loads.
 
 - training.py: the run that saves the checkpoints, and its resume from a damaged one
 - damaging.py: turns a seed into damage to a copy of them

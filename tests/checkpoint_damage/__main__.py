@@ -1,4 +1,4 @@
-"""Damage checkpoints at random, and check what loads.
+"""Damage checkpoints at random, and check their loads.
 
 python -m tests.checkpoint_damage --damages 1000 --seed 1     seeds 1 to 1000
 python -m tests.checkpoint_damage --damage 17                 only seed 17, with all details

@@ -1,4 +1,4 @@
-"""Judgement of one damage: did the load do what is promised?"""
+"""Judgement of one damage: does the load keep our promises?"""
 
 import shutil
 from pathlib import Path
@@ -18,10 +18,10 @@ SLOW = 10.0
 
 COMMAND = seeded.Command(
     name="checkpoint_damage",
-    about="Damage checkpoints at random, and check what loads.",
+    about="Damage checkpoints at random, and check their loads.",
     thing="damage",
     things="damages",
-    fine=("sentence", "fell back with a line", "equal", "begins anew at nothing"),
+    fine=("sentence", "fell back with a line", "equal", "starts from scratch"),
     wrong=(
         "silent difference",
         "fell back in silence",
@@ -90,7 +90,7 @@ def judged(done: Damage, seen: list[Seen], digests: list[str], call: str) -> tup
     if main.refusal:
         return "sentence", main.refusal, ""
     if not main.steps:
-        kind = "begins anew at nothing" if done.kind == "most files gone" else "silent difference"
+        kind = "starts from scratch" if done.kind == "most files gone" else "silent difference"
         return kind, "from step 0", "\n".join(main.lines)
     if main.digest != digests[main.steps - 1]:
         return "silent difference", f"at step {main.steps}", "\n".join(main.lines)

@@ -109,7 +109,7 @@ def saved(world: Any, folder: Path, split: float) -> list[str]:
 
 @dataclass
 class Seen:
-    """What a rank has observed with a damaged checkpoint."""
+    """Observations of a rank with a damaged checkpoint."""
 
     verified: int | None = None
     """Exit code of `shardwise checkpoint verify`, on the main rank."""

@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters that a forward changes are equal to those of one process."""
+"""Buffers and frozen parameters that a forward changes have the same values as in one process."""
 
 import copy
 
@@ -10,7 +10,7 @@ import shardwise as sw
 
 
 class Centred(nn.Module):
-    """Subtracts a running mean; `kind` selects where it is stored and how it is written."""
+    """Subtracts a running mean; `kind` selects its storage and the way of writing."""
 
     def __init__(self, kind):
         super().__init__()

@@ -53,7 +53,7 @@ def full_disk_case(world, folder):
         with pytest.raises(CheckpointNotWritten, match=FULL + r"[\d,]+ bytes, and [\d,]+ are free"):
             engine.save(folder)
     world.barrier()
-    assert saved_in(folder) == ["step-1"], "what was written of it takes up room"
+    assert saved_in(folder) == ["step-1"], "the partial checkpoint wastes space"
     assert engine.resume(folder) == 1
     train(world, engine, model, range(1, 2))
     engine.save(folder, keep=1)

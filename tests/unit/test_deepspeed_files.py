@@ -1,4 +1,4 @@
-"""DeepSpeed checkpoints as files: what is read, what is refused, and that their code never runs."""
+"""DeepSpeed checkpoints as files: reads and refusals, and proof that their code never runs."""
 
 import pickle
 import shutil
@@ -179,7 +179,7 @@ def test_client_state():
         client_state(small.HERE)
 
 
-# -- what is refused -------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------
 
 
 def test_a_missing_rank_file_is_named(copy):

@@ -1,4 +1,4 @@
-"""Recomputed units: what they read, what runs how often, and what is kept."""
+"""Recomputed units: their reads, their number of runs, and the memory that they keep."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Export of one plain file: complete or absent, whatever interrupts it."""
+"""Export of one plain file: complete or absent, after any interruption."""
 
 import fcntl
 import os

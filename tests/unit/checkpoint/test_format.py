@@ -105,7 +105,7 @@ def test_a_set_that_is_split():
     }
 
 
-# -- files that lie -----------------------------------------------------------------------------
+# -- hostile files -----------------------------------------------------------------------------
 
 
 def of(table, data=b""):
@@ -131,7 +131,7 @@ HOSTILE = {
     "backward offsets": (of({"a": entry(offsets=(8, 0))}, b"\0" * 8), "data_offsets"),
     "unknown dtype": (of({"a": entry(dtype="F31")}, b"\0" * 8), "F31"),
     "no dtype": (of({"a": {"shape": [], "data_offsets": [0, 0]}}), "does not have exactly"),
-    "an entry that is none": (of({"a": 3}), "does not have exactly"),
+    "an entry that is no map": (of({"a": 3}), "does not have exactly"),
     "twice": (of(b'{"a":1,"a":2}'), "appears twice"),
     "no map": (of(b"[1]"), "does not begin with"),
     "no JSON": (of(b"{nonsense}"), "not valid JSON"),
