@@ -1,4 +1,4 @@
-"""The preset fp64: everything in a model is fp64, whatever it is fed."""
+"""The preset fp64: everything in a model is fp64, for any input."""
 
 import copy
 
@@ -12,7 +12,7 @@ from shardwise.tools.verify.script import Promoting
 
 
 class Casts(nn.Module):
-    """Makes fp32 tensors on its way."""
+    """Creates fp32 tensors in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def test_parameters_and_buffers_are_fp64_and_keep_their_values(model: nn.Module)
     assert not is_cast([(plain.norm, "weight")], torch.bfloat16)
 
 
-def test_a_forward_that_casts_goes_on_in_fp64(model: nn.Module) -> None:
+def test_a_forward_that_casts_continues_in_fp64(model: nn.Module) -> None:
     before = torch.get_default_dtype()
     out = model(torch.randn(5, 4), scale=torch.ones(4))
     assert out.dtype == torch.float64
@@ -56,13 +56,13 @@ def test_a_forward_that_casts_goes_on_in_fp64(model: nn.Module) -> None:
     assert copy.deepcopy(model)(torch.randn(5, 4), scale=torch.ones(4)).dtype == torch.float64
 
 
-def test_the_default_dtype_comes_back_after_a_forward_that_raises(model: nn.Module) -> None:
+def test_the_default_dtype_is_restored_after_a_forward_that_raises(model: nn.Module) -> None:
     with pytest.raises(RuntimeError):
         model(torch.randn(5, 3), scale=torch.ones(4))
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_integers_stay_what_they_are() -> None:
+def test_integers_are_not_cast() -> None:
     embedding = nn.Embedding(4, 2)
     cast_models([embedding], torch.float64)
     ForwardPrecision(PRESETS["fp64"], "cpu").attach(embedding)
@@ -87,7 +87,7 @@ def test_a_script_that_would_leave_fp64_stays_in_it() -> None:
     torch.testing.assert_close(kept[1], wide[0, :2].float())
 
 
-def test_state_that_an_optimizer_has_from_the_start_is_cast_too() -> None:
+def test_state_that_an_optimizer_creates_at_construction_is_cast_too() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.Adagrad(layer.parameters(), initial_accumulator_value=0.1)
     cast_models([layer], torch.float64)
