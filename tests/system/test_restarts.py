@@ -251,5 +251,5 @@ class TestAFullDisk:
             shardwise, "run", "-n", "2", "--save-failure", "continue", *self.WORDS
         )
         assert "after 15" in hash_of(ran)
-        assert "are whole. Training goes on." in ran.err
+        assert "are intact. Training continues." in ran.err
         assert (shardwise.folder / "left").read_text().split() == ["step-4", "step-8"]

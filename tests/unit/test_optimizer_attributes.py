@@ -14,7 +14,7 @@ class Counting(optim.SGD):
 
 
 def followed(*changing):
-    """An optimizer and what follows its copies; the first leads."""
+    """Return an optimizer and the attributes that follow its copies; the first copy leads."""
     user = Counting([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     user.count = 0
     return user, [

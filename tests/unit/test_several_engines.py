@@ -79,7 +79,7 @@ def test_training_goes_on_without_the_file_that_joins(
         saver = engines[0]._checkpoints.saver
         patch.setattr(saver, "_spec", replace(spec, settings=settings))
         assert both.save(tmp_path) is None
-    assert "No space left on device. Training goes on." in capsys.readouterr().err
+    assert "No space left on device. Training continues." in capsys.readouterr().err
     assert both.saves == 0
     assert both.save(tmp_path) == tmp_path / "together-1.json"
 

@@ -22,7 +22,7 @@ from shardwise.checkpoint.agreement import agree
 from shardwise.checkpoint.atomic_folders import DOCUMENT, complete, place_of
 from shardwise.checkpoint.document import crc_of
 from shardwise.checkpoint.file_system import replace_file
-from shardwise.checkpoint.schema import plain_name
+from shardwise.checkpoint.schema import is_plain_name
 from shardwise.engine.engine import Engine
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten, UsageError
 
@@ -39,7 +39,7 @@ class Engines:
 
     def __init__(self, **engines: Engine) -> None:
         for name, engine in engines.items():
-            if not isinstance(engine, Engine) or not plain_name(name):
+            if not isinstance(engine, Engine) or not is_plain_name(name):
                 raise UsageError(f"sw.Engines({name}=...) takes an engine by a plain name.")
         if not engines:
             raise UsageError("sw.Engines(...) takes engines by name: sw.Engines(generator=engine).")

@@ -20,7 +20,7 @@ RIGHT: dict[str, str] = {
     r"gradients inside of a loss .* cannot be had with --pipeline": "each worker has a part of the "
     "graph",
     r"PlacementError: The row .* is not legal": "the table of rows says so",
-    r"hold no tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
+    r"hold tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
     r"max_norm=.* rewrites in forward": "each worker would rewrite the rows that it sees",
     r"sparse(, | gradients only, )which flat buckets cannot hold": "gradients rest in flat buckets",
     r"is of the stand-in cannot be told": "rows cut by hand beside batches of world.share",
