@@ -205,7 +205,7 @@ def units_of(engine):
 
 def buffers_made(engine):
     """How many buffers for whole buckets were allocated so far; 0 where ranks share memory."""
-    return getattr(engine._states.shown.residency._gathers, "made", 0)
+    return getattr(engine._states.shown.residency._gathers, "allocated", 0)
 
 
 def gathered(engine):

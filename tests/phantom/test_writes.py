@@ -103,7 +103,7 @@ def written_last(world, how):
 
     lost_writes.start_to_host = start_late
     model, engine = started(world, Halving)
-    coming = engine._states.shown.residency._whole._writes._coming
+    coming = engine._states.shown.residency._whole._writes._pending
     for step in range(lost_writes.INTERVAL + 2):
         model.writes = step >= lost_writes.FIRST
         trained(world, model, engine, step)
