@@ -144,7 +144,7 @@ def straight_case(world, row, precision, smallest):
     launch = bucket.GradientBucket.launch
 
     def counting(self):
-        sent.extend(self._elsewhere)
+        sent.extend(self._uncopied)
         launch(self)
 
     bucket.GradientBucket.launch = counting

@@ -252,8 +252,8 @@ def _in_trial(kind: Any) -> bool:
 def below(types: Any) -> Callable[..., Any]:
     """Return the function that runs operations on parameters of `types` as if they were whole.
 
-    It is the `__torch_function__` that they have while they are whole. parallel/tensor/parameter_uses.py defines one
-    for parameters of layers that several workers share.
+    It is the `__torch_function__` that they have while they are whole. For parameters of layers
+    that several workers share, parallel/tensor/parameter_uses.py defines one.
     """
     for kind in types:
         own = getattr(kind, "covers", kind)
