@@ -271,7 +271,7 @@ class DiskStorage(Storage):
             self._leases[index].copied(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add and square on the accelerator; copy the sum to the host and write it asynchronously."""
+        """Add and square on the accelerator, then copy the sum to the host and write it."""
         if not self.is_apart(part):
             return super().add(part, fresh=fresh)
         squares, read = [], Handle()
