@@ -188,7 +188,7 @@ def refused_case(world):
         sw.Engine(model, adamw(model), zero=1, offload_optimizer="nvme:/no/such")
 
 
-def test_what_cannot_rest_on_a_disk(group):
+def test_refuses_states_that_a_disk_cannot_store(group):
     group(1)(refused_case)
 
 

@@ -31,7 +31,7 @@ from tests.disk import (
 
 def test_a_missing_folder(folder: Path) -> None:
     with pytest.raises(
-        TierError, match=r"moments cannot rest in .*no-such: there is no such folder"
+        TierError, match=r"moments cannot be stored in .*no-such: there is no such folder"
     ):
         Store(folder / "no-such", "moments", [10], rank=3)
 
@@ -44,7 +44,7 @@ def test_a_file_in_place_of_a_folder() -> None:
 def test_a_folder_that_may_not_be_written_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         failing(patched, "open", errno.EACCES)
-        with pytest.raises(TierError, match=r"no file can be made there \(Permission denied\)"):
+        with pytest.raises(TierError, match=r"no file can be created there \(Permission denied\)"):
             Store(folder, "moments", [10], rank=0)
 
 
@@ -148,7 +148,7 @@ def test_a_failure_within_a_sweep_leaves_it_at_once(
 def test_a_file_that_something_cut(folder: Path) -> None:
     with closing(Store(folder, "state", [4096], rank=0)) as store:
         os.ftruncate(store._file._fd, 0)
-        with pytest.raises(TierError, match="ends at byte 0, before what was written"):
+        with pytest.raises(TierError, match="ends at byte 0, but more was written"):
             take(store, 0)
 
 
@@ -178,7 +178,7 @@ def test_an_error_of_the_first_transfer_is_not_taken_for_a_missing_feature(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch, "pwritev", errno.EIO)
-    with pytest.raises(TierError, match="could not try 4096 bytes at 0"):
+    with pytest.raises(TierError, match="could not transfer 4096 bytes at 0"):
         Store(folder, "state", [4096], rank=0)
 
 

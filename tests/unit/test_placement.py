@@ -98,7 +98,7 @@ def test_every_state_rests_elsewhere_where_that_is_legal(level: int, tier: Tier)
             assert row.resting(**{state: tier}).tier(state) == tier
             continue
         needed = {"gradients": 2, "parameters": 3}[state]
-        with pytest.raises(PlacementError, match=f"{state} can rest on .* --zero {needed}"):
+        with pytest.raises(PlacementError, match=f"{state} can be on the tier .* --zero {needed}"):
             row.resting(**{state: tier})
 
 

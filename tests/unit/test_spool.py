@@ -133,7 +133,7 @@ class TestFailures:
 
     def test_no_such_folder(self, folder: Path) -> None:
         with pytest.raises(
-            TierError, match=r"activations cannot rest in .*there is no such folder"
+            TierError, match=r"activations cannot be stored in .*there is no such folder"
         ):
             make(folder / "nowhere")
 
@@ -172,7 +172,7 @@ class TestFailures:
         spool = make(folder)
         record = written(spool, pattern(0, 2 * PAGE))
         os.ftruncate(spool.file._fd, PAGE)
-        with pytest.raises(TierError, match=f"ends at byte {PAGE}, before what was written"):
+        with pytest.raises(TierError, match=f"ends at byte {PAGE}, but more was written"):
             read(spool, record)
 
     def test_a_forked_process_is_refused_and_can_end(self, folder: Path) -> None:

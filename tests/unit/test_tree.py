@@ -76,19 +76,19 @@ def test_without_a_tree_parts_are_added_as_they_come():
 
 
 @pytest.mark.parametrize(
-    ("count", "workers", "said"),
+    ("count", "workers", "message"),
     [
         (
             6,
             3,
-            "--exact 6 gives the same bits on 1, 2 and 6 workers, the nodes of its tree of sums, "
-            "and cannot run on 3. Start one of these numbers of workers, or cut otherwise: "
-            "--exact 3 runs on 3.",
+            "--exact 6 gives the same bits on 1, 2 and 6 workers, the sizes of the nodes of its "
+            "tree of sums, but cannot run on 3. Start one of these numbers of workers, or use "
+            "--exact 3, which runs on 3.",
         ),
         (4, 8, "on 1, 2 and 4 workers, .* cannot run on 8"),
         (1, 2, "on 1 workers"),
     ],
 )
-def test_what_cannot_be_is_refused(count, workers, said):
-    with pytest.raises(ConfigError, match=said):
+def test_refuses_number_of_workers_without_node(count, workers, message):
+    with pytest.raises(ConfigError, match=message):
         MicroShards(count, workers, 0)
