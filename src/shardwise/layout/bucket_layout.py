@@ -104,8 +104,8 @@ def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1)
     A parameter that is larger has a bucket for itself. All buckets have `grain`. They are in the
     order in which backward will probably complete them.
     """
-    open_groups: dict[Hashable, list[int]] = {}
-    room: dict[Hashable, int] = {}
+    open_groups: dict[Hashable, list[int]] = {}  # by key, the parameters of the bucket being filled
+    room: dict[Hashable, int] = {}  # by key, the bytes that are left in it
     filled: list[list[int]] = []
     for index in reversed(range(len(specs))):
         spec = specs[index]

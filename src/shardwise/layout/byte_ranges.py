@@ -78,6 +78,7 @@ def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
 
 def share(numel: int, index: int, of: int) -> tuple[int, int]:
     """Return the elements [first, end) that rank `index` writes if `of` ranks have them all."""
+    # Each writes a part, so that replicas share the work of a checkpoint.
     cuts = even_cuts(numel, of)
     return cuts[index], cuts[index + 1]
 

@@ -33,6 +33,7 @@ class Extents:
     def give(self, start: int, nbytes: int) -> None:
         """Free a range that `take` has returned, and join it with adjacent free ranges."""
         insort(self._free, (start, start + nbytes))
+        # Without joining, the free space would fall apart into ranges that fit no new record.
         joined: list[tuple[int, int]] = []
         for first, end in self._free:
             if joined and joined[-1][1] == first:

@@ -94,6 +94,8 @@ class Shard:
         whole tensor.
         """
         inner = prod(self.shape[self.dim + 1 :])
+        # A row is this rank's elements for one index of the dims before `dim`. `edges` are the
+        # borders of its ranges, in elements; each range is contiguous in the whole tensor, too.
         edges = [0]
         for a, b in self.own:
             edges.append(edges[-1] + (b - a) * inner)

@@ -75,6 +75,7 @@ class WholeGradients:
     def show(self) -> None:
         """Set `param.grad` of every parameter, to None if no rank had a gradient. Collective."""
         for bucket_ in self._gradients.buckets:
+            # (numel of the interval,); the product is a copy, so the sums keep their bits.
             mine = bucket_.reduced.loaded(bucket_.kind[1]) * self._factor
             flat = gather_bucket(bucket_.layout, bucket_.own, mine, self._group)
             for slot in bucket_.layout.slots:
@@ -85,6 +86,7 @@ class WholeGradients:
         grad = None
         if self._used[index]:
             grad = named.view(flat, start).to(named.dtype)
+        # A sharded parameter at rest has no values, but may have a gradient.
         with unguarded():
             named.parameter.grad = grad
         if grad is not None and self._run.rank == 0:
@@ -147,6 +149,7 @@ class WholeGradients:
             if changed[slot.parameter] and grad is not None:
                 view = self._named[slot.parameter].view(flat, slot.start)
                 view.copy_(grad.to(dtype) / self._factor)
+        # The whole bucket, so that one collective suffices; only rank 0's values are used.
         if self._run.size > 1:
             self._run.broadcast(flat).wait()
         sums = bucket_.reduced.loaded()

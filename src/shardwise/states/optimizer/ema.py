@@ -87,6 +87,7 @@ class Averages:
         """Update the averages; call after each step that was not skipped."""
         for interval, average in self._each():
             for index in range(len(interval.spans)):
+                # Read the next span from a disk while this one is updated.
                 if index + 1 < len(interval.spans):
                     average.read_ahead(index + 1)
                 value, master = average.take(index), interval.master.take(index)
@@ -113,12 +114,13 @@ class Averages:
 
     def _exchange(self, same_dtype: _Move, other_dtype: _Move) -> None:
         """Change every parameter by one of two functions, depending on its dtype. Collective."""
-        self._parameters.meet()
+        self._parameters.meet()  # other ranks may still read the old values in shared memory
         for interval, average in self._each():
             move = same_dtype if interval.target.dtype == average.dtype else other_dtype
             for index in range(len(interval.spans)):
                 move(interval, average, index)
         if self._scattered:
+            # Start all before waiting for any, so that they run in parallel.
             sent = [self._parameters.publish(i) for i in range(len(self.storages))]
             for handle in sent:
                 handle.wait()

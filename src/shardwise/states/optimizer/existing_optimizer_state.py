@@ -73,7 +73,8 @@ class ExistingState:
                 named = self._named[piece.parameter]
                 tensor = named.view(interval.flat(*interval.own), piece.start - interval.own[0])
                 master = None
-                if group.stays:  # the user's optimizer updates the user's own parameter
+                if group.stays:
+                    # The user's optimizer updates the user's own parameter, not a view of it.
                     master = tensor if interval.has_master else None
                     tensor = named.parameter
                 segments.append(UpdateSegment(piece.start, piece.end, [piece], tensor, master))
@@ -110,6 +111,7 @@ class ExistingState:
     def give(self, inner: InnerOptimizer, interval: UpdateInterval, group: ParameterGroup) -> None:
         """Give the segments of `interval` the state of their parameters."""
         for segment in interval.segments:
+            # By their signatures, all pieces of a segment have state or none has.
             states = [self._of(group, piece.parameter) for piece in segment.pieces]
             if known := [state for state in states if state is not None]:
                 inner.inner.state[segment.tensor] = self._joined_state(

@@ -151,6 +151,7 @@ class InnerOptimizer:
         tensor = part.segments[0].tensor
         grad = part.gradient.to(tensor.device, tensor.dtype)
         if not self._divides and factor != 1.0:
+            # In place, even if `to` made no copy: the sums of a step are used only once.
             grad = grad.mul_(factor)
         for segment in part.segments:
             if used[segment.pieces[0].parameter]:
@@ -178,7 +179,7 @@ class InnerOptimizer:
             # updated for the first time have a separate call, if others have a momentum.
             grads = [tensor.grad for tensor in fresh]
             for tensor in fresh:
-                tensor.grad = None
+                tensor.grad = None  # the first call skips them
             self._call()
             for tensor in offered:
                 tensor.grad = None

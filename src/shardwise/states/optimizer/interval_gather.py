@@ -60,6 +60,8 @@ class IntervalGather:
 
     def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
         bucket, own = self._parameters.buckets[index], self._optimizer.intervals[index].own
+        # On the device that computes, whose memory the transport can send: a master may be on the
+        # host or on a disk.
         _, device = self._parameters.kind(index)
         group = self._group if self._scattered else None
         flat = gather_bucket(bucket, own, part.to(device), group)
@@ -135,6 +137,8 @@ class IntervalGather:
             self._parameters.named[number].parameter: self._placed(index, single)
             for number, single in all_singles.items()
         }
+        # Sorted, because all ranks must gather the keys in the same order. A rank whose intervals
+        # have no state of a key takes part with zeros.
         for key in sorted(all_dtypes):
             whole = self._bucket(index, self._optimizer.whole(index, key, all_dtypes[key]))
             for parameter, state in states.items():

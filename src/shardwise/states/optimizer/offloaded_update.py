@@ -102,6 +102,7 @@ class SpanInUse(UpdatePart):
             gradient = total.take_on(index, interval.master.device)
         super().__init__(interval.own[0] + interval.spans[index][0], segments, gradient)
         self._moments = {
+            # `fresh` before the first update, when no segment has this state on the disk yet.
             key: storage.take(
                 index, fresh=not any(has_no_memory(state[key]) for _, state in self._states(key))
             )
@@ -138,6 +139,7 @@ class SpanInUse(UpdatePart):
             for segment in self.segments:
                 numel = segment.end - segment.first
                 segment.tensor.data = without_memory(numel, interval.master.dtype)
+        # First the parameter, then `put`: the copy reads the master's buffer, which `put` returns.
         if interval.has_master:
             interval.master.send(index, self._master, self._target)
             interval.target.put(index, changed=changed)

@@ -151,6 +151,7 @@ def bare_copy(optimizer: optim.Optimizer, *, detached: bool = False) -> optim.Op
     inner.param_groups = []
     inner.state = defaultdict(dict)
     if detached:
+        # References to the optimizer lead to the copy; references to parameters stay shared.
         memo: dict[int, Any] = {id(optimizer): inner}
         memo |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
         vars(inner).update({k: copied_attribute(v, memo) for k, v in attributes.items()})

@@ -198,6 +198,7 @@ def write_back_attributes(followed: Sequence[FollowedAttributes]) -> None:
     # differ from its groups.
     for each in sorted(changing, key=lambda each: not each.leads):
         first[each.user] = each.changes() | first[each.user]
+    # Check all before the first assignment: an error leaves the user's optimizers unchanged.
     for each in changing:
         for name, value in each.changes().items():
             if not same(first[each.user][name], value):
@@ -230,6 +231,8 @@ def without_hooks(optimizer: optim.Optimizer) -> Iterator[None]:
 
     Hooks of all optimizers still run for others, such as one that `optimizer` wraps.
     """
+    # Hooks of the instance are removed. Global hooks are wrapped, because an optimizer inside
+    # `optimizer` must still run them.
     attributes, module = vars(optimizer), vars(torch_optimizer)
     of_one = {name: attributes[name] for name in _OF_ONE}
     of_all = {name: module[name] for name in _GLOBAL if module[name]}

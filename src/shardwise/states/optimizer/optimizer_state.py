@@ -104,6 +104,7 @@ class OptimizerState:
             # otherwise the inner optimizer allocates.
             dtype, device = self._parameters.kind(i)
             kind = (torch.float32 if dtype in NARROW else dtype, device)
+            # The optimizer state is in host memory and the parameter is not, or the reverse.
             elsewhere = factory.is_apart(device) != (targets[i].copy_stream is not None)
             names = [_MASTER] if dtype in NARROW or elsewhere else []
             names += sorted(self.groups[i].kind.tensor_keys) if factory.on_disk else []
@@ -113,7 +114,7 @@ class OptimizerState:
                 "optimizer state",
                 [lengths[i] for i in numbers for _ in kept[i]],
                 [kind for i in numbers for kind in kept[i].values()],
-                width=max([1, *map(len, kept)]),
+                width=max([1, *map(len, kept)]),  # the update uses all storages of a bucket at once
             )
         )
         states = [{name: in_spans(next(storages), spans[i]) for name in kept[i]} for i in numbers]
@@ -175,7 +176,7 @@ class OptimizerState:
         """Return the key of a bucket: buckets with equal keys are updated in one call."""
         interval, group = self.intervals[index], self.groups[index]
         if group.together:
-            return group.optimizer
+            return group.optimizer  # it combines tensors, so it needs all of them in one call
         # One call for several buckets saves time. But the transfer of a bucket that is sent, read
         # or copied can overlap with the update of another one only if each has a separate call.
         is_apart = interval.has_master or interval.master.copy_stream is not None
@@ -194,6 +195,8 @@ class OptimizerState:
             return UsersOptimizer(indices, intervals, groups, parts, fused=False, leads=leads)
         fused = not groups[0].together and _fuses(groups[0], intervals[0])
         inner = InnerOptimizer(indices, intervals, groups, parts, fused=fused, leads=leads)
+        # A copy for all but the first: each inner optimizer counts its own steps, and a shared
+        # counter would advance several times in a step.
         common = common_state(held(groups[0].optimizer))
         inner.inner.state.update(common if leads else copy.deepcopy(common))
         return inner
@@ -259,7 +262,7 @@ class OptimizerState:
             for inner in self.inners
             for state in inner.inner.state.values()
             for value in state.values()
-            if isinstance(value, Tensor) and value.ndim
+            if isinstance(value, Tensor) and value.ndim  # not step counts
         )
 
     def expected_bytes(self, index: int) -> int:

@@ -116,6 +116,7 @@ def _classify(
         return OptimizerKind(elementwise, True, first.keys, first.singles, known=True)
     kind = runner.judge(short, first)
     for trial in long:
+        # An optimizer may refuse some shapes, such as Muon everything but matrices.
         if not (kind.elementwise or kind.separable) or (whole := runner.attempt(trial)) is None:
             continue
         shown = runner.judge(trial, whole, kind)
@@ -272,8 +273,9 @@ class _TrialRunner:
             return self._run(trial, tensors[:1], grads[:1])
         except ModelError:
             raise
-        except Exception as error:
+        except Exception as error:  # it is foreign code, which may raise anything
             self.reason = f"{type(error).__name__}: {error}"
+        # Some constructors make state that `step` relies on: try again with state.
         if self._gives_state or not self._existing_state():
             return None
         self._gives_state = True
@@ -434,6 +436,7 @@ def _is_number(value: Any) -> bool:
 
 def _close(a: Tensor, b: Tensor) -> bool:
     """Return whether two updates are equal, except for fp32 noise."""
+    # Relative to the largest update: elements that nearly cancel carry the noise of others.
     finite = b[torch.isfinite(b)].abs()
     size = float(finite.max()) if finite.numel() else 0.0
     return torch.allclose(a, b, rtol=_TOLERANCE, atol=1e-2 * _TOLERANCE * size, equal_nan=True)

@@ -100,6 +100,7 @@ class UpdateInterval:
         return [piece for pieces in self.pieces for piece in pieces]
 
 
+# One element for each dtype, expanded to any length: its address shows that a tensor has no memory.
 @cache
 def _nothing(dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype)
@@ -137,6 +138,7 @@ def cut_by_use(inner: optim.Optimizer, interval: UpdateInterval, used: Sequence[
         if len(parts) < 2:
             segments.append(segment)
             continue
+        # The key of a state is the tensor, so the state moves to the tensors of the parts.
         state: dict[str, Any] | None = inner.state.pop(segment.tensor, None)
         for pieces in parts:
             child = interval.segment(pieces)

@@ -67,6 +67,7 @@ class UsersOptimizer(InnerOptimizer):
     def _masters_shown(self) -> Iterator[None]:
         """Context manager inside which parameters hold their masters, if they have one."""
         segments = [s for i in self.intervals for s in i.segments if s.master is not None]
+        # The tensors, not copies: the update writes masters, which are rounded into these later.
         before = [segment.tensor.data for segment in segments]
         for segment in segments:
             assert segment.master is not None

@@ -182,6 +182,8 @@ class AllGathers(BucketGathers):
             buffers[index].last = self._group.all_gather(flat, buckets[index].layout.cuts)
             return buffers[index].last.noted(launched)
 
+        # In memory, this thread can start the copies and collectives at once. A disk must be read
+        # first, in another thread, and `Gather.wait` starts the collectives.
         if all(bucket.storage.memory is not None for bucket in buckets):
             return Gather(buffers, wholes, [], send, self._load_and_send(buckets, wholes, send))
         if self._reader is None:

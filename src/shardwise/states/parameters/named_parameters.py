@@ -30,6 +30,8 @@ class NamedParameter:
         self.shape = self.parameter.shape
         self.dtype = self.parameter.dtype
         self.device = self.parameter.device
+        # The strides of a dense copy: the parameter itself may be a view with gaps, but keeps its
+        # order of dims in a bucket (channels_last).
         self.strides = torch.empty_like(self.parameter, device="meta").stride()
 
     @property
@@ -85,6 +87,7 @@ def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[NamedParam
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue
+                # A tied parameter has several places, and the name of the first one.
                 name = ".".join(part for part in (prefix, path, key) if part)
                 if parameter not in found:
                     found[parameter] = NamedParameter(name.replace("_orig_mod.", ""), parameter)
@@ -101,6 +104,7 @@ class Census:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of each model, in registration order, each once."""
+        # By identity: comparing parameters with == would compute with them.
         now = self._children()
         if len(now) != len(self._known) or not all(map(is_, now, self._known)):
             self._count()

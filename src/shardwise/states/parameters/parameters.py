@@ -139,6 +139,7 @@ class ReplicatedParameters(Parameters):
         bucket = self.buckets[index]
         dtype, device = self.kind(index)
         if self._published:
+            # Memory that the transport sends without a copy, and that user code sees.
             flat = self._group.allocate(bucket.numel, dtype, device, forkable=True)
         else:
             flat = torch.zeros(bucket.numel, dtype=dtype, device=device)

@@ -60,10 +60,14 @@ class Residency:
         self.part: int | None = None
         """The part of the model that runs now, if it runs in parts; each part uses other units."""
         self._expected: dict[Hashable, Sequence[int]] = {}
+        """By kind of forward, the units of its outermost module."""
         self._over: Callable[[int], None] | None = None
         self._pass: Hashable = None
+        """Kind of the running pass; None if there is none."""
         self._depth = 0
+        """Number of running module forwards, one inside the other."""
         self._tape: list[Hashable] = []
+        """Kinds of the recorded forwards that no backward has followed yet."""
         self._backwards = 0
         self._own: dict[int, bool] = {}
         """By unit that a block of user code holds whole, whether the block may write it."""
@@ -97,8 +101,8 @@ class Residency:
         `hook` is the number of the module's hook.
         """
         self._end_dead_passes()
-        # The outermost module of a forward. Within a backward this is a recomputation: the units
-        # belong to the backward's pass then.
+        # Only the outermost module starts a pass. Within a backward this forward is a
+        # recomputation, whose units belong to the backward's pass.
         if self._depth == 0 and self._pass is None:
             self._whole.reshard_unneeded(keep_lasting=self.is_awaited)
             self._whole.casts.begin()
@@ -151,6 +155,8 @@ class Residency:
         """Begin a backward over the forwards recorded since the last backward."""
         self._end_dead_passes()
         self._backwards += 1
+        # The kind has the forwards and a number: the second backward over a graph (`keep_graph`)
+        # may need other units than the first, so the gather order learns each separately.
         self._open(("backward", self._backwards, self.part, *self._tape))
 
     def close_backward(self, *, keep_graph: bool = False, failed: bool = False) -> None:
@@ -279,6 +285,7 @@ class Residency:
             yield shown
         finally:
             self._whole.forget_writes()
+            # Even after an error in the block: `end_own` may gather, and other ranks take part.
             for number in new:
                 del self._own[number]
                 self._whole.end_own(number, here=here)

@@ -231,7 +231,8 @@ class ShardedParameters(Parameters):
             # On an accelerator this would make the host wait in every step.
             if nans.device.type == "cpu" and not bool(nans.isnan().all()):
                 written = self._all[int((~nans.isnan()).nonzero()[0])]
-                nans.fill_(torch.nan)
+                nans.fill_(torch.nan)  # raise once only
+        # A write through an operation on the parameter counts up its version, also on a device.
         versions = self._versions_of_all()
         if versions != self._all_versions:
             pairs = zip(self._all, versions, self._all_versions, strict=True)
@@ -304,6 +305,7 @@ class ShardedParameters(Parameters):
         Returns None on a rank that is not `here`.
         """
         if bucket.common is not None:
+            # A copy: the caller may write it, and other ranks read the shared memory.
             return bucket.common.clone() if here else None
         numel, dtype, device = bucket.kind
         flat = torch.zeros(numel, dtype=dtype, device=device)

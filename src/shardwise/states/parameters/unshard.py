@@ -97,7 +97,7 @@ class WholeUnits:
 
     def _unshard(self, number: int, gather: Gather) -> None:
         unit = self._units[number]
-        assert not unit.is_whole
+        assert not unit.is_whole  # a second gather would leave the first one's buffers borrowed
         unit.wholes, unit.gather = gather.wait(), gather
         self._whole[unit] = None
         for index, (bucket, whole) in enumerate(zip(unit.buckets, unit.wholes, strict=True)):
@@ -200,6 +200,7 @@ class WholeUnits:
         while self._ahead:
             self.take_part(next(iter(self._ahead)))
         self.reshard_unneeded()
+        # In the order of units, which is equal on all ranks: these gathers have no turns.
         for number, unit in enumerate(self._units):
             if unit.always:
                 self._reshard(unit)

@@ -135,6 +135,7 @@ class HostStorage(Storage):
             self.copy_stream.await_(event)
 
     def _settled(self) -> Tensor:
+        """Wait on the host until no copy is pending, and return the memory."""
         while self._moving:
             self._moving.pop().synchronize()
         return self.memory

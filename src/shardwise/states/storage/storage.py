@@ -102,6 +102,7 @@ class Storage(ABC):
         squares = []
         for index, (first, end) in enumerate(self.spans):
             value = self.take(index, fresh=fresh)
+            # Written, not added to zeros: that saves clearing the storage after every step.
             if fresh:
                 value.copy_(part[first:end])
             else:
@@ -290,6 +291,7 @@ class DiskStorage(Storage):
         copy_stream = self.copy_stream
         assert copy_stream is not None
         memory, lease = self._taken(index, fresh=fresh), self._leases[index]
+        # On the device, which adds and squares faster than the host.
         if fresh:
             total = part.to(self.dtype)
         else:

@@ -110,6 +110,7 @@ class StorageFactory:
         Raises the first error.
         """
         failures = []
+        # Popped first: a second `close` after an error does not try the same store again.
         while self._stores:
             try:
                 self._stores.pop().close()
