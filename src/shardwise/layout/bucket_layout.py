@@ -77,7 +77,7 @@ class Bucket:
     """Updates and norms never cut a group of this many elements. All starts and cuts are multiples
     of it, and a gap belongs to the slot before it."""
 
-    def interval(self, rank: int) -> tuple[int, int]:
+    def interval(self, rank: int) -> Span:
         """Return the elements [first, end) that `rank` owns."""
         return self.cuts[rank], self.cuts[rank + 1]
 

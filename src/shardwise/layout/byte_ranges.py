@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.layout.bucket_layout import Slot, even_cuts
+from shardwise.layout.bucket_layout import Slot, Span, even_cuts
 from shardwise.layout.shards import Shard
 
 
@@ -76,7 +76,7 @@ def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
     return found
 
 
-def share(numel: int, index: int, of: int) -> tuple[int, int]:
+def share(numel: int, index: int, of: int) -> Span:
     """Return the elements [first, end) that rank `index` writes if `of` ranks have them all."""
     # Each writes a part, so that replicas share the work of a checkpoint.
     cuts = even_cuts(numel, of)

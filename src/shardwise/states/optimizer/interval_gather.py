@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Collectives
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.optimizer.optimizer_kind import placed
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import Parameters
@@ -18,7 +18,7 @@ from shardwise.tiers.copy_stream import to_host
 
 
 def gather_bucket(
-    bucket: Bucket, own: tuple[int, int], interval: Tensor, group: Collectives | None
+    bucket: Bucket, own: Span, interval: Tensor, group: Collectives | None
 ) -> Tensor:
     """Return a whole bucket, gathered from the intervals of the ranks of `group`.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives, Handle
 from shardwise.errors import BrokenView
-from shardwise.layout.bucket_layout import Bucket
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.model.meta import make_real
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import ParameterPlaces, Parameters, check_place
@@ -146,7 +146,7 @@ class ShardedParameters(Parameters):
         if wide is not None and index < len(self.buckets):
             self.wide[index] = wide
 
-    def part(self, index: int, own: tuple[int, int]) -> Storage:
+    def part(self, index: int, own: Span) -> Storage:
         """Return this rank's interval of bucket `index`."""
         assert own == self.sharded_buckets[index].own
         return self.sharded_buckets[index].storage
