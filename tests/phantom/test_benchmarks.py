@@ -1,7 +1,7 @@
-"""The benchmarks of a GPU, run on the simulated device at sizes that say nothing.
+"""The benchmarks of a GPU on the simulated device, at sizes that mean nothing.
 
-The device must yield all of its figures: launches, synchronisations, bytes, losses. It takes no
-time. It does not run DDP and FSDP2, which call CUDA itself, nor torch.compile: the same code runs
+The device must provide all of their figures: launches, synchronisations, bytes, losses. It takes no
+time. It does not run DDP and FSDP2, which call CUDA itself, nor torch.compile. The same code runs
 them on the CPU.
 """
 
@@ -29,7 +29,7 @@ ONCE = "--rounds 1 --steps 2"
 
 @pytest.fixture
 def python(warm_device, monkeypatch, tmp_path) -> Path:
-    """An interpreter whose scripts find a simulated GPU."""
+    """Return an interpreter whose scripts find a simulated GPU."""
     for name, value in warm_device.environ().items():
         monkeypatch.setenv(name, value)
     path = tmp_path / "python"
@@ -41,7 +41,8 @@ def python(warm_device, monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture
 def modules(monkeypatch) -> Iterator[None]:
-    """The modules of benchmarks/ by their names; other folders of scripts have some of the same."""
+    """Return modules of benchmarks/ by name; other folders of scripts have modules of the same
+    name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = [path.stem for path in BENCHMARKS.glob("*.py")] + ["contenders"]
     for name in names:
@@ -76,7 +77,7 @@ def test_one_device(python, tmp_path):
         for line in result["contenders"]:
             assert line["note"] == ""
             assert line["label"] in shown
-            assert line["mfu"] is None  # nobody knows the peak of this device
+            assert line["mfu"] is None  # the peak of this device is not known
             assert line["peak_bytes"] > 0
             assert line["launches"] > 0
             assert line["synchronisations"] <= 1
@@ -100,7 +101,7 @@ def test_the_peers_do_the_same_work(tmp_path, how):
 
 
 def test_tests_that_all_are_skipped_are_no_success(tmp_path):
-    """Without a GPU; on the simulated device test_gpu.py runs them."""
+    """Without a GPU; test_gpu.py runs them on the simulated device."""
     environ = {"PYTHON": sys.executable, "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [ROOT / "scripts" / "gpu", "sanitizer"],
@@ -158,7 +159,7 @@ EVENTS = [
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16-mixed", "fp32"])
 def test_switches_of_tf32_do_not_contradict_each_other(modules, precision):
-    """Reading switches that contradict each other raises; the compiler reads them."""
+    """Reading switches that contradict each other raises, and the compiler reads them."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     try:
@@ -231,7 +232,7 @@ def test_the_share_of_what_a_device_can_do(modules, precision, share):
 
 
 def test_flops_are_those_of_the_formula(modules):
-    """Of a GPT, 6 for each weight that is multiplied and token, and attention's."""
+    """For a GPT: 6 for each multiplied weight and token, plus attention."""
     peaks, workloads = map(importlib.import_module, ("peaks", "workloads"))
     gpt = workloads.Gpt(name="a", width=64, layers=2, vocabulary=128, sequence=16, batch=4)
     tokens = 4 * 16
@@ -327,7 +328,7 @@ def test_times_stay_if_nobody_may_profile(modules):
     )
 
     class Unseen:
-        """A crew on a system where nobody may profile."""
+        """A crew on a system where profiling is not permitted."""
 
         def take(self, steps, traced=False):
             if traced:
@@ -377,7 +378,7 @@ def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
 
 
 def test_a_look_may_come_after_the_last_round(modules):
-    """A profiler may slow down all steps after it."""
+    """A profiler may slow down all later steps."""
     rounds, figures, contenders, crew = map(
         importlib.import_module, ("rounds", "figures", "contenders", "crew")
     )

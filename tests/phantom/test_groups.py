@@ -1,4 +1,4 @@
-"""How groups over NCCL are made."""
+"""Creation of groups over NCCL."""
 
 from datetime import timedelta
 
@@ -6,7 +6,7 @@ from tests.distributed.worker import SECONDS_A_COLLECTIVE_MAY_WAIT
 
 
 def split(world):
-    """The time limit that torch is given for a group, and its collectives until it is there."""
+    """Return the time limit of a group, and its collectives during creation."""
     from tests.phantom import collectives
 
     before = sum(collectives.calls.values())

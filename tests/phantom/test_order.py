@@ -1,4 +1,4 @@
-"""The detector itself: what is in order, and what is not."""
+"""The detector itself: which sequences are in order, and which are not."""
 
 import pytest
 
