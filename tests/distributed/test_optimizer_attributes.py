@@ -1,4 +1,4 @@
-"""A resume goes on with the attributes of an optimizer, and with state of no parameter."""
+"""A resume restores the attributes of an optimizer, and state that belongs to no parameter."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ HALF = 3
 
 
 class Wide(optim.Optimizer):
-    """Keeps one value of each kind. Some refer to others."""
+    """Keeps one value of each kind; some refer to others."""
 
     def __init__(self, params, lr=0.2, every=2):
         super().__init__(params, {"lr": lr})
@@ -76,7 +76,7 @@ MAKE = {
 def made(make):
     torch.manual_seed(0)
     x = torch.randn(8, 6, dtype=torch.float64)
-    # Larger than what stands in JSON.
+    # larger than values that are stored in the JSON
     model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 6)).double()
     return x, model, make(model.parameters())
 
@@ -95,7 +95,7 @@ def saved_case(world, name, zero, folder):
     trained(world, engine, model, x, HALF)
     path = engine.save(folder)
     losses = trained(world, engine, model, x, HALF)
-    # A load in the middle goes back to the attributes of that time.
+    # A load in the middle restores the attributes of that time.
     engine.load(path)
     assert trained(world, engine, model, x, HALF) == pytest.approx(losses, rel=1e-12)
     engine.close()
@@ -123,7 +123,7 @@ def test_resume_equals_the_uninterrupted_run(group, name, zero, sizes, tmp_path)
 
 
 def state_dict_case(world, name):
-    """The same through torch.save of a state_dict, as other libraries make checkpoints."""
+    """Save and load through torch.save of a state_dict, as other libraries do."""
     x, model, optimizer = made(MAKE[name])
     engine = sw.Engine(model, optimizer, zero=0)
     trained(world, engine, model, x, HALF)
@@ -258,7 +258,7 @@ def named_case(world, folder):
         del world.say_once
 
 
-def test_what_cannot_be_saved_or_given_back_is_said_by_name(group, tmp_path):
+def test_names_attributes_that_cannot_be_saved_or_restored(group, tmp_path):
     group(1)(named_case, tmp_path)
 
 
@@ -310,7 +310,7 @@ class Rotating(WarmUp):
     def step(self, closure=None):
         super().step()
         self.schedule.recent = self.schedule.recent + 1
-        torch.zeros(100)  # memory that the next one may get again
+        torch.zeros(100)  # memory that the next tensor may reuse
 
 
 def replaced_case(world, folder):

@@ -1,4 +1,4 @@
-"""Which file system a folder lies on."""
+"""The file system that contains a folder."""
 
 from pathlib import Path
 
