@@ -182,6 +182,7 @@ def _of_chunk(flat: Tensor, offset: int) -> Fingerprint:
     return Fingerprint(
         flat.numel(),
         int(patterns.sum()) % WORD,
+        # An odd factor is invertible mod 2^64, so it loses no bit of the pattern.
         int((patterns * (hashes | 1)).sum()) % WORD,
         torch.bincount(other & (BINS - 1), weights=numbers * signs, minlength=BINS),
         float(numbers.abs().max()),

@@ -70,6 +70,7 @@ class Placement:
     """The tiers of the states, in the order of STATES."""
 
     def __post_init__(self) -> None:
+        # Of neighbours in the table, a sharded state needs a sharded one to its right.
         for holder, needed in pairwise(STATES):
             if self.is_sharded(holder) and not self.is_sharded(needed):
                 # The row that differs in the fewest cells; of several, the one with more sharding.

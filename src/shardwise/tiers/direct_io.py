@@ -102,6 +102,7 @@ class DirectFile:
                 if error.errno not in REFUSED:
                     raise
             path = self._folder / name
+            # O_EXCL and 0o600: no other user may have planted a file, or may read the state.
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             path.unlink()
             return fd

@@ -107,10 +107,9 @@ class Spool:
         return memory[: record.nbytes]
 
     def get(self, record: SpoolRecord, read: Callable[[int], None]) -> None:
-        """Start to read a record whose last request has ended: a thread calls `read` with its
-        offset in the file.
+        """Start to read a record whose last request has ended.
 
-        Raises TierError in a forked process.
+        A thread calls `read` with its offset in the file. Raises TierError in a forked process.
         """
         self.check()
         record.last = self._transfers.start(read, record.start)

@@ -248,6 +248,7 @@ class GradientBucket:
 
     def _sendable(self, place: int, grad: Tensor) -> Tensor | None:
         """Return `grad`, weighted and flat, if it can be sent without a copy; else None."""
+        # A gradient that is held, or added to earlier ones, needs the buffer.
         if place not in self._sent_apart or not self._backward.reduces or self._adds:
             return None
         value = self._backward.weighted(grad)
@@ -305,6 +306,8 @@ class GradientBucket:
         buffer, views, adds = self._open(), self._views(), self._adds
         targets: dict[bool, list[Tensor]] = {False: [], True: []}
         grads: dict[bool, list[Tensor]] = {False: [], True: []}
+        # Slots without a gradient must be zero: the buffer has arbitrary content, and another rank
+        # may have a gradient for them. The padding is summed, too.
         absent = list(views.gaps)
         with unguarded():
             taken = [self._take_gradient(place) for place in range(len(views.targets))]

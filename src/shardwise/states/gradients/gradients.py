@@ -189,6 +189,7 @@ class Gradients:
         """Launch the buckets `numbers`, equal on all ranks; used if `paced`."""
         if self._in_backward and self._overlap:
             for number in numbers:
+                # Not every bucket is part of this backward.
                 if self.buckets[number].state is BucketState.FILLING:
                     self._launch(self.buckets[number])
 
@@ -319,6 +320,7 @@ class Gradients:
             return True
         if self._alone:
             return None  # not checked: the sum consists of this rank's gradients
+        # `_launch` checks neither large nor late gradients, so these may be at fault.
         used = [p for p, used in zip(self._params, self.used, strict=True) if used]
         large = any(p.numel() > bucket_module.SMALL for p in used)
         return None if large or self._had_late else False
@@ -404,6 +406,7 @@ def _make_buckets(
         depth = max(len(summation.fan_ins), 1)
         lengths = [end - first for first, end in owns for _ in range(depth)]
         each = [kind for kind in (wide if widened else kinds) for _ in range(depth)]
+        # Joining a level of the tree to the next uses two storages at once.
         levels = iter(factory.make("gradients", lengths, each, width=min(depth, 2)))
         totals = [
             TreeSum([next(levels) for _ in range(depth)], summation.fan_ins, device)
@@ -418,6 +421,7 @@ def _make_buckets(
             GradientSum(MemoryStorage(buffer[first:end]))
             for buffer, (first, end) in zip(buffers, owns, strict=True)
         ]
+    # Buckets of a kind borrow the same buffers, which must be long enough for the longest.
     longest: dict[tuple[torch.dtype, torch.device], int] = {}
     for layout, kind in zip(layouts, kinds, strict=True):
         longest[kind] = max(longest.get(kind, 0), layout.numel)

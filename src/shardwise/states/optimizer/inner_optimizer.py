@@ -118,6 +118,7 @@ class InnerOptimizer:
             self._update(parts, used, factor)
 
     def _set_divisor(self, factor: float) -> None:
+        # torch's fused kernels read this attribute in `step`; clear the divisor of the last step.
         self.inner.grad_scale = None  # type: ignore[attr-defined]
         if self._divides and factor != 1.0:
             # torch's fused kernels divide the gradient by `grad_scale` as they read it, in fp32.

@@ -17,9 +17,7 @@ from shardwise.states.parameters.parameters import Parameters
 from shardwise.tiers.copy_stream import to_host
 
 
-def gather_bucket(
-    bucket: Bucket, own: Span, interval: Tensor, group: Collectives | None
-) -> Tensor:
+def gather_bucket(bucket: Bucket, own: Span, interval: Tensor, group: Collectives | None) -> Tensor:
     """Return a whole bucket, gathered from the intervals of the ranks of `group`.
 
     Without a group, `interval` is already the whole bucket.
@@ -113,6 +111,7 @@ class IntervalGather:
     def _flat_state(self, index: int) -> dict[nn.Parameter, dict[str, Any]]:
         states_here = self._optimizer.state_of(index)
         is_flat = partial(self._optimizer.is_flat, index)
+        # Single values, such as step counts, are sent as objects: there are few per parameter.
         singles = on_host(
             {
                 piece.parameter: {k: v for k, v in state.items() if not is_flat(segment, k, v)}

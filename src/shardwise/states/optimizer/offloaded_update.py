@@ -68,8 +68,7 @@ def _gradient_of(interval: UpdateInterval) -> Storage:
 
 
 def _read_ahead(inner: InnerOptimizer, index: int) -> None:
-    """Start to read span `index` of each interval and of its reduced gradient, if they are on a
-    disk."""
+    """Start to read span `index` of each interval and its gradient, if they are on a disk."""
     for interval in inner.intervals:
         if index < len(interval.spans):
             for storage in {interval.target, interval.master, _gradient_of(interval)}:

@@ -290,6 +290,7 @@ class _TrialRunner:
         first one in two parts. Skips properties that earlier trials, in `so_far`, have disproved.
         """
         tensors, grads = _draw(trial)
+        # If the first trial changed nothing, equal results prove nothing.
         separable = elementwise = so_far is not None or whole.moved
         if separable and (so_far is None or so_far.separable):
             separable = self._run(trial, tensors, grads).is_close(whole)
@@ -328,6 +329,7 @@ class _TrialRunner:
         inner.param_groups = [options | {"params": params}]
         for param in params if self._gives_state else []:
             inner.state[param] = self._initial_state(param)
+        # Updates are compared in two halves, because step counts may leap in the middle.
         middle, marks = trial.steps // 2, [list(tensors)]
         for step in range(trial.steps):
             for param, own in zip(params, grads, strict=True):

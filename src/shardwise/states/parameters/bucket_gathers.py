@@ -44,6 +44,7 @@ class WholeBucket:
     def in_form(self, form: Form) -> Tensor:
         """Return the view of `flat` with offset, shape, strides and dtype `form`."""
         if form not in self.saved_views:
+            # A model that slices its weights differently in every step would add views forever.
             if len(self.saved_views) == SAVED_VIEWS:
                 self.saved_views.clear()
             with outside_of_inference():

@@ -80,8 +80,7 @@ class Parameters(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter or its memory, or made a write that
-        is lost."""
+        """Raise BrokenView if user code replaced a parameter, or made a write that is lost."""
 
     @abstractmethod
     def check_places(self) -> None:

@@ -215,6 +215,7 @@ def _touched(
     del cls
     kwargs = kwargs or {}
     if func in FORMAL:
+        # Without the dispatch key, whose kernel would raise for these operations, too.
         with SwappingData():
             return form_of(func, types, args, kwargs)
     if func in _LIKE:
@@ -282,6 +283,8 @@ def _found(value: Any) -> AtRest | None:
     """Return the form of `value` if it is a parameter at rest, or a value of one."""
     if isinstance(value, ValueAtRest):
         return value.form
+    # Not by its class: a tensor that autograd has saved is of no subclass, but has the key. The
+    # value of every form has a different address.
     if isinstance(value, Tensor) and torch._C._dispatch_keys(value).has(_KEY):
         with unguarded():
             return _known.get(value.data_ptr())

@@ -106,6 +106,7 @@ class Residency:
         if self._depth == 0 and self._pass is None:
             self._whole.reshard_unneeded(keep_lasting=self.is_awaited)
             self._whole.casts.begin()
+            # Passes of one kind need the same units, so the gather order learns each kind once.
             kind = ("forward", hook, torch.is_grad_enabled(), self.part)
             if kind not in self._expected:
                 self._expected[kind] = self._inside(module)
@@ -122,6 +123,7 @@ class Residency:
         self._depth -= 1
         unit.depth -= 1
         in_backward = self._is_backward()
+        # A lasting unit is the last of a forward and the first of its backward: keep it.
         awaited = torch.is_grad_enabled() or self.is_awaited
         if not (unit.depth or in_backward or (unit.lasting and awaited)):
             self._whole.casts.leave_unit(number)

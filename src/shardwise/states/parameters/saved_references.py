@@ -126,10 +126,9 @@ class BucketAddresses:
             del self._ranges[place], self._firsts[place]
 
     def find(self, tensor: Tensor) -> BucketReference | None:
-        """Return a reference to `tensor` if it is in a whole bucket, or in the cast of a parameter
-        that is; otherwise None.
+        """Return a reference to `tensor`, or None if it is not in the memory of a whole bucket.
 
-        Called for every tensor that autograd saves.
+        The memory of a parameter's cast counts, too. Called for every tensor that autograd saves.
         """
         try:
             address = tensor.data_ptr()
@@ -151,6 +150,8 @@ class BucketAddresses:
         return found
 
     def _at(self, address: int, tensor: Tensor) -> BucketReference | None:
+        # Buckets do not overlap, so only the last one that starts at or before `address` can
+        # contain it.
         place = bisect(self._firsts, address) - 1
         if place < 0:
             return None

@@ -137,6 +137,7 @@ class ShardedParameters(Parameters):
                     wide = interval.to(value.dtype) if wide is None else wide
                     wide[place] = flat[low - slot.start : high - slot.start]
             if each.parameter.is_meta:
+                # In place: the user's model and optimizer hold this parameter object.
                 make_real(each.parameter, rest.like)
             with SwappingData():
                 each.parameter.data = rest.value

@@ -121,15 +121,19 @@ class Storage(ABC):
         raise AssertionError("a disk keeps 16-bit sums in fp32 from the start")
 
     def loaded(self, device: torch.device | None = None) -> Tensor:
-        """Return the whole interval, on `device` if given: the stored tensor itself if it is in
-        that memory, else a copy."""
+        """Return the whole interval, on `device` if given.
+
+        It is the stored tensor itself if that is in the right memory, else a copy.
+        """
         value = torch.empty(self.numel, dtype=self.dtype, device=device or self.device)
         self.load(value)
         return value
 
     def is_apart(self, other: Tensor) -> bool:
-        """Return whether `other` is in an accelerator's memory, and copies to and from it are
-        asynchronous."""
+        """Return whether copies between this storage and `other` are asynchronous.
+
+        They are if `other` is on the accelerator and this storage is not.
+        """
         return self.copy_stream is not None and other.device == self.copy_stream.device
 
     @property
