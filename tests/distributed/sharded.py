@@ -1,5 +1,4 @@
-"""Helpers for tests of sharded parameters: small models with units, and plain PyTorch to
-compare."""
+"""Helpers for tests of sharded parameters: small models with units, and plain PyTorch."""
 
 from itertools import product
 

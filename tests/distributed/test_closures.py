@@ -73,8 +73,7 @@ def is_close(ours, theirs):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_lbfgs_as_in_one_process(group, size):
-    """Its line search evaluates as often as it needs, on any number of workers with replicated
-    states."""
+    """Its line search evaluates as often as it needs, on any number of workers."""
     for ours in group(size)(closure_case, "lbfgs", {}, True):
         is_close(ours, plainly("lbfgs"))
         assert ours[2]["state"][0]["n_iter"] > STEPS

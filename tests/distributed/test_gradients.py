@@ -120,8 +120,11 @@ def test_number_of_borrowed_buffers_is_bounded(group, transport):
 
 
 class Mixed(nn.Module):
-    """Large and small gradients: one with other strides, one missing in some steps, one of a
-    unit that is used twice."""
+    """Large and small gradients of several kinds.
+
+    One has other strides, one is missing in some steps, and one belongs to a unit that is used
+    twice.
+    """
 
     def __init__(self):
         super().__init__()

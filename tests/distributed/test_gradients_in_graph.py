@@ -1,5 +1,4 @@
-"""Gradients that code inside the autograd graph sees: hooks, autograd.Functions, parameter
-hooks."""
+"""Gradients that code inside the autograd graph sees: hooks and autograd.Functions."""
 
 import copy
 import re
@@ -62,8 +61,10 @@ def sgd(model):
 
 
 def plain(way, count):
-    """Return parameters after steps of `count` backwards in plain PyTorch, each of the whole
-    loss."""
+    """Return parameters after steps of `count` backwards in plain PyTorch.
+
+    Each backward is of the whole loss.
+    """
     model = net()
     optimizer = sgd(model)
     for step in range(5):
@@ -186,7 +187,7 @@ def test_any_hook_is_correct_if_it_sees_the_whole_gradient(group):
 
 
 def extreme(world, hook, scales):
-    """Return whether a backward is refused for losses of each of `scales`, with `hook` on a
+    """Return whether backwards of losses of each of `scales` are refused, with `hook` on a
     parameter."""
     model = nn.Linear(WIDTH, 1, bias=False)
     model.weight.register_hook(HOOKS[hook])
@@ -211,8 +212,10 @@ def test_hooks_are_tried_once_a_gradient_is_finite_and_not_zero(group, hook, sca
 
 
 def seen_after_accumulation(world, zero):
-    """Return how often a post-accumulate-grad hook sees a gradient, if registered after the
-    engine."""
+    """Return how often a post-accumulate-grad hook sees a gradient.
+
+    The hook is registered after the engine is made.
+    """
     model = net()
     engine = sw.Engine(model, sgd(model), zero=zero)
     seen = []

@@ -225,8 +225,10 @@ def weights_of(engine, model):
 
 
 def resumed_case(world, zero, backwards):
-    """Return losses, weights and state of the last steps: without a break, and by plain
-    state_dicts."""
+    """Return losses, weights and state of the last steps.
+
+    Once without a break, and once resumed from plain state_dicts.
+    """
     model, _, engine = narrow(zero)
     narrow_steps(world, model, engine, backwards=backwards)
     weights, state = (

@@ -54,8 +54,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
 
 
 def _adagrad_grows():
-    """Whether torch's own Adagrad trains a group that is added later; in torch 2.9 it has no
-    state."""
+    """Whether torch's own Adagrad trains a group that is added later; in 2.9 it has no state."""
     first, added = (nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizer = optim.Adagrad([first])
     optimizer.add_param_group({"params": [added]})

@@ -209,8 +209,7 @@ class Adapted(nn.Module):
 
 
 class Compiled(Once):
-    """Compiles each block, so that autocast runs inside the tensors that torch saves for
-    backward."""
+    """Compiles each block, so that autocast runs inside the compiled graph."""
 
     def __init__(self):
         super().__init__()

@@ -61,8 +61,7 @@ def branches_case(world, row):
 
 
 def changes_case(world, row):
-    """Existing state of the user's optimizer, a new group during training, and plain training
-    again."""
+    """Existing optimizer state, a new group during training, and plain training again."""
     storage.SPAN = SPAN
 
     def run(model, optimizer, backward, step):

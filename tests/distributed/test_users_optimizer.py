@@ -1,5 +1,7 @@
-"""Optimizers with state outside of parameters, wrapped optimizers or methods, compared with
-plain PyTorch in fp64."""
+"""Unusual optimizers compared with plain PyTorch in fp64.
+
+They keep state outside of parameters, wrap another optimizer, or have methods.
+"""
 
 import copy
 import importlib

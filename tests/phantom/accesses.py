@@ -44,8 +44,7 @@ class Log:
         self.last: list[Access] = []
 
     def add(self, new: Access, in_order: InOrder) -> Access | None:
-        """Add `new`; return an earlier access that conflicts with it and is not in order with
-        it."""
+        """Add `new`; return an earlier access that conflicts with it and is not ordered."""
         found = None
         kept = []
         for old in self.last:

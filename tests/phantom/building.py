@@ -62,8 +62,7 @@ def _compile(*words: str | Path) -> None:
 
 
 def load() -> ctypes.CDLL:
-    """Load the library, in a process that has not imported torch: torch looks for a GPU only
-    once."""
+    """Load the library, before torch is imported: torch looks for a GPU only once."""
     assert "torch" not in sys.modules, "load the simulated device before torch"
     ctypes.CDLL(str(_torch() / "lib" / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)

@@ -152,8 +152,7 @@ SMALL = 16 * 1024
 
 
 def small_blocks(world: World, function: Callable[..., Any], *args: Any) -> Any:
-    """Context manager that makes pinned blocks much smaller than the data that passes through
-    them."""
+    """Context manager that makes pinned blocks much smaller than the transfers."""
     before = device_spool.CHUNK, host_window.PIECE
     device_spool.CHUNK = host_window.PIECE = SMALL
     try:

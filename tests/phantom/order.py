@@ -170,8 +170,7 @@ class Order:
             return block is not None and block.stream == HOST
 
     def pinned(self, first: int, end: int) -> Span | None:
-        """Return the bytes `first` to `end` (addresses), if they are in a block of pinned
-        memory."""
+        """Return the bytes `first` to `end` (addresses), if they are in pinned memory."""
         with self._now():
             for address, block in self._blocks.items():
                 if block.stream == HOST and address <= first < address + block.nbytes:
@@ -248,8 +247,10 @@ class Order:
             self._clocks.learn(HOST, self._clocks.everything() if seen is None else seen)
 
     def has_happened(self, seen: Seen) -> bool:
-        """Return whether the host has waited for all of `seen`; a device may have finished it
-        earlier."""
+        """Return whether the host has waited for all of `seen`.
+
+        A device may have finished it earlier.
+        """
         with self._now():
             return self._is_done(seen)
 

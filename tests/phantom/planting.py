@@ -1,5 +1,4 @@
-"""Waits and notices of the package that a planted fault leaves out, by the files that ask for
-them."""
+"""Waits and notices of the package that a planted fault leaves out, found by their files."""
 
 from __future__ import annotations
 

@@ -41,8 +41,10 @@ def python(warm_device, monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture
 def modules(monkeypatch) -> Iterator[None]:
-    """Return modules of benchmarks/ by name; other folders of scripts have modules of the same
-    name."""
+    """Return modules of benchmarks/ by name.
+
+    Other folders of scripts have modules of the same name.
+    """
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     names = [path.stem for path in BENCHMARKS.glob("*.py")] + ["contenders"]
     for name in names:

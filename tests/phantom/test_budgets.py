@@ -56,8 +56,7 @@ ON_HOST = [
 
 @pytest.mark.parametrize(("settings", "events"), ON_HOST, ids=str)
 def test_states_on_the_host_wait_for_copies_from_the_device(phantom, settings, events):
-    """Once for the gradients of each bucket, and before an update overwrites values that are
-    sent."""
+    """Once per bucket's gradients, and before an update overwrites values that are sent."""
     for waits, _, buckets in phantom(2, cases.one_step, settings):
         others = {k: n for k, n in waits.items() if "states/storage/host_storage.py" not in k}
         assert sum(others.values()) <= 1, others
@@ -133,9 +132,11 @@ BYTES = {
     "bf16-mixed": (4, 4, 8, 2),
     "fp16-mixed": (4, 4, 8, 2),
 }
-"""By precision, bytes per parameter: of parameters, gradients, optimizer state with fp32
-masters, and the casts that autocast keeps from forward to backward (none for sharded
-parameters)."""
+"""By precision, bytes per parameter of parameters, gradients, optimizer state and casts.
+
+The optimizer state includes fp32 masters. Autocast keeps casts from forward to backward, but none
+of sharded parameters.
+"""
 
 UNIT = 2 * 256 * 512
 """Parameters of a block, without biases."""

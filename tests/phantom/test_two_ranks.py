@@ -1,5 +1,4 @@
-"""Two ranks over NCCL on the simulated device: same results as CPU ranks over Gloo, and in
-order."""
+"""Two ranks over NCCL on the simulated device: results equal CPU ranks', and are in order."""
 
 import itertools
 import threading

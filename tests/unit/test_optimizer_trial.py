@@ -11,8 +11,10 @@ CPU = torch.device("cpu")
 
 
 class Own(optim.Optimizer):
-    """An optimizer whose update `looks` computes from a tensor, its gradient, step count and
-    state."""
+    """An optimizer whose updates `looks` computes.
+
+    It gets a tensor, its gradient, step count and state.
+    """
 
     def __init__(self, params, looks, **options):
         super().__init__(params, {"lr": 0.05, **options})
