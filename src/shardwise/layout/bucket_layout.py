@@ -110,6 +110,8 @@ def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1)
     for index in reversed(range(len(specs))):
         spec = specs[index]
         counted = spec.numel if spec.room is None else spec.room
+        # A bucket that a further parameter would overfill is closed, even if a smaller one fits:
+        # buckets stay in the order of backward.
         size = _aligned(counted, grain) * spec.itemsize
         if spec.key in open_groups and size > room[spec.key]:
             filled.append(open_groups.pop(spec.key))
@@ -135,6 +137,7 @@ def _bucket(specs: Sequence[Spec], group: list[int], ranks: int, grain: int) -> 
         group, counts = _deal(specs, group, ranks, grain)
         slots = _slots(specs, group, grain)
         numel = slots[-1].start + _aligned(slots[-1].numel, grain)
+        # Tensors are ordered by owner, so each interval starts with the first tensor of its owner.
         starts = [slot.start for slot in slots] + [numel]
         borders = [0]
         for count in counts:

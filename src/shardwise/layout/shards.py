@@ -78,6 +78,7 @@ class Shard:
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the parts of all ranks to the whole tensor."""
+        # Each part has its ranges one after the other; put them back at their places.
         whole = parts[0].new_empty(self.shape)
         for part, ranges in zip(parts, self.ranges, strict=True):
             start = 0

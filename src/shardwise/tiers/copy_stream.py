@@ -193,6 +193,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy `values`, a small new tensor on the host, to `device`, without waiting for the copy."""
     if device.type == "cpu":
         return values
+    # Only a copy from pinned memory is asynchronous.
     return values.pin_memory().to(device, non_blocking=True)
 
 

@@ -65,6 +65,7 @@ class HostWindow:
         data, behind = flat.view(torch.uint8), [copy_stream.here()]
         with _ended(copy_stream, ring):
             for piece in pieces.up(copy_stream, ring, data, behind):
+                # The caller changes a part of the content, so it must be there first.
                 if not fresh:
                     part = data[piece.first : piece.first + piece.nbytes]
                     copy_stream.start_down(part, piece.memory, behind).synchronize()

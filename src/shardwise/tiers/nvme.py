@@ -230,6 +230,7 @@ class Store:
 
     def _buffer(self) -> Staging:
         """Return a free buffer, after waiting for the oldest write if there is none."""
+        # Oldest first: that write has most likely ended.
         if not self._free:
             assert self._behind, f"all {self._buffers} buffers of {self.label} are leased"
             self._retire(next(iter(self._behind)))

@@ -90,6 +90,7 @@ class Spool:
         Raises TierError in a forked process.
         """
         self.check()
+        # Freed ranges are collected here, because `SpoolRecord.__del__` cannot take the lock.
         with self._lock:
             while self.freed:
                 self._extents.give(*self.freed.popleft())

@@ -99,6 +99,7 @@ class HostStorage(Storage):
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor, Handle]:
         """Add and square on the device of `part`; copy the sum to the host asynchronously."""
         total = part
+        # Added on the device: the host is slower, and would have to wait for `part`.
         if not fresh:
             total, came = self.copy_stream.up(self.memory, self._moving)
             self.copy_stream.await_(came)

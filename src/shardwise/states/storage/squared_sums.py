@@ -63,6 +63,7 @@ def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
         return squared_sum(storage.memory[own[0] : own[1]])
     total = torch.zeros((), dtype=torch.float64)
     for first, value in storage.read_spans():
+        # The part of this span that belongs to `own`.
         low, high = max(first, own[0]), min(first + value.numel(), own[1])
         if low < high:
             part = value[low - first : high - first]
@@ -126,6 +127,7 @@ def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
     values = as_real(values).double() if wide else as_real(values)
     squares = values.view(-1, GRAIN)
     squares = squares * squares
+    # Halves are added in a fixed order. `sum` could choose another order on another CPU.
     while squares.shape[1] > 1:
         half = squares.shape[1] // 2
         squares = squares[:, :half] + squares[:, half:]
@@ -142,7 +144,7 @@ def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
 
 def exact_total(rows: Sequence[Sequence[float]]) -> float:
     """Return the total of all ranks' exact rows, rounded once; NaN if any square is not finite."""
-    whole = 0
+    whole = 0  # a Python integer of any length, so nothing is rounded before the division
     for row in rows:
         if row[-1]:
             return math.nan
@@ -151,5 +153,5 @@ def exact_total(rows: Sequence[Sequence[float]]) -> float:
                 whole += int(count) << (place + _HALF if place < _BINS else place - _BINS)
     try:
         return whole / (1 << (_DIGITS - _LOWEST))
-    except OverflowError:
+    except OverflowError:  # more than an fp64 number can represent
         return math.inf

@@ -244,6 +244,7 @@ class DiskStorage(Storage):
 
     def load(self, into: Tensor) -> None:
         """Copy the interval to the device on the current stream, each span once it is read."""
+        # Between the host and itself there are no asynchronous copies.
         if not self.is_apart(into):
             super().load(into)
             return
@@ -319,6 +320,7 @@ class DiskStorage(Storage):
         """Context manager for a copy on the current stream from or to span `index`."""
         assert self.copy_stream is not None
         memory = self._taken(index, fresh=fresh)
+        # The stream of an earlier copy may differ from the current one, so order this one after it.
         for event in self._leases[index].copies:
             self.copy_stream.await_(event)
         yield memory
