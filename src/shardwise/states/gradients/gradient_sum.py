@@ -128,6 +128,7 @@ class TreeSum(GradientSum):
         for index, (lower, upper) in enumerate(pairwise(self._levels)):
             if self._counts[index] < self._fan_ins[index]:
                 return
+            # This level is complete: its sum is one part of the level above.
             fresh = self._counts[index + 1] == 0
             _, read = upper.add(lower.loaded(self._device), fresh=fresh)
             read.reusable()  # the next part may overwrite the lower level once this method returns

@@ -118,6 +118,7 @@ class ReductionQueue:
         spare = self._spare[kind]
         if not spare:
             spare.append(Buffer(self.group.allocate(self._lengths[kind], *kind)))
+        # Counted for `trim`: the most buffers that were out at once in this step.
         self._out += 1
         self._most_out = max(self._out, self._most_out)
         # First in, first out: other ranks are most likely still reading the last returned buffer.

@@ -158,6 +158,7 @@ class ExistingState:
         for piece, state in zip(segment.pieces, states, strict=True):
             value = self._named[piece.parameter].flattened(state[key])
             length = piece.end - piece.start
+            # An interval may contain only a part of a parameter: `offset` is its first element.
             joined[piece.start - segment.first :][:length] = value[piece.offset :][:length]
         return joined
 

@@ -49,6 +49,7 @@ def state_shape(
     `made_by` is the class of the optimizer. Returns None if it is not one of torch's.
     """
     if made_by is optim.Adafactor and len(shape) > 1 and key in ("row_var", "col_var"):
+        # The second moment of a matrix is kept as its row means and its column means.
         *ahead, rows, columns = shape
         return (*ahead, rows, 1) if key == "row_var" else (*ahead, 1, columns)
     return tuple(shape) if made_by in (*ELEMENTWISE, *BY_TENSOR) else None
@@ -96,6 +97,7 @@ class OptimizerKind:
 
 def needs_closure(optimizer: optim.Optimizer) -> bool:
     """Return whether `optimizer.step` requires a closure."""
+    # Of the class: schedulers replace `step` on the instance, with another signature.
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     return any(p.name == "closure" and p.default is p.empty for p in parameters)
 
@@ -148,6 +150,7 @@ def bare_copy(optimizer: optim.Optimizer, *, detached: bool = False) -> optim.Op
     kept = {k: v for k, v in vars(optimizer).items() if k in _FOREIGN_ATTRIBUTES}
     hooks = {k: type(v)() for k, v in vars(optimizer).items() if k.endswith("_hooks")}
     vars(inner).update(kept | hooks | attributes)
+    # As torch's constructor leaves them, before any group is added.
     inner.param_groups = []
     inner.state = defaultdict(dict)
     if detached:
@@ -163,6 +166,7 @@ def copied_attribute(value: Any, memo: dict[int, Any]) -> Any:
 
     Locks and files cannot be copied. `memo` maps objects that the copy shares with the original.
     """
+    # A module is the user's model, or a part of it: copies of the optimizer refer to the same one.
     if isinstance(value, nn.Module):
         return value
     try:
@@ -204,7 +208,7 @@ def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
             return a.dtype == b.dtype and torch.equal(a, b)
         return a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True)
     if isinstance(a, float) and isinstance(b, float):
-        if a != a and b != b:
+        if a != a and b != b:  # both are NaN
             return True
         return a == b if exactly else math.isclose(a, b, rel_tol=_TOLERANCE)
     if isinstance(a, optim.Optimizer):  # a reference back to its own optimizer: avoid a cycle
@@ -239,6 +243,7 @@ def may_fuse(
     operation, with the same arithmetic. A choice by the user is respected.
     """
     unchosen = options.get("fused", False) is None and not options.get("foreach")
+    # torch has no fused kernel for these options, or it would compute something else.
     plain = not options.get("differentiable") and not options.get("capturable")
     # A learning rate that is a tensor would round results to its own dtype.
     rate = options.get("lr")

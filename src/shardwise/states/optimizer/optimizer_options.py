@@ -134,6 +134,7 @@ def write_back_options(followed: Sequence[FollowedOptions]) -> None:
     for each in followed:
         for number, changes in each.changes.items():
             for key, value in changes.items():
+                # All updates of a step must agree, because the user's group has one value.
                 first = first_of.setdefault((id(each.user), number, key), value)
                 if not same(first, value):
                     raise ModelError(
@@ -175,6 +176,7 @@ class FollowedAttributes:
         for name, value in attributes_of(self.user).items():
             if self._followed.get(name, _MISSING) is not value:
                 shared = self.leads or name not in self.changing
+                # By identity: user code replaces a value, while a step changes it in place.
                 vars(self._inner)[name] = value if shared else copied_attribute(value, {})
                 self._followed[name] = value
 

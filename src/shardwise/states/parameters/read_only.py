@@ -44,6 +44,7 @@ class _ReadOnly:
             return form_of(func, types, args, kwargs)
         if func == SET_DATA and args[0] is args[1]:
             return None  # model.to(device) of a model that is already there
+        # Before the operation runs: a write must change nothing.
         what = what_is_done(func)
         for target in written(what, args, kwargs):
             if isinstance(target, _ReadOnly):

@@ -24,6 +24,7 @@ def what_is_done(func: Any) -> str:
 
 def written(what: str, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that the operation named `what` writes to: the first, and `out`."""
+    # torch's convention: `add_` writes its first argument, `__iadd__` (+=) does as well.
     in_place = what.endswith("_") and not what.endswith("__")
     operator = what.startswith("__i") and what[3:-2] in _OPERATORS
     first = (*args, *kwargs.values())[:1]  # nn.init names its argument

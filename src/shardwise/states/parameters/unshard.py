@@ -145,6 +145,7 @@ class WholeUnits:
             self._writes.end(bucket, whole.flat)  # first: it compares the values
             self._parameters.reshard(bucket)
             self._addresses.remove(whole.flat)
+        # The unit drops its views first: the buffer's reference count must show only other users.
         gather, unit.gather, unit.wholes = unit.gather, None, []
         # Last: the next gather may borrow and overwrite the buffer at once.
         self._gathers.give_back(gather)
@@ -157,6 +158,8 @@ class WholeUnits:
         Collective. A rank that is not `here` only takes part, and returns no buckets.
         """
         unit = self._units[number]
+        # A unit that is always whole is in a gather buffer, or in shared memory. The caller may
+        # write, so it gets separate memory.
         self._reshard(unit)
         flats = {bucket: self._parameters.gathered(bucket, here=here) for bucket in unit.buckets}
         own = {bucket: flat for bucket, flat in flats.items() if flat is not None}

@@ -74,8 +74,9 @@ def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
 def squared_sum(values: Tensor) -> Tensor:
     """Return the sum of squares of a flat tensor, an fp64 scalar on its device.
 
-    Squares are added in fp32 within chunks, which are short enough for an accurate sum, and in fp64
-    over chunks. On an accelerator this takes a fixed number of kernels and no copy to the host.
+    Squares are added in the tensor's precision, at least fp32, within chunks that are short enough
+    for an accurate sum, and in fp64 over chunks. On an accelerator this takes a fixed number of
+    kernels and no copy to the host.
     """
     values = as_real(values)
     if not values.numel():
