@@ -158,7 +158,7 @@ LEFT_OUT = [
     ),
     often(SYNCHRONIZE, ("tiers/pieces.py", "tiers/host_window.py"), "saved"),
     rarely(EVENT, (BESIDE, "tiers/pieces.py", "tiers/host_window.py"), "saved"),
-    rarely(EVENT, (BESIDE, "tiers/host_window.py", "engine/load_tensors.py"), "saved"),
+    rarely(EVENT, (BESIDE, "tiers/host_window.py", "checkpoint/load_tensors.py"), "saved"),
     rarely(EVENT, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
     rarely(RECORD, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),
     rarely(RECORD, (BESIDE, "model/offloaded_tensor.py"), "fetched for another stream"),
