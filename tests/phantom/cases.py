@@ -218,7 +218,7 @@ def lent_again(world: World, folder: Path) -> None:
         lease = store.blank(0)
         lease.wait().fill_(1)
         data, came = copies.up(lease.wait())
-        lease.copied(came)
+        lease.add_copy(came)
         lease.give_back()
         lease = store.blank(0)
         lease.wait().fill_(2)

@@ -209,7 +209,7 @@ def test_frees_everything_after_a_failed_copy(folder: Path) -> None:
     for store in stores[1:]:
         lease = store.blank(0)
         lease.wait()
-        lease.copied(LostCopy())
+        lease.add_copy(LostCopy())
         lease.write()
     with pytest.raises(RuntimeError, match="illegal memory access"):
         factory.close()

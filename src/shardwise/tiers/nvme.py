@@ -71,7 +71,7 @@ class BufferLease:
         """Events of the copies that still read or write the buffer."""
         return self.buffer.copies
 
-    def copied(self, event: Any) -> None:
+    def add_copy(self, event: Any) -> None:
         """Register a copy between the buffer and an accelerator, which ends with `event`."""
         self.buffer.copies.append(event)
 

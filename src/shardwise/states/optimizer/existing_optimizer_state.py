@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from shardwise.layout.bucket_layout import Slot
 from shardwise.states.optimizer.inner_optimizer import InnerOptimizer
-from shardwise.states.optimizer.offloaded_update import stow
+from shardwise.states.optimizer.offloaded_update import store_state
 from shardwise.states.optimizer.optimizer_kind import OptimizerKind, placed
 from shardwise.states.optimizer.optimizer_options import ParameterGroup
 from shardwise.states.optimizer.update_interval import (
     UpdateInterval,
     UpdateSegment,
-    runs,
+    group_consecutive,
     without_memory,
 )
 from shardwise.states.parameters.named_parameters import NamedParameter
@@ -82,10 +83,14 @@ class ExistingState:
         # The number of borders up to a piece: it differs across a border, so runs end there.
         borders = accumulate(piece.parameter in self._borders for piece in pieces)
         count = dict(zip(pieces, borders, strict=True))
+
+        def mark(piece: Slot) -> Any:
+            return count[piece], self._signature(group, piece.parameter)
+
         return [
             interval.segment(run)
             for pieces in interval.pieces
-            for run in runs(pieces, lambda p: (count[p], self._signature(group, p.parameter)))
+            for run in group_consecutive(pieces, mark)
         ]
 
     def _signature(self, group: ParameterGroup, number: int) -> Any:
@@ -124,7 +129,7 @@ class ExistingState:
         )
         # With blanks there is nothing to store yet: the checkpoint writes to the disk itself.
         if not has_blanks:
-            stow(inner, interval)
+            store_state(inner, interval)
 
     def _joined_state(
         self,

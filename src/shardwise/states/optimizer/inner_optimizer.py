@@ -157,7 +157,7 @@ class InnerOptimizer:
         for segment in part.segments:
             if used[segment.pieces[0].parameter]:
                 flat = grad[segment.first - part.start : segment.end - part.start]
-                segment.tensor.grad = _shaped(flat, segment.tensor)
+                segment.tensor.grad = _view_like(flat, segment.tensor)
 
     def _follow(self) -> None:
         """Copy changes that user code has made to its optimizer."""
@@ -216,7 +216,7 @@ class InnerOptimizer:
             for segment in interval.segments:
                 seen = used[segment.pieces[0].parameter]
                 a, b = segment.first - interval.own[0], segment.end - interval.own[0]
-                segment.tensor.grad = _shaped(grad[a:b], segment.tensor) if seen else None
+                segment.tensor.grad = _view_like(grad[a:b], segment.tensor) if seen else None
 
 
 def in_memory(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
@@ -235,7 +235,7 @@ def in_memory(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
             target.copy_(master)
 
 
-def _shaped(grad: Tensor, tensor: Tensor) -> Tensor:
+def _view_like(grad: Tensor, tensor: Tensor) -> Tensor:
     if tensor.ndim == 1 and tensor.is_contiguous():
         return grad
     return grad.as_strided(tensor.shape, tensor.stride(), grad.storage_offset())

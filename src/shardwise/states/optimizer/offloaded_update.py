@@ -48,7 +48,7 @@ def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
             span.end(changed=span.changed)
 
 
-def stow(inner: InnerOptimizer, interval: UpdateInterval) -> None:
+def store_state(inner: InnerOptimizer, interval: UpdateInterval) -> None:
     """Store the state of all segments."""
     for index in range(len(interval.spans) if interval.moments else 0):
         SpanInUse(inner.inner, interval, index, None).end(changed=True)
@@ -131,7 +131,7 @@ class SpanInUse(UpdatePart):
         interval, index = self._interval, self._index
         for key, moment in self._moments.items():
             for segment, state in self._states(key):
-                self._stow(segment, state, key, moment)
+                self._store_state(segment, state, key, moment)
             interval.moments[key].put(index, changed=changed)
         if interval.master.memory is None:
             # Another span gets the buffer next, so nothing may point into it any more.
@@ -146,7 +146,7 @@ class SpanInUse(UpdatePart):
         if self._total is not None:
             self._total.put(index, changed=False)
 
-    def _stow(
+    def _store_state(
         self, segment: UpdateSegment, state: dict[str, Any], key: str, moment: Tensor
     ) -> None:
         """Keep one segment's state in its span's memory; the first time, copy it there."""

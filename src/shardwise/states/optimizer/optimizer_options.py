@@ -35,7 +35,7 @@ from shardwise.states.optimizer.optimizer_kind import (
     same,
     settings_of,
 )
-from shardwise.states.optimizer.update_interval import copied
+from shardwise.states.optimizer.update_interval import copy_value
 
 Hook = Callable[[optim.Optimizer, Any, Any], Any]
 
@@ -99,7 +99,7 @@ class FollowedOptions:
             options = self.of(self.user.param_groups[number])
             # Copies: an update must not count in the user's tensor, because every update of a step
             # starts from the same count.
-            options |= {key: copied(options[key]) for key in self.counts if key in options}
+            options |= {key: copy_value(options[key]) for key in self.counts if key in options}
             inner.update(options)
             self._followed[number] = options
 

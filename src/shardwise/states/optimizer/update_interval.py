@@ -116,12 +116,12 @@ def has_no_memory(tensor: Tensor) -> bool:
     return tensor.data_ptr() == _nothing(tensor.dtype).data_ptr()
 
 
-def runs(pieces: Sequence[Slot], mark: Callable[[Slot], Any]) -> list[list[Slot]]:
+def group_consecutive(pieces: Sequence[Slot], mark: Callable[[Slot], Any]) -> list[list[Slot]]:
     """Group consecutive pieces of equal mark."""
     return [list(run) for _, run in groupby(pieces, mark)]
 
 
-def copied(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """Return `value`, or a copy of it if it is a tensor."""
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -134,7 +134,7 @@ def cut_by_use(inner: optim.Optimizer, interval: UpdateInterval, used: Sequence[
     """
     segments: list[UpdateSegment] = []
     for segment in interval.segments:
-        parts = runs(segment.pieces, lambda piece: used[piece.parameter])
+        parts = group_consecutive(segment.pieces, lambda piece: used[piece.parameter])
         if len(parts) < 2:
             segments.append(segment)
             continue
@@ -149,7 +149,7 @@ def cut_by_use(inner: optim.Optimizer, interval: UpdateInterval, used: Sequence[
                 inner.state[child.tensor] = {
                     key: value[a:b]
                     if isinstance(value, Tensor) and value.shape == segment.tensor.shape
-                    else copied(value)
+                    else copy_value(value)
                     for key, value in state.items()
                 }
     is_cut = len(segments) != len(interval.segments)

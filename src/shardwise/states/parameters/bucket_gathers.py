@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Collectives, Handle
-from shardwise.states.parameters.saved_references import Form, shaped
+from shardwise.states.parameters.saved_references import Form, view_in_form
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.timeline import recorder
@@ -48,7 +48,7 @@ class WholeBucket:
             if len(self.saved_views) == SAVED_VIEWS:
                 self.saved_views.clear()
             with outside_of_inference():
-                self.saved_views[form] = shaped(self.flat, form)
+                self.saved_views[form] = view_in_form(self.flat, form)
         return self.saved_views[form]
 
 

@@ -27,7 +27,12 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ParameterAccess, UsageError
 from shardwise.parallel.tensor.torch_functions import SIZES
-from shardwise.states.parameters.torch_calls import FORMAL, functions, what_is_done, written
+from shardwise.states.parameters.torch_calls import (
+    FORMAL,
+    functions,
+    operation_name,
+    written_arguments,
+)
 
 unguarded = torch._C.DisableTorchFunctionSubclass
 """Context manager without `__torch_function__`, for the engine's bookkeeping of many parameters.
@@ -237,7 +242,7 @@ def _touched(
     if func == SET_DATA and args[0] is args[1]:
         return None  # model.to(device) of a model that is already there
     if any(_in_trial(kind) for kind in types):
-        return below(types)(func, types, args, kwargs)  # nothing is computed
+        return own_torch_function(types)(func, types, args, kwargs)  # nothing is computed
     raise _refusal(func, args, kwargs)
 
 
@@ -250,7 +255,7 @@ def _in_trial(kind: Any) -> bool:
     return trial is not None and trial()
 
 
-def below(types: Any) -> Callable[..., Any]:
+def own_torch_function(types: Any) -> Callable[..., Any]:
     """Return the function that runs operations on parameters of `types` as if they were whole.
 
     It is the `__torch_function__` that they have while they are whole. For parameters of layers
@@ -269,7 +274,7 @@ _STRAIGHTLY: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
 def form_of(func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on a tensor's form; a split parameter answers with its whole size."""
-    ask = below(types) if func in SIZES else _STRAIGHTLY
+    ask = own_torch_function(types) if func in SIZES else _STRAIGHTLY
     return ask(func, types, args, kwargs)
 
 
@@ -333,24 +338,24 @@ def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
     """Return the error for an operation that needs values of a parameter at rest."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     name = next((form.name for leaf in leaves if (form := _found(leaf))), "A sharded parameter")
-    what = what_is_done(func)
+    what = operation_name(func)
     if func in _CASTS:
         return ParameterAccess(
             f"{name} was cast or moved ({what}) while it is sharded: this worker holds only a part "
             "of it. Cast or move the model before sw.Engine(...); for lower precision use "
             f"--precision. {_TO_READ}"
         )
-    if any(_found(target) is not None for target in written(what, args, kwargs)):
-        return write_refused(name, what)
-    return _read_refused(name, what)
+    if any(_found(target) is not None for target in written_arguments(what, args, kwargs)):
+        return write_error(name, what)
+    return _read_error(name, what)
 
 
 def used_outside(parameter: nn.Parameter) -> ParameterAccess:
     """Return the error for a line that computes with `parameter` outside of any forward."""
-    return _read_refused(name_of(parameter), "outside of its module")
+    return _read_error(name_of(parameter), "outside of its module")
 
 
-def _read_refused(name: str, what: str) -> ParameterAccess:
+def _read_error(name: str, what: str) -> ParameterAccess:
     return ParameterAccess(
         f"{name} was read ({what}) while it is sharded: this worker holds only a part of it, "
         "except while the forward of its module runs. Call the module itself, not another method "
@@ -360,7 +365,7 @@ def _read_refused(name: str, what: str) -> ParameterAccess:
     )
 
 
-def write_refused(name: str, what: str) -> ParameterAccess:
+def write_error(name: str, what: str) -> ParameterAccess:
     """Return the error for the operation `what`, which writes into a sharded parameter."""
     return ParameterAccess(
         f"{name} was written ({what}) while it is sharded: this worker holds only a part of it, so "

@@ -20,13 +20,13 @@ from torch.utils import _pytree as pytree
 
 from shardwise.states.parameters.parameters_at_rest import (
     SET_DATA,
-    below,
     form_of,
     name_of,
+    own_torch_function,
     unguarded,
-    write_refused,
+    write_error,
 )
-from shardwise.states.parameters.torch_calls import FORMAL, what_is_done, written
+from shardwise.states.parameters.torch_calls import FORMAL, operation_name, written_arguments
 
 PASSES_ON = True  # as in parameters_at_rest.py
 
@@ -45,11 +45,11 @@ class _ReadOnly:
         if func == SET_DATA and args[0] is args[1]:
             return None  # model.to(device) of a model that is already there
         # Before the operation runs: a write must change nothing.
-        what = what_is_done(func)
-        for target in written(what, args, kwargs):
+        what = operation_name(func)
+        for target in written_arguments(what, args, kwargs):
             if isinstance(target, _ReadOnly):
-                raise write_refused(_name(target), what)
-        result = below(types)(func, types, args, kwargs)
+                raise write_error(_name(target), what)
+        result = own_torch_function(types)(func, types, args, kwargs)
         # A write through a view would be lost in the same way, so views are read-only, too.
         with unguarded():
             return pytree.tree_map_only(Tensor, _Views(args, kwargs), result)

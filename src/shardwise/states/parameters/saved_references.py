@@ -42,10 +42,10 @@ class BucketReference(SavedReference):
         if self.cast is None:
             return view
         with torch.no_grad():
-            return shaped(view.to(self.cast[-1]), self.cast)
+            return view_in_form(view.to(self.cast[-1]), self.cast)
 
 
-def shaped(flat: Tensor, form: Form) -> Tensor:
+def view_in_form(flat: Tensor, form: Form) -> Tensor:
     """Return the view of `flat`, a whole bucket, that has `form`."""
     offset, shape, stride, dtype = form
     flat = flat if flat.dtype == dtype else flat.view(dtype)

@@ -239,7 +239,7 @@ class ShardedParameters(Parameters):
             pairs = zip(self._all, versions, self._all_versions, strict=True)
             *_, written = (each for each, now, then in pairs if now != then)
         if written is not None:
-            raise self.written_in_vain(written)
+            raise self.lost_write_error(written)
 
     def note_written(self, number: int) -> None:
         """Remember that user code wrote into a gathered copy of parameter `number`.
@@ -254,11 +254,13 @@ class ShardedParameters(Parameters):
         Collective: each rank compares its own interval.
         """
         # All ranks must raise: one that continued would wait forever in its next gather.
-        mine = [number for bucket, flat in shown.items() for number in bucket.written(flat)]
+        mine = [
+            number for bucket, flat in shown.items() for number in bucket.changed_parameters(flat)
+        ]
         for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
-            raise self.written_in_vain(self._all[number])
+            raise self.lost_write_error(self._all[number])
 
-    def written_in_vain(self, named: NamedParameter) -> BrokenView:
+    def lost_write_error(self, named: NamedParameter) -> BrokenView:
         """Return the error for a write into a temporary copy of a parameter on this rank."""
         self._replaced = None
         self.remember()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-def what_is_done(func: Any) -> str:
+def operation_name(func: Any) -> str:
     """Return the name of an operation in messages, such as `add_`, `.data` or `.data =`."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
@@ -22,7 +22,7 @@ def what_is_done(func: Any) -> str:
     return str(name).split(".")[0]
 
 
-def written(what: str, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+def written_arguments(what: str, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments that the operation named `what` writes to: the first, and `out`."""
     # torch's convention: `add_` writes its first argument, `__iadd__` (+=) does as well.
     in_place = what.endswith("_") and not what.endswith("__")

@@ -239,7 +239,7 @@ class DiskStorage(Storage):
             return super().take_on(index, device)
         # A lease that was just read has no earlier copies to wait for.
         value = self._taken(index).to(device, non_blocking=True)
-        self._leases[index].copied(self.copy_stream.here())
+        self._leases[index].add_copy(self.copy_stream.here())
         return value
 
     def load(self, into: Tensor) -> None:
@@ -274,7 +274,7 @@ class DiskStorage(Storage):
             self.copy_stream.send_narrowed(value, into)
         else:
             into.copy_(value, non_blocking=True)
-            self._leases[index].copied(self.copy_stream.here())
+            self._leases[index].add_copy(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
         """Add and square on the accelerator, then copy the sum to the host and write it."""
@@ -304,7 +304,7 @@ class DiskStorage(Storage):
             copy_stream.await_(came)
             total.add_(part)
         left = copy_stream.down(total, memory, lease.copies)
-        lease.copied(left)
+        lease.add_copy(left)
         self.put(index, changed=True)
         return total, left
 
@@ -324,7 +324,7 @@ class DiskStorage(Storage):
         for event in self._leases[index].copies:
             self.copy_stream.await_(event)
         yield memory
-        self._leases[index].copied(self.copy_stream.here())
+        self._leases[index].add_copy(self.copy_stream.here())
         self.put(index, changed=changed)
 
     @property
