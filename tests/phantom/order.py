@@ -1,4 +1,4 @@
-"""The work of the device, the orders in which it may run, and the errors that these allow.
+"""The work of the device, its possible orders, and the errors that these allow.
 
 Blocks are identified by their first address. Everything is numbers and names, so that tests can use
 tables.
@@ -34,7 +34,7 @@ class Block:
     made: object
     log: Log = field(default_factory=Log)
     recorded: set[str] = field(default_factory=set)
-    """Streams of which record_stream has informed the allocator."""
+    """Streams that record_stream has reported to the allocator."""
 
 
 class Order:
@@ -262,7 +262,7 @@ OWN_THREADS = "shardwise-"
 """Prefixes of the names of threads that work in parallel with the training thread."""
 
 ASIDE = "aside: "
-"""Prefix of the cause of a synchronisation for which a separate thread waits."""
+"""Prefix of the causes of synchronisations in separate threads."""
 
 
 def _thread() -> str:

@@ -297,7 +297,7 @@ def forgotten(world, folder):
 
 
 def hurried(world, folder):
-    """Use a model on a stream that does not wait for the stream on which it was made."""
+    """Use a model on a stream without waiting for the stream that made it."""
     model, optimizer = cases.made(world)
     x, y = cases.batch(world, 0)
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -112,7 +112,7 @@ def test_activations_elsewhere(phantom, row, how):
 
 
 def activations(world, row, settings):
-    """Smaller tensors, still above the size from which they are offloaded."""
+    """Smaller tensors, still large enough to be offloaded."""
     test_activations.WIDE = {"width": 256, "rows": 256}
     test_activations.same_bits(world, row, settings)
 

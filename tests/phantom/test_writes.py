@@ -67,7 +67,7 @@ class Halving(cases.Model):
 
 
 def begun_late(world):
-    """Return the step in which a write is found, and the waits until that step."""
+    """Return the step that finds a write, and the waits before it."""
     from tests.phantom.streams import Device
 
     model, engine = started(world, Halving)

@@ -2,7 +2,7 @@
 
 borrow ─▶ push ─▶ all-reduce or reduce-scatter, in parallel with backward ─▶ drain
    ▲                                                                           │
-   └────────────────── give_back, reused once nobody reads the buffer ◀────────┘
+   └────────────────── give_back, reused once no rank reads the buffer ◀───────┘
 """
 
 from __future__ import annotations
