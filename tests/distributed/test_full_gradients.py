@@ -352,7 +352,7 @@ def test_parts_of_a_model_are_refused_by_name(group):
         group(2, tensor=2)(split_case)
 
 
-def test_a_copy_of_a_shown_gradient_is_plain(group):
+def test_copy_of_a_shown_gradient_is_plain(group):
     """The copy keeps no attribute of the engine."""
     for grad in group(2)(copied_case):
         assert type(grad) is torch.Tensor

@@ -59,7 +59,7 @@ def loaded_case(world, zero, saved, on_rank_0):
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_a_plain_state_is_loaded_into_an_engine(group, zero):
+def test_loads_plain_state_into_an_engine(group, zero):
     saved, expected = plain_halves()
     values, state = group(2)(loaded_case, zero, saved, zero % 2 == 0)[1]
     torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-13)

@@ -273,7 +273,7 @@ def test_units_by_name(group, ranks, units):
         ("list", ["rows.1", "rows.2"], ["rows.1.0", "rows.1.1", "rows.2.0", "rows.2.1"]),
     ],
 )
-def test_a_container_without_forward_is_no_unit_and_its_children_are(group, ranks, case):
+def test_children_of_a_container_without_forward_are_units(group, ranks, case):
     on(group, ranks)(contained_units, *case)
 
 

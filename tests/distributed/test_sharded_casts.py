@@ -138,7 +138,7 @@ def casts_at_once(world, make):
 
 
 @every_size
-def test_a_forward_has_the_casts_of_one_unit(group, ranks):
+def test_forward_keeps_the_casts_of_one_unit(group, ranks):
     """From the second step on: the first one shows that no weight is used again later."""
     for most in on(group, ranks)(casts_at_once, Once):
         assert most == [BLOCKS, 0, 0, 0]

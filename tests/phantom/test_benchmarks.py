@@ -102,7 +102,7 @@ def test_the_peers_do_the_same_work(tmp_path, how):
         assert line["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
-def test_tests_that_all_are_skipped_are_no_success(tmp_path):
+def test_only_skipped_tests_are_no_success(tmp_path):
     """Without a GPU; test_gpu.py runs them on the simulated device."""
     environ = {"PYTHON": sys.executable, "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
@@ -120,7 +120,7 @@ def test_tests_that_all_are_skipped_are_no_success(tmp_path):
     assert (tmp_path / "sanitizer.txt").read_text() in done.stdout
 
 
-def test_a_step_that_there_is_not(tmp_path):
+def test_unknown_step(tmp_path):
     done = subprocess.run(
         [ROOT / "scripts" / "gpu", "speed"], capture_output=True, text=True, check=False
     )
@@ -173,7 +173,7 @@ def test_switches_of_tf32_do_not_contradict_each_other(modules, precision):
         cudnn.allow_tf32 = before[1]
 
 
-def test_a_profile_is_read(modules):
+def test_reads_profile(modules):
     trace = importlib.import_module("device_trace")
     seen = trace.seen_in(EVENTS)
     assert (seen.launches, seen.synchronisations) == (2, 1)
@@ -181,7 +181,7 @@ def test_a_profile_is_read(modules):
     assert seen.copies["down"] == trace.Copies(1, 8, 1, hidden=None)
 
 
-def test_a_profile_that_saw_no_device_has_no_figures(modules):
+def test_profile_without_a_device_has_no_figures(modules):
     seen = importlib.import_module("device_trace").seen_in(EVENTS[:1])
     assert seen.launches is seen.synchronisations is seen.copies["up"].nbytes is None
     line = importlib.import_module("figures").Line("a", "a")
@@ -194,7 +194,7 @@ def test_a_profile_that_saw_no_device_has_no_figures(modules):
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_profile_that_cannot_be_read_leaves_the_steps(modules, monkeypatch):
+def test_unreadable_profile_keeps_the_steps(modules, monkeypatch):
     trace = importlib.import_module("device_trace")
     monkeypatch.setattr(trace, "seen_in", lambda events: {}["traceEvents"])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -205,7 +205,7 @@ def test_a_profile_that_cannot_be_read_leaves_the_steps(modules, monkeypatch):
     assert seen().why_not == "KeyError: 'traceEvents'"
 
 
-def test_per_step_and_of_the_rank_that_has_most(modules):
+def test_figures_per_step_of_the_largest_rank(modules):
     figures = importlib.import_module("figures")
     line = figures.Line("a", "a")
     copies = {"count": 4, "nbytes": 8_000_000_000, "took": 200_000.0, "hidden": 0.9}
@@ -226,14 +226,14 @@ def test_per_step_and_of_the_rank_that_has_most(modules):
 @pytest.mark.parametrize(
     ("precision", "share"), [("bf16", 0.5), ("bf16-mixed", 0.5), ("tf32", 1.0), ("fp32", 7.395)]
 )
-def test_the_share_of_what_a_device_can_do(modules, precision, share):
+def test_share_of_the_peak_of_a_device(modules, precision, share):
     peaks = importlib.import_module("peaks")
     found = peaks.mfu(494_700_000_000, 1.0, "NVIDIA H100 80GB HBM3", precision)
     assert found == pytest.approx(share, rel=1e-3)
     assert peaks.mfu(1, 1.0, "a simulated device", precision) is None
 
 
-def test_flops_are_those_of_the_formula(modules):
+def test_flops_match_the_formula(modules):
     """For a GPT: 6 for each multiplied weight and token, plus attention."""
     peaks, workloads = map(importlib.import_module, ("peaks", "workloads"))
     gpt = workloads.Gpt(name="a", width=64, layers=2, vocabulary=128, sequence=16, batch=4)
@@ -292,7 +292,7 @@ RANK = """
         ("never", "left out: no time was left for it"),
     ],
 )
-def test_why_a_contender_has_no_figures(modules, tmp_path, ends, note):
+def test_reasons_for_missing_figures(modules, tmp_path, ends, note):
     crew, rounds, figures, contenders, workloads = map(
         importlib.import_module, ("crew", "rounds", "figures", "contenders", "workloads")
     )
@@ -311,7 +311,7 @@ def test_why_a_contender_has_no_figures(modules, tmp_path, ends, note):
     assert not lines["a"].rounds
 
 
-def test_a_rank_that_is_gone_is_a_failure_of_its_contender(modules, tmp_path):
+def test_lost_rank_is_a_failure_of_its_contender(modules, tmp_path):
     crew, contenders, workloads = map(importlib.import_module, ("crew", "contenders", "workloads"))
     (tmp_path / "rank.py").write_text(textwrap.dedent(RANK))
     crew.PYTHON = [sys.executable, str(tmp_path / "rank.py")]
@@ -323,7 +323,7 @@ def test_a_rank_that_is_gone_is_a_failure_of_its_contender(modules, tmp_path):
                 ask()
 
 
-def test_times_stay_if_nobody_may_profile(modules):
+def test_keeps_times_if_profiling_is_not_permitted(modules):
     report, figures, workloads, rounds, crew, contenders = map(
         importlib.import_module,
         ("report", "figures", "workloads", "rounds", "crew", "contenders"),
@@ -366,7 +366,7 @@ def test_times_stay_if_nobody_may_profile(modules):
     assert "| A | 1.0 |" in "".join(report.markdown(written, report.ON_GPU))
 
 
-def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
+def test_leaves_out_turns_without_time(modules):
     rounds, figures, contenders = map(importlib.import_module, ("rounds", "figures", "contenders"))
     takers = [contenders.Contender(key=key, label=key, build=key) for key in "ab"]
     lines = {"a": figures.Line("a", "a", rounds=[[1.0]]), "b": figures.Line("b", "b")}
@@ -379,7 +379,7 @@ def test_a_turn_for_which_there_is_no_time_is_left_out(modules):
     assert lines["b"].note.startswith("left out")
 
 
-def test_a_look_may_come_after_the_last_round(modules):
+def test_profile_may_follow_the_last_round(modules):
     """A profiler may slow down all later steps."""
     rounds, figures, contenders, crew = map(
         importlib.import_module, ("rounds", "figures", "contenders", "crew")
@@ -407,7 +407,7 @@ def test_a_look_may_come_after_the_last_round(modules):
     assert looks == [1]
 
 
-def test_the_commit_is_named_where_there_is_no_git(modules, monkeypatch, tmp_path):
+def test_names_the_commit_without_git(modules, monkeypatch, tmp_path):
     machine = importlib.import_module("machine")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine.describe()["commit"] == "unknown"
@@ -575,7 +575,7 @@ def test_gpu_first_reports_what_failed(modules):
         ("", ""),
     ],
 )
-def test_the_line_of_an_exception_is_found(modules, text, line):
+def test_finds_the_line_of_an_exception(modules, text, line):
     assert importlib.import_module("gpu_first_report").exception_in(text) == line
 
 

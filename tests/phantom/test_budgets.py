@@ -95,7 +95,7 @@ def test_weight_on_the_device_costs_one_worker_nothing(phantom):
     assert kernels["read"] <= kernels["said"] + 2, kernels
 
 
-def test_a_weight_on_the_device_costs_a_few_kernels_for_each_bucket(phantom):
+def test_weight_on_the_device_costs_few_kernels_per_bucket(phantom):
     more = {}
     for blocks in (1, 4):
         found = [

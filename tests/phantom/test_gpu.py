@@ -102,7 +102,7 @@ def test_presets(phantom, function, more, row, named):
         (0, "nvme"),
     ),
 )
-def test_activations_elsewhere(phantom, row, how):
+def test_offloaded_activations(phantom, row, how):
     settings = {"activations": "recomputed"} if "recomputed" in how else {}
     if how.endswith("cpu"):
         settings["offload_activations"] = "cpu"

@@ -122,7 +122,7 @@ def test_backward_waits_for_the_bucket_whose_buffer_it_borrows_and_no_later_one(
 
 
 @pytest.mark.parametrize("numel", [LONG, 64])
-def test_a_sum_may_be_waited_for_on_another_stream(phantom, numel):
+def test_waits_for_a_sum_on_another_stream(phantom, numel):
     for total in phantom(2, cases.summed_elsewhere, numel):
         assert total == 3.0 * numel
 

@@ -114,7 +114,7 @@ def interrupted(world, verb):
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_window_that_is_left_early_is_in_order(phantom, verb):
+def test_window_left_early_is_in_order(phantom, verb):
     phantom(1, cases.small_blocks, interrupted, verb)
 
 

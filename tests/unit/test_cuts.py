@@ -60,7 +60,7 @@ def exact(solo):
     return solo
 
 
-def test_a_step_holds_its_micro_shards(exact):
+def test_step_has_its_micro_shards(exact):
     loader = Loader(TensorDataset(torch.arange(10)), 8)
     steps = [[batch[0].tolist() for batch in step] for step in loader.steps()]
     assert steps == [[[0, 1], [2, 3], [4, 5], [6, 7]], [[8, 8], [8], [8, 8], [9]]]

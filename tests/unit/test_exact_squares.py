@@ -50,7 +50,7 @@ def test_equals_the_sum_of_squares(dtype, tolerance):
     assert total_of(row_of(values)) == pytest.approx(wanted, rel=tolerance)
 
 
-def test_whole_numbers_are_added_without_any_rounding():
+def test_whole_numbers_are_added_without_rounding():
     values = torch.zeros(3 * GRAIN, dtype=torch.float64)
     values[0], values[GRAIN], values[2 * GRAIN] = 2.0**40, 2.0**-10, 3.0
     wanted = Fraction(2) ** 80 + Fraction(1, 2**20) + 9
@@ -77,7 +77,7 @@ def test_nonfinite_values_give_nan(wrong):
     assert math.isnan(total_of(row_of(values), row_of(numbers(5))))
 
 
-def test_the_extremes_of_doubles():
+def test_extreme_doubles():
     tiny = torch.full((GRAIN,), 2.0**-537, dtype=torch.float64)  # has the smallest square above 0
     assert total_of(row_of(tiny)) == GRAIN * 2.0**-1074
     large = torch.full((GRAIN,), 2.0**508, dtype=torch.float64)

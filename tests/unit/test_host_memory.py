@@ -50,7 +50,7 @@ def test_forked_process_has_a_copy_or_zeros_for_staging() -> None:
     assert bool(staging.tensor.eq(7).all())
 
 
-def test_a_view_of_staging_is_its_tensor() -> None:
+def test_staging_view_and_tensor_share_bytes() -> None:
     staging = Staging(PAGE)
     staging.view[3] = 5
     assert staging.tensor[:5].tolist() == [0, 0, 0, 5, 0]

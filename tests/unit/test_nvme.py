@@ -83,7 +83,7 @@ def test_records_view_as_any_dtype(folder: Path) -> None:
         assert torch.equal(take(store, 1).view(torch.float64), torch.arange(1000) + 0.5)
 
 
-def test_a_record_read_while_it_is_written_has_its_new_bytes(
+def test_record_read_during_its_write_has_new_bytes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow(monkeypatch, "pwritev")
@@ -93,7 +93,7 @@ def test_a_record_read_while_it_is_written_has_its_new_bytes(
             assert torch.equal(take(store, 0), pattern(seed, 5 * MB))
 
 
-def test_the_last_of_two_writes_behind_wins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_of_two_writes_wins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch, "pwritev")
     with closing(Store(folder, "state", [MB] * 4, rank=0)) as store:
         for seed in range(3):

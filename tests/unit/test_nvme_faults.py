@@ -128,9 +128,7 @@ def test_a_failed_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lease.give_back()
 
 
-def test_a_failure_within_a_sweep_leaves_it_at_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_in_a_sweep_ends_it_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def update(store: Store) -> None:
