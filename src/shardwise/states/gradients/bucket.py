@@ -337,7 +337,7 @@ class GradientBucket:
         return [index for index, has in zip(self.indices, self._collected, strict=True) if has]
 
     def take_late(self, backward: Backward) -> list[tuple[int, Tensor]]:
-        """Take the gradients that arrived after the launch, each with its parameter.
+        """Take the gradients that arrived after the launch, in their parameters' shapes.
 
         `backward` is the present one. The bucket may not know it, if it is not among the buckets
         that this backward fills.
@@ -385,6 +385,7 @@ class GradientBucket:
         self._add(self._kept, entries)
 
     def _add(self, buffer: Buffer, entries: Sequence[tuple[int, Tensor]]) -> None:
+        # `_onto` is None here, so each slot has one view, of its parameter's shape.
         self._buffer, self._flat = buffer, buffer.memory[: self.layout.numel]
         by_parameter = dict(zip(self.indices, self._views().targets, strict=True))
         for index, grad in entries:
@@ -440,6 +441,7 @@ class GradientBucket:
             self._total.count_part()
         else:
             self._last_sent.reusable()  # another rank may still copy the first sum from `total`
+            # (numel of `own`,): the other elements belong to other ranks.
             part = launch.buffer.memory[self.own[0] : self.own[1]]
             self._squares, read = self._total.add(part)
             readers.append(read)

@@ -134,6 +134,7 @@ _Move = Callable[[UpdateInterval, Storage, int], None]
 
 
 def _swap(interval: UpdateInterval, average: Storage, index: int) -> None:
+    # One span at a time, so that the temporary copy stays small.
     target, value = interval.target.take(index), average.take(index)
     kept = target.clone()
     target.copy_(value)

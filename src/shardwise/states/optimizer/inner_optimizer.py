@@ -212,7 +212,7 @@ class InnerOptimizer:
         for interval in self.intervals:
             master = interval.master
             total = interval.gradient.reduced.loaded()
-            grad = total.to(master.device, master.dtype) * factor
+            grad = total.to(master.device, master.dtype) * factor  # (numel of the interval,)
             for segment in interval.segments:
                 seen = used[segment.pieces[0].parameter]
                 a, b = segment.first - interval.own[0], segment.end - interval.own[0]
@@ -236,6 +236,7 @@ def in_memory(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
 
 
 def _view_like(grad: Tensor, tensor: Tensor) -> Tensor:
+    # Whole tensors keep their strides (channels_last), which `view` could not express.
     if tensor.ndim == 1 and tensor.is_contiguous():
         return grad
     return grad.as_strided(tensor.shape, tensor.stride(), grad.storage_offset())

@@ -18,7 +18,7 @@ from shardwise.tiers.copy_stream import to_host
 
 
 def gather_bucket(bucket: Bucket, own: Span, interval: Tensor, group: Collectives | None) -> Tensor:
-    """Return a whole bucket, gathered from the intervals of the ranks of `group`.
+    """Return a whole bucket, (bucket.numel,), gathered from the intervals of the ranks of `group`.
 
     Without a group, `interval` is already the whole bucket.
     """

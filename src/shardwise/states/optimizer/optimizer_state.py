@@ -135,6 +135,7 @@ class OptimizerState:
         self, interval: UpdateInterval, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]
     ) -> None:
         """Fill a separate master with its parameters' values."""
+        # (numel of the interval,). A wide value has bits that the 16-bit parameter has lost.
         value = (interval.target.loaded() if wide is None else wide).to(interval.master.dtype)
         for piece in interval.bucket.pieces(*interval.own):
             named = self._parameters.named[piece.parameter]

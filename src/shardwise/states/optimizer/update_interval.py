@@ -30,7 +30,8 @@ class UpdateSegment:
     pieces: list[Slot]
     """The parts of parameters in it."""
     tensor: Tensor
-    """The tensor in the optimizer's parameter group."""
+    """The tensor in the optimizer's parameter group: (end - first,), or of the parameter's shape if
+    the optimizer needs whole tensors."""
     master: Tensor | None = None
     """The master of `tensor`, if that is the user's parameter itself and has 16 bits or is on
     another device. `tensor` holds it during an update."""

@@ -142,6 +142,7 @@ class ReplicatedParameters(Parameters):
             flat = self._group.allocate(bucket.numel, dtype, device, forkable=True)
         else:
             flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
+        # Each assignment frees a parameter's old memory, so only one bucket is in memory twice.
         for slot in bucket.slots:
             named = self.named[slot.parameter]
             view = named.view(flat, slot.start)

@@ -122,6 +122,7 @@ class ShardedParameters(Parameters):
         """Store this rank's interval of a bucket, and free the parameters' own memory."""
         own = bucket.own
         _, dtype, device = bucket.kind
+        # Zeros, because the padding is stored and gathered, too.
         interval = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
         wide: Tensor | None = None
         places = zip(bucket.named, bucket.layout.slots, self._at_rest[bucket].each, strict=True)
@@ -141,6 +142,7 @@ class ShardedParameters(Parameters):
                 make_real(each.parameter, rest.like)
             with SwappingData():
                 each.parameter.data = rest.value
+            # Assigned last: with the new class, setting `data` above would raise.
             each.parameter.__class__ = rest.kind
             rest.mark(each.parameter)
         bucket.storage.store(interval)

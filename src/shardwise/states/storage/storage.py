@@ -49,7 +49,7 @@ class Storage(ABC):
 
     @abstractmethod
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Return span `index`, which may be read and changed until it is `put`.
+        """Return span `index`, (elements of the span,), to be read and changed until it is `put`.
 
         With `fresh` its content is arbitrary: the caller overwrites it, so nothing is read.
         """
