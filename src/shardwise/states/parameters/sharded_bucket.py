@@ -50,7 +50,7 @@ class ShardedBucket:
         """Copy this rank's interval into its place in `flat`, a whole bucket."""
         self.storage.load(flat[self.own[0] : self.own[1]])
 
-    def changed_parameters(self, flat: Tensor) -> list[int]:
+    def written(self, flat: Tensor) -> list[int]:
         """Return the parameters whose elements in this rank's interval differ in `flat`."""
         stored = torch.zeros_like(flat)
         self.load(stored)

@@ -256,9 +256,7 @@ class ShardedParameters(Parameters):
         Collective: each rank compares its own interval.
         """
         # All ranks must raise: one that continued would wait forever in its next gather.
-        mine = [
-            number for bucket, flat in shown.items() for number in bucket.changed_parameters(flat)
-        ]
+        mine = [number for bucket, flat in shown.items() for number in bucket.written(flat)]
         for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
             raise self.lost_write_error(self._all[number])
 
