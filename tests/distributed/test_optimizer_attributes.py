@@ -25,7 +25,7 @@ HALF = 3
 
 
 class Wide(optim.Optimizer):
-    """Keeps one value of each kind. Some refer to others."""
+    """Keeps one value of each kind; some refer to others."""
 
     def __init__(self, params, lr=0.2, every=2):
         super().__init__(params, {"lr": lr})
