@@ -1,4 +1,4 @@
-"""Runs a script with our classes in place of those of a library.
+"""Runs a script with our classes in place of a library's.
 
     python -m shardwise.adopt NAMES SCRIPT ...
 

@@ -17,7 +17,7 @@
     │   ├── HookOrder        zero_grad before step, or too many backwards (shardwise.horovod)
     │   └── FailedAssertion  an assertion of DeepSpeed's fails (shardwise.deepspeed)
     ├── DataError            a dataset, sampler or batch cannot be divided among ranks
-    ├── MetricsError         ranks disagree on what they measured
+    ├── MetricsError         ranks measured different metrics
     ├── CheckpointError      a checkpoint cannot be written, found or read
     │   ├── CheckpointNotWritten  the disk is full, read-only or failing
     │   ├── FolderInUse         another job saves there
@@ -108,7 +108,7 @@ class ParameterAccess(UsageError):
 
 
 class OrderError(UsageError):
-    """A sharded unit is needed out of the order in which all ranks gather units."""
+    """A sharded unit is needed outside of the common order of gathers."""
 
 
 class BadCall(UsageError, ValueError, RuntimeError):
@@ -134,7 +134,7 @@ class DataError(ShardwiseError):
 
 
 class MetricsError(ShardwiseError):
-    """Ranks disagree on which metrics they measured."""
+    """Ranks measured different metrics."""
 
 
 class CheckpointError(ShardwiseError):
@@ -150,7 +150,7 @@ class FolderInUse(CheckpointError):
 
 
 class BrokenCheckpoint(CheckpointError):
-    """A file of a checkpoint is truncated, inconsistent, or differs from what was written."""
+    """A file of a checkpoint is truncated, inconsistent, or was changed after it was written."""
 
 
 class CheckpointMismatch(CheckpointError):
@@ -176,5 +176,5 @@ class PeerLost(CollectiveError):
 class HorovodInternalError(CollectiveError, RuntimeError):
     """An operation of `shardwise.horovod` failed: ranks disagree on it, or one has ended.
 
-    The name and the base class RuntimeError are those of Horovod.
+    The name and the base class RuntimeError are the same as in Horovod.
     """

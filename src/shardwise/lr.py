@@ -185,7 +185,7 @@ class ScaledLR(LRScheduler):
         return warmed(steps / self._steps_per_epoch, self._epochs, self._factor)
 
     def _correction(self) -> float:
-        """Return the ratio by which the rate changes before the next step."""
+        """Return the ratio of the next step's rate to the current one."""
         if self.last_epoch < 1:
             return 1.0
         return self.multiplier / self._multiplier(self.last_epoch - 1)

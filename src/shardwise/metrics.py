@@ -134,7 +134,7 @@ class _ExactSum(_Sum):
     """A running sum without rounding, for the exact mode. Waits for a device.
 
     It consists of a few numbers whose digits do not overlap (Shewchuk, 1997), so the total does
-    not depend on which rank added which value.
+    not depend on the distribution of values over ranks.
     """
 
     def __init__(self) -> None:

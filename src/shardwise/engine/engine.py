@@ -251,7 +251,7 @@ class Engine(HintsAtAttributes):
                 Default: no clipping.
             closure: Computes the loss and calls `engine.backward`, in place of backwards before
                 the step. The optimizer may call it several times (L-BFGS, which needs replicated
-                states: `--zero 0`). The returned statistics are those of its first call.
+                states: `--zero 0`). The returned statistics describe its first call.
 
         Returns:
             `StepStats`: the mean loss, the gradient norm before clipping, the number of items, and
@@ -328,10 +328,10 @@ class Engine(HintsAtAttributes):
 
         Args:
             module: Whose parameters to gather. Default: all models.
-            write: If True, rank 0's values become those of all ranks on leaving, including fp32
-                masters. With islands that have taken a step, the first rank of each island
-                provides the values of its island. Gradients that were accumulated before are kept,
-                so it also works between backward and step (as SAM needs). Default: False.
+            write: If True, all ranks get rank 0's values on leaving, including fp32 masters. With
+                islands that have taken a step, each island gets the values of its first rank.
+                Gradients that were accumulated before are kept, so it also works between backward
+                and step (as SAM needs). Default: False.
 
         Example:
             with engine.full_parameters(write=True):
@@ -389,14 +389,14 @@ class Engine(HintsAtAttributes):
     def export(self, path: str | PathLike[str], model: nn.Module | None = None) -> None:
         """Write the weights of a model into one file that plain PyTorch reads.
 
-        Names, shapes and dtypes are those of the plain model. Tied weights are written once.
+        Names, shapes and dtypes are as in the plain model. Tied weights are written once.
         Inside `engine.ema()` the averages are written. With `--trial` nothing is written. Every
         rank calls it: if parameters are sharded it is collective. Rank 0 writes, and holds the
         whole model while it does.
 
         Args:
-            path: File to write. If it ends in .pt, .pth or .bin, the format is that of
-                `torch.save`; otherwise it is safetensors.
+            path: File to write, in the format of `torch.save` if it ends in .pt, .pth or .bin,
+                else as safetensors.
             model: Which model. Default: the only one.
 
         Example:
@@ -443,7 +443,7 @@ class Engine(HintsAtAttributes):
             optimizer: Which optimizer. Default: the only one.
 
         Raises:
-            CheckpointMismatch: The state_dict is that of another optimizer.
+            CheckpointMismatch: The state_dict belongs to another optimizer.
             UsageError: Gradients are accumulated for a step, or the model is split (`--tensor`,
                 `--pipeline`).
         """
@@ -462,7 +462,7 @@ class Engine(HintsAtAttributes):
                 or tensor, which loading fills in place.
 
         Raises:
-            UsageError: An object is none of these.
+            UsageError: An object has another type.
 
         Example:
             engine.track(loader=loader, scheduler=scheduler)
@@ -515,7 +515,7 @@ class Engine(HintsAtAttributes):
             `steps`, the number of completed steps.
 
         Raises:
-            CheckpointMismatch: The newest checkpoint is that of another model.
+            CheckpointMismatch: The newest checkpoint belongs to another model.
             FolderInUse: Another job saves into this folder.
             BrokenCheckpoint: A checkpoint lacks only its checkpoint.json. Starting over next to
                 its data would probably be a mistake.
@@ -545,7 +545,7 @@ class Engine(HintsAtAttributes):
         Raises:
             CheckpointError: There is nothing to load.
             BrokenCheckpoint: Files are incomplete or damaged.
-            CheckpointMismatch: It is the checkpoint of another model.
+            CheckpointMismatch: The checkpoint belongs to another model.
 
         Example:
             engine.load("checkpoints/step-1000", model_only=True)
@@ -571,7 +571,7 @@ class Engine(HintsAtAttributes):
     def close(self) -> None:
         """Turn models and optimizers back into plain ones, including the optimizer state.
 
-        The engine cannot be used afterwards. With `--islands` the weights are those of the last
+        The engine cannot be used afterwards. With `--islands` the weights are as after the last
         averaging. Weights that were cast to 16 bits keep that dtype, and optimizer state gets the
         dtype that torch's optimizers use for such weights. Collective.
         """

@@ -1,4 +1,4 @@
-"""Errors for lines of a plain training loop that would be silently wrong, with the line to write."""
+"""Errors for lines of a plain loop that would be silently wrong, with the line to write instead."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
 
 def _shared_values(world: World) -> str:
     """Name values that are the same on all workers, for a decision they take together."""
-    # With islands, the loss of a step is that of one island.
+    # With islands, each island has its own loss.
     loss = "" if world.groups_apart > 1 else "engine.step().loss, "
     return f"{loss}sw.Metrics, world.any(flag)"
 
@@ -103,8 +103,8 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
         raise UsageError(
             f"Workers made different calls before this step: since the last one {difference[1]}. "
             "Every worker must call world.draw and world.alike equally often, or they draw "
-            "different numbers. If a worker left a loop early because of its own rows, let all "
-            f"workers decide by a value that they share: {_shared_values(world)}."
+            "different numbers. If a worker left a loop early because of its rows, let all workers "
+            f"decide by a value that they share: {_shared_values(world)}."
         )
     if calls_differ:
         world.calls.stop_counting_shares()
@@ -135,8 +135,8 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
 def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
     """Return the error for a step whose `losses`, by worker, have no common weight."""
     return UsageError(
-        "Losses of this step cannot be weighed by one number, so the result would not be that of "
-        f"one process. {describe_losses(losses)}. For a loss that is a mean over n items, write "
+        "Losses of this step cannot be weighted by one number, so the result would differ from a "
+        f"single process. {describe_losses(losses)}. For a loss that is a mean over n items, write "
         "engine.backward(loss, weight=n), or in engine.forward_backward weight=lambda *batch: n. "
         "If its terms are means over different items, divide each by the number of its items on "
         "all workers and micro-batches: engine.backward(a * n_a / world.sum(n_a) + b * n_b / "
@@ -149,8 +149,8 @@ def other_weights(losses: Sequence[Sequence[str]]) -> str:
     """Return the warning for a `weight=` that differs from what `losses`, by worker, show."""
     return (
         "weight= is not proportional to the number of items that these losses are means over, so "
-        f"the result is not that of one process: {describe_losses(losses)}. The step uses weight= "
-        "as passed."
+        f"the result differs from a single process: {describe_losses(losses)}. The step uses "
+        "weight= as passed."
     )
 
 
@@ -322,7 +322,7 @@ def _serve_state_dict(
 
     def silence(optimizer: optim.Optimizer) -> None:
         # torch reads optimizer.state, which would copy all state out of the engine. `complete`
-        # builds it once, so access is off until then.
+        # builds it once, so access is off meanwhile.
         state: Any = optimizer.state
         if isinstance(state, StateOfEngine):
             reaches[:] = [state.reach]
@@ -383,7 +383,7 @@ def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
 
 
 def mark_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Set the mark by which torch's schedulers see that the optimizer has stepped."""
+    """Set the mark that tells torch's schedulers that the optimizer has stepped."""
     # Without it they warn that `scheduler.step()` was called before `optimizer.step()`.
     for optimizer in optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Reports which rank waits for which in a hanging run, and what the missing ranks do instead.
+"""Reports of hanging runs: which ranks wait, for which others, and what those do instead.
 
     waits.py          the open waits of this process, by thread
     status_server.py  a thread of each rank that answers other ranks, and the questions to them
@@ -8,5 +8,6 @@
     process_status.py the position of a thread in the user's code, and the state of a process
 
 The status server sleeps until another rank asks. A rank in an endless loop therefore still reports
-where it is, and a rank that is stopped or cut off does not answer. Nothing here is on the hot path.
+its position, and a rank that is stopped or cut off does not answer. Nothing here is on the hot
+path.
 """

@@ -41,7 +41,7 @@ def wait_warning(statuses: Statuses, timeout: float) -> str:
         *filter(None, [call_difference(statuses)]),
     ]
     for words, ranks in _grouped(by_words):
-        # A rank that does not answer has a sentence of its own: "does not answer", "is stopped".
+        # For a rank that does not answer, `words` has a verb: "does not answer", "is stopped".
         verb = "" if words.startswith(("is ", "does ")) else f"{_are(ranks)} "
         lines.append(f"  {named(ranks)} {verb}{words}")
     for stack, ranks in _grouped(stacks):
@@ -60,8 +60,8 @@ def call_difference(statuses: Statuses) -> str:
     verbs = {one.verb for one in answered.values() if one.verb and one.line}
     if "forward" in verbs and verbs <= _OF_A_STEP:
         return (
-            f"{places}: do some ranks skip a forward, because of a random number or of their own "
-            "rows? Draw the number with world.alike(), decide with world.any(flag), or write: "
+            f"{places}: do some ranks skip a forward, because of a random number or of their rows? "
+            "Draw the number with world.alike(), decide with world.any(flag), or write: "
             "with engine.uneven()."
         )
     block = "`if is_main`" if groups[0][1] == [0] else "an `if`"

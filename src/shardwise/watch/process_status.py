@@ -34,7 +34,7 @@ OBJECTS = {
     "Loader": "loader",
     "Metrics": "metrics",
 }
-"""Our classes that users call, and the names by which users know their objects."""
+"""Our classes that users call, and the usual names of their objects."""
 
 FUNCTIONS = {
     "init": "sw.init",
@@ -102,14 +102,14 @@ def _as_called(qualified: str) -> str:
 
 
 _SITES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
-"""Folders of libraries, also those of another interpreter, over which a venv may be stacked."""
+"""Folders of libraries of any interpreter, because a venv may use packages of another one."""
 
 
 def _is_users(file: str) -> bool:
     return not file.startswith(_libraries()) and not any(site in file for site in _SITES)
 
 
-@cache  # sysconfig computes the paths anew at each call, and a stack has many frames
+@cache  # sysconfig computes the paths again at each call, and a stack has many frames
 def _libraries() -> tuple[str, ...]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     return "<frozen", OURS, *(f"{sysconfig.get_path(name)}{os.sep}" for name in names)
@@ -130,7 +130,7 @@ _STATES = {
 }
 ENDED = "ended"
 SILENT = (_STATES["T"], _STATES["t"], ENDED)
-"""States in which a process cannot answer."""
+"""States of a process that cannot answer."""
 
 
 def process_start(pid: int | str = "self") -> int | None:

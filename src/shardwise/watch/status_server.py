@@ -65,7 +65,7 @@ class RankAddress:
 
     @property
     def role(self) -> bytes:
-        """The role in which it authenticates (see authentication.py), unique to this process."""
+        """The role of its authentication (see authentication.py), unique to this process."""
         return f"status {self.rank} {self.name}".encode()
 
 
@@ -80,7 +80,7 @@ class Channel(Protocol):
     """A group whose transport does not detect that ranks are in different calls."""
 
     def sent(self, call: int, to: int) -> list[Any] | None:
-        """Return what this rank sent to a place in a call, as JSON; None if it has not called it."""
+        """Return the messages of this rank to a place in a call, as JSON; None before the call."""
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
         """Send a place the message it waits for (described as by `sent`), so that its wait ends."""
@@ -117,7 +117,7 @@ class StatusServer:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Ranks that can be asked: all, or with elastic islands those of this island."""
+        """Ranks that can be asked: all, or with elastic islands the ranks of this island."""
         return sorted(self._places) or range(self.size)
 
     # -- from the start to the end --------------------------------------------------------
@@ -270,7 +270,7 @@ class StatusServer:
         return None
 
     def ask_sent(self, rank: int, channel: str, call: int, to: int) -> list[Any] | None:
-        """Ask `rank` what it has sent in a call to the rank at place `to` of the channel."""
+        """Ask `rank` for its messages in a call to the rank at place `to` of the channel."""
         question = {"ask": "sent", "channel": channel, "call": call, "to": to}
         return self._ask([rank], question, ANSWER_SECONDS).get(rank, {}).get("sent")  # type: ignore[no-any-return]
 
@@ -293,7 +293,9 @@ class StatusServer:
         return self._ask([rank], {"ask": "clock"}, ANSWER_SECONDS).get(rank)  # type: ignore[no-any-return]
 
     def clock_offset(self, rank: int, which: Clock) -> ClockOffset | None:
-        """Measure how far this rank's clock is ahead of that of `rank`; None if it does not answer.
+        """Measure how far this rank's clock is ahead of the clock of `rank`.
+
+        None if it does not answer.
 
         The other clock was read between the start and the end of a round trip, so half of its
         duration bounds the error (Cristian, "Probabilistic clock synchronization", 1989). The
@@ -353,13 +355,13 @@ class StatusServer:
         if self.abort is None:
             self.abort = abort
             wait = self.waits.longest()
-            # The ranks this one waits for may never start a wait in which they would ask a keeper.
+            # The ranks this one waits for may never start a wait, and so never ask a keeper.
             awaited = wait.missing() if wait else ()
             question = {"ask": "abort", "abort": asdict(abort)}
             self._ask({*self.ranks[:KEEPERS], *awaited}, question, ABORT_SECONDS)
 
     def refuse_after_failure(self) -> None:
-        """Raise the error with which this rank has aborted, if it has, in place of a new wait."""
+        """Raise the error of this rank's abort again, if it has aborted, in place of a new wait."""
         if self.abort is not None and self.abort.rank == self.rank:
             raise (PeerLost if self.abort.lost else CollectiveError)(self.abort.text)
 

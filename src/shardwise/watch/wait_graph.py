@@ -43,14 +43,14 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """Where the rank is, such as "in engine.save (train.py:88)"."""
+        """The position of the rank, such as "in engine.save (train.py:88)"."""
         if self.verb and self.line:
             return f"in {self.verb} ({self.line})"
         return f"in {self.verb}" if self.verb else f"at {self.line}" if self.line else "at its end"
 
     @property
     def activity(self) -> str:
-        """What the rank does, as a text that follows "is"."""
+        """The activity of the rank, as a text that follows "is"."""
         if not self.call:
             return f"in no collective, {self.place}"
         return f"{self.place}: {self.call}, for {named(self.missing)}"
@@ -67,7 +67,7 @@ class BlockingRanks:
     """The ranks that cause a hang.
 
     Other ranks wait for `ranks`, which wait for nobody. If all wait in a circle, `is_circle` is
-    True and `ranks` is the whole circle. `abort` is that of the first rank found to have aborted.
+    True and `ranks` is the whole circle. `abort` is set if one of the ranks has aborted.
     """
 
     ranks: tuple[int, ...]
@@ -77,7 +77,7 @@ class BlockingRanks:
 
 
 def find_blocking_ranks(asker: int, missing: Collection[int], ask: AskStatuses) -> BlockingRanks:
-    """Ask which rank waits for which, starting with the ranks that `asker` waits for."""
+    """Follow the waits from rank to rank, starting with the ranks that `asker` waits for."""
     statuses: dict[int, RankStatus | str] = {}
     blocking: set[int] = set()
     frontier = set(missing) - {asker}
@@ -112,7 +112,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def describe_wait(missing: Collection[int], blocking: BlockingRanks) -> str:
-    """Name the missing ranks, and describe what the ranks do that block them.
+    """Name the missing ranks, and describe the ranks that block them.
 
     The text follows "waited for".
     """

@@ -1,4 +1,4 @@
-"""Records which threads of this process wait, in which collective and for which ranks.
+"""The waits of this process: the thread, the collective and the ranks it waits for.
 
 A thread records its wait before it sleeps. Other threads read it only if it becomes long.
 """

@@ -104,9 +104,9 @@ class BatchRows(ABC):
     def draw(self, make: Callable[[int], T], *, rows: int | None = None, dim: int = 0) -> T:
         """Return this rank's rows of random values drawn for the whole batch (noise, time steps).
 
-        The values are those that a single process would draw, so they do not depend on the number
-        of workers and micro-batches. Checkpoints save the position in the stream. Every rank calls
-        it equally often.
+        The values are the same as in a single process, so they do not depend on the number of
+        workers and micro-batches. Checkpoints save the position in the stream. Every rank calls it
+        equally often.
 
         Args:
             make: Called with the number of rows n of the current total batch; draws from the
@@ -159,15 +159,15 @@ class BatchRows(ABC):
         """Make every rank draw the same random numbers inside the block.
 
         Use it for the order of your own batches, samples from a replay buffer, or the steps of an
-        environment. It covers torch, numpy and random, and draws what a single process would draw.
+        environment. It covers torch, numpy and random, and gives the numbers of a single process.
         Outside of it, each rank draws its own numbers in training. Checkpoints save the position
         in the stream. Every rank enters it equally often. Training inside is refused.
 
         Args:
             batches: A DataLoader or another iterable to loop over: `for batch in
                 world.alike(loader)`. Only `iter` and each `next` run inside the block; the body of
-                the loop is outside. Every rank gets the whole batch, of which
-                `world.share(batch)` returns its rows.
+                the loop is outside. Every rank gets the whole batch; call `world.share(batch)` for
+                its rows.
 
         Returns:
             A context manager, or with `batches` an iterable over them.
@@ -223,7 +223,7 @@ class BatchRows(ABC):
 
         Raises:
             DataError: Another number of rows, or shapes or dtypes differ between ranks.
-            UsageError: The batch is cut into micro-batches, where a loss over pairs is impossible.
+            UsageError: The batch is cut into micro-batches, which a loss over pairs does not allow.
 
         Example:
             features = world.gather_rows(model(x))
@@ -274,7 +274,7 @@ class BatchRows(ABC):
         if torch._C._current_graph_task_id() != -1:  # a backward is running
             raise UsageError(
                 f"{call} in a forward that backward runs again (--activations recomputed, "
-                "torch.utils.checkpoint), where it would draw different numbers: draw before the "
+                "torch.utils.checkpoint) and would then draw different numbers: draw before the "
                 "forward, and pass the result to it."
             )
 

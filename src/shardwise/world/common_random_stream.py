@@ -4,8 +4,8 @@
     engines   creating an engine draws nothing
     training  from the first batch or forward with gradients, each rank has its own seed
 
-From then on, the position where a single process would continue is kept as a separate stream, and
-`draw` and `alike` continue from it.
+A separate stream then keeps the position of a single process, and `draw` and `alike` continue from
+it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CommonRandomStream:
     def begin(self) -> None:
         """Call the methods that wait for training to begin.
 
-        Not inside `alike`, where all ranks draw the same: the next batch or forward calls them.
+        Not inside of that block, in which all ranks draw the same: the next batch calls them.
         """
         if self._inside:
             return
@@ -123,7 +123,7 @@ class CommonRandomStream:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Make the generators those of the stream inside the block, and advance it."""
+        """Draw from the stream inside the block, and advance it."""
         self.used = True
         self._inside += 1
         try:
@@ -152,7 +152,7 @@ class CommonRandomStream:
     def _at(self, start: GeneratorStates, *, moves: bool) -> Iterator[None]:
         """Set the generators to `start` inside the block, and restore them afterwards.
 
-        If it `moves` the stream, the stream continues from where the block ends.
+        If it `moves` the stream, the stream continues from the end of the block.
         """
         before = GeneratorStates.now(self._device)
         start.restore(self._device)
@@ -180,7 +180,7 @@ class CommonRandomStream:
     def at_boundary(self) -> Iterator[None]:
         """Rewind to the last step boundary inside the block, for a save.
 
-        A process that loads the checkpoint draws again what this one has drawn for the next step.
+        A process that loads the checkpoint repeats the draws of this process for the next step.
         """
         now = self._end
         self.go_back_to_boundary()

@@ -18,7 +18,7 @@ from shardwise.errors import UsageError
 class Batch:
     """This rank's part of one micro-batch.
 
-    samples   number of samples; 0 for a stand-in, a real sample given to a rank that has none, so
+    samples   number of samples; 0 for a stand-in, a real sample given to a rank without samples, so
               that it runs the same collectives as the others
     whole     number of samples of this micro-batch on all ranks; 0 if this rank does not know
     last      True for the last micro-batch of a step
@@ -60,7 +60,7 @@ class LoaderStream:
 
 
 SitOut = Callable[[], AbstractContextManager[None]]
-"""Returns a context in which ranks may run different numbers of forwards."""
+"""Returns a context that allows ranks to run different numbers of forwards."""
 
 
 @dataclass
@@ -182,7 +182,7 @@ class CurrentBatch:
         return [stream for stream in self.streams if stream.training and stream.batch]
 
     def in_loop(self) -> bool:
-        """Return whether a loop over a Loader is running that gives, or may give, training batches."""
+        """Return whether a loop over a Loader runs that gives, or may give, training batches."""
         loops = (stream for stream in self.streams if not stream.passing)
         return any(stream.training or stream.batch is None for stream in loops)
 
@@ -194,15 +194,13 @@ class CurrentBatch:
         return given[-1].batch
 
     def batch_of_loss(self, *, weighted: bool, anew: bool = False) -> Batch | None:
-        """Return the batch of a loss, or None if there was none.
+        """Return the batch of a loss: the current one of a Loader, else the last of `world.share`.
 
-        It is that of the loop over a Loader, if there is one, else the last one of `world.share`.
-
-        Raises UsageError if the loss is not `weighted` by the user and its weight is ambiguous: two
-        training Loaders are open, or `world.share` gave batches of different sizes since the last
-        backward, or one stream gave a stand-in and another one samples. Also raises if a loss with
-        `weight=` (`anew`: of items that no earlier backward has counted) may or may not be that of
-        a stand-in.
+        None if there was no batch. Raises UsageError if the loss is not `weighted` by the user and
+        its weight is ambiguous: two training Loaders are open, or `world.share` gave batches of
+        different sizes since the last backward, or one stream gave a stand-in and another one
+        samples. Also raises if a loss with `weight=`, of items that no earlier backward has counted
+        (`anew`), may or may not be computed from a stand-in.
         """
         training = self.training_streams()
         loops = [stream for stream in training if not stream.passing]
@@ -216,7 +214,7 @@ class CurrentBatch:
         return latest[0] if latest else given[-1] if given else None
 
     def _check_shared_stand_in(self, last: LoaderStream) -> None:
-        """Raise UsageError if a loss with `weight=` may or may not come from a stand-in."""
+        """Raise UsageError if a loss with `weight=` may or may not be computed from a stand-in."""
         # A loss of a stand-in weighs nothing. A loss of rows that the script cut itself does.
         assert last.batch is not None
         several = len({batch.samples == 0 for batch in [last.batch, *self._shared]}) > 1
@@ -225,7 +223,7 @@ class CurrentBatch:
             raise UsageError(
                 f"{last.name} gave this worker a stand-in that does not count, because a batch had "
                 f"fewer rows than there are workers, and there was {before}: this loss with "
-                "weight= may or may not come from the stand-in. Take all batches or none from "
+                "weight= may or may not be computed from it. Take all batches or none from "
                 f"{last.name}, and call engine.backward after each; for a further loss of the "
                 "stand-in, pass same_items=True."
             )
@@ -251,8 +249,8 @@ class CurrentBatch:
 _WEIGHT = (
     "For a mean over n items of one batch write engine.backward(loss, weight=n). For a sum of "
     "means over several batches no single n fits: multiply each by its number of items on this "
-    "worker, divide it by that of all workers, and write engine.backward(loss_a * n_a / total_a + "
-    'loss_b * n_b / total_b, reduction="sum").'
+    "worker, divide it by the number on all workers, and write engine.backward(loss_a * n_a / "
+    'total_a + loss_b * n_b / total_b, reduction="sum").'
 )
 
 

@@ -40,8 +40,8 @@ def init(seed: int | None = None, **settings: Any) -> World:
 
     Args:
         seed: Seeds torch, numpy and random on every rank. Until the first batch or forward with
-            gradients, every rank then draws what a single process with this seed draws. Default:
-            every rank takes over the state of rank 0's generators, and the seed is
+            gradients, every rank then draws the numbers of a single process with this seed.
+            Default: every rank takes over the state of rank 0's generators, and the seed is
             `torch.initial_seed()` of rank 0.
         **settings: Keywords of `shardwise.config.Settings`. The TOML file, the environment and the
             flags override them. With `reseed=False` the generators are never changed, here or at a

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Backwards(Protocol):
-    """The accumulation of an engine. `stepping` is True once its step has begun, even if it failed."""
+    """The accumulation of an engine. `stepping` is True once a step has begun, or failed."""
 
     @property
     def backwards(self) -> int: ...

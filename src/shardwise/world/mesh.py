@@ -169,7 +169,7 @@ def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
         split = "tensor" if settings.tensor > 1 else "pipeline"
         raise ConfigError(
             f"--no-reseed cannot be combined with --{split} {getattr(settings, split)}: the "
-            "workers of a split model need the same random numbers, which come from the seeds of "
+            "workers of a split model need the same random numbers, and get them from the seed of "
             "each step. Remove one of the two."
         )
     if settings.exact is not None and settings.pipeline > 1:

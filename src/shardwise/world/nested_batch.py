@@ -22,15 +22,15 @@ _WHOLE = (str, bytes, bytearray, torch.Size)
 """Types with a length that are no columns; every rank gets them unchanged."""
 
 _PLAIN_VALUES = (str, bytes, int, float, type(None))
-"""Types with the same `repr` in every process; that of other objects may contain an address."""
+"""Types with the same `repr` in every process. The `repr` of other objects may have an address."""
 
 
 class Rows:
     """The rows of a nested batch, counted along `dim` in tensors and arrays.
 
     Raises DataError, naming `call`, if the parts of the batch have different numbers of rows, or if
-    the rows of a part cannot be determined. It raises on construction, so on all ranks alike,
-    independent of the rows that a rank takes.
+    the rows of a part cannot be determined. It raises on construction, so on all ranks, whatever
+    rows a rank takes later.
     """
 
     def __init__(self, batch: Any, dim: int = 0, *, call: str) -> None:
@@ -67,7 +67,7 @@ class Rows:
         return number
 
     def _count(self) -> int:
-        """Return the number of rows: that of tensors and arrays, or without any that of columns."""
+        """Return the number of rows of tensors and arrays, or without any, of columns."""
         sizes = {n: _size(x, self._dim) for n, x in enumerate(self._leaves) if _has_dims(x)}
         sizes = sizes or {n: len(x) for n, x in enumerate(self._leaves) if _is_column(x)}
         # A tuple of columns, such as texts and labels, is one leaf without tensors.

@@ -3,7 +3,7 @@
     signal on any rank ─▶ exchange of its next step ─▶ before the step after that, all ranks save
                           (all ranks learn of it)      and exit with code SAVED
 
-They save when the script asks for the next training batch: by then, learning-rate schedulers have
+They save when the script asks for the next training batch, so that learning-rate schedulers have
 made their step too.
 """
 

@@ -1,4 +1,4 @@
-"""Records what each training step computed, for `shardwise verify`.
+"""Records of the results of each training step, for `shardwise verify`.
 
 Each rank writes a file per step, FOLDER/rank-R/engine-E-step-S.pt. It contains the loss, gradient
 norm, weight, learning rates, the samples and model inputs of this rank, and a fingerprint
@@ -24,7 +24,7 @@ from shardwise.layout import fingerprints
 from shardwise.layout.fingerprints import Fingerprint
 
 SMALL = 1 << 16
-"""Total elements of a rank's tensors up to which all values are written by default."""
+"""By default all values are written if a rank's tensors have at most this many elements."""
 
 WANTED = "wanted.json"
 """A file in the folder with the names of tensors whose values are wanted: {"names": [...]}."""
@@ -66,7 +66,7 @@ class FeedTotals:
             if value.is_complex():
                 value = torch.view_as_real(value)
             if value.dtype in (torch.float16, torch.bfloat16, torch.float64):
-                # The hash must not depend on the precision in which the model takes its inputs.
+                # The hash must not depend on the precision of the model's inputs.
                 hashed = value.float()
             else:
                 hashed = value
@@ -98,7 +98,7 @@ class TensorLog:
     def write(
         self, engine: int, step: int, figures: Mapping[str, Any], parts: Iterable[Part]
     ) -> None:
-        """Write step number `step` of an engine: its `figures`, and this rank's parts of tensors."""
+        """Write step number `step` of an engine: `figures`, and this rank's parts of tensors."""
         parts = list(parts)
         small = sum(part.values.numel() for part in parts) <= SMALL
         tensors: dict[tuple[str, str, int], dict[str, Any]] = {}

@@ -63,7 +63,7 @@ def stop() -> None:
 
 
 def where(path: Path, status_server: StatusServer) -> str:
-    """Return the line that tells the user where the timeline is."""
+    """Return the line that shows the user the path of the timeline."""
     line = f"timeline in {path}: open it in ui.perfetto.dev, or shardwise timeline {path}"
     if status_server.hosts > 1:
         line += (
@@ -77,7 +77,7 @@ class _ToFile:
     """Writes events and memory in use into a file, in the time of rank 0's clock.
 
     `distant` asks for rank 0's clock; None if rank 0 is on this host and the clock is the same.
-    Until the clock is known, events are held, because their times could not be compared with those
+    Until the clock is known, events are held, because their times could not be compared with times
     of other hosts.
     """
 

@@ -95,13 +95,13 @@ class World(BatchRows, HintsAtAttributes):
         """Data-parallel ranks: those with the same part of the model in each replica of this
         island."""
         self.tensor: Collectives = Solo()
-        """Tensor-parallel ranks: those of this replica with parts of the same layers."""
+        """Tensor-parallel ranks: the ranks of this replica with parts of the same layers."""
         self.pipeline: Collectives = Solo()
         """Pipeline-parallel ranks: one per stage of this replica, in the order of stages."""
         self.stage = group
         """All ranks of this island that have layers of the same stage."""
         self.step_group = group
-        """Ranks that step together: all, or those of this island."""
+        """Ranks that step together: all, or the ranks of this island."""
         self.peers: Collectives = Solo()
         """Ranks with the same place in each island, in the order of islands."""
         self.current_batch = CurrentBatch()
@@ -206,7 +206,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def tensor_size(self) -> int:
-        """Number of ranks over which each layer is split."""
+        """Number of ranks that split each layer."""
         return self.mesh.tensor
 
     @property
@@ -362,7 +362,7 @@ class World(BatchRows, HintsAtAttributes):
     def _warn_of_stand_in(self, call: str) -> None:
         """Warn once if the script itself sums or gathers after this rank got a stand-in.
 
-        A script that has read `world.rows` since then handles stand-ins, and gets no warning.
+        A script that has read `world.rows` afterwards handles stand-ins, and gets no warning.
         """
         caller = sys._getframe(2)
         ours = caller.f_globals.get("__name__", "").startswith("shardwise.")
@@ -391,7 +391,7 @@ class World(BatchRows, HintsAtAttributes):
         return settings
 
     def add_keywords(self, keywords: Mapping[str, Any]) -> config.Settings:
-        """Add `keywords` to those of `shardwise.init`, for the run and for later engines."""
+        """Add `keywords` to the keywords of `shardwise.init`, for the run and for later engines."""
         self.keywords |= keywords
         self.settings = self.settle()
         return self.settings
