@@ -406,7 +406,7 @@ def told(world, weights):
 def test_a_weight_that_contradicts_the_loss_is_named_once(group):
     for said in group(2)(told, "rows"):
         (line,) = said
-        assert line.startswith("weight= is not proportional to what these losses are means over")
+        assert line.startswith("weight= is not proportional to the number of items")
         assert re.search(
             r"worker 1: a mean over \d+ items \(cross_entropy\), weighed by [34]", line
         )

@@ -132,7 +132,7 @@ def mixed_reductions(world):
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=1e-2))
     (x,) = data().split(100)
     engine.backward(summed(model, x), reduction="ddp" if world.rank else "sum")
-    with pytest.raises(UsageError, match="the other kind of sums"):
+    with pytest.raises(UsageError, match="Ranks disagree on `reduction`"):
         engine.step()
     engine.backward(summed(model, x), reduction="ddp")
     with pytest.raises(UsageError, match="both kinds of sums"):
@@ -287,7 +287,7 @@ def test_an_embedding_that_renormalises_in_forward(group):
     for size, zero in ((2, 0), (2, 2), (1, 3)):
         for name, message in group(size).errors(renormalising, zero, True):
             assert name == ModelError.__name__
-            assert message.startswith("0 (max_norm=0.5) rewrites in forward")
+            assert message.startswith("0 (max_norm=0.5) rewrites the rows")
 
 
 def idle_beside_sums(world):
@@ -316,7 +316,7 @@ def sum_in_micro_batches(world):
 def test_a_sum_cut_into_micro_batches_is_refused(group):
     for kind, message in group(2, pipeline=2).errors(sum_in_micro_batches):
         assert kind == UsageError.__name__
-        assert 'A loss that is a sum: reduction="sum".' in message
+        assert 'For a loss that is a sum: reduction="sum".' in message
 
 
 def two_means(world, backwards):

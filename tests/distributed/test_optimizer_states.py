@@ -116,7 +116,7 @@ def several_case(world):
     other = torch.optim.AdamW([nn.Parameter(torch.zeros(3))]).state_dict()
     with pytest.raises(CheckpointMismatch, match=r"groups of \[1\] parameters, and AdamW"):
         engine.load_optimizer_state_dict(other)
-    with pytest.raises(UsageError, match="is not one that this engine has"):
+    with pytest.raises(UsageError, match="does not belong to this engine"):
         engine.load_optimizer_state_dict(state, torch.optim.SGD(nn.Linear(1, 1).parameters()))
     engine.close()
 
@@ -185,7 +185,7 @@ def split_case(world):
 
 
 def test_parts_are_refused_by_name(group):
-    with pytest.raises(RankFailed, match="with --tensor or --pipeline, where the state"):
+    with pytest.raises(RankFailed, match="with --tensor or --pipeline, which split"):
         group(2, tensor=2)(split_case)
 
 

@@ -112,7 +112,7 @@ def test_rows_of_every_dtype_and_dimension_are_joined(group):
 def parts_case(world):
     loader = sw.Loader(torch.ones(8, 2), batch_size=8, micro_batch_size=2)
     for x in (x for step in loader.steps() for x in step):
-        with pytest.raises(UsageError, match="Leave --micro-batch-size"):
+        with pytest.raises(UsageError, match="Remove --micro-batch-size"):
             world.gather_rows(x)
 
 
@@ -292,7 +292,7 @@ def test_a_worker_that_leaves_a_loop_early_is_named_with_the_lines(group):
     told = group(2)(early_case)
     for steps, error in told:
         assert len(steps) == 2
-        assert "Workers have come to this step by different calls" in error
+        assert "Workers made different calls before this step" in error
         assert "rank 0 called world.alike 1 time(s) (" in error
         assert "rank 1 called world.alike 1 time(s) (" in error
         assert error.count("test_own_batches.py:") >= 5

@@ -285,5 +285,5 @@ def test_generators_may_stay_the_scripts_own(group):
 
 
 def test_the_workers_of_a_split_model_draw_from_seeds_of_the_step():
-    with pytest.raises(ConfigError, match="--no-reseed and --pipeline 2 cannot be had together"):
+    with pytest.raises(ConfigError, match="--no-reseed cannot be combined with --pipeline 2"):
         mesh_of(Settings(reseed=False, pipeline=2), 2, 1)

@@ -68,14 +68,14 @@ def test_half_a_save_does_not_count(group, tmp_path):
     _, number, steps = group(1)(trained_case, tmp_path, 0, 3, 3, False)[0]
     assert (number, steps) == (1, [1, 2])
     shutil.rmtree(tmp_path / "judge")
-    with pytest.raises(Exception, match="and none of maker and judge together that is whole"):
+    with pytest.raises(Exception, match="but no complete save of maker and judge together"):
         group(1)(trained_case, tmp_path, 0, 3, 3, False)
 
 
 def names_case(world):
     with pytest.raises(UsageError, match="takes engines by name"):
         sw.Engines()
-    with pytest.raises(UsageError, match="takes an engine by a plain name"):
+    with pytest.raises(UsageError, match="takes an engine, under a name"):
         sw.Engines(maker=nn.Linear(1, 1))
 
 

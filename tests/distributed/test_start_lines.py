@@ -70,7 +70,7 @@ def test_a_tiny_model_and_batches_that_add_up_are_not_misread(group):
     assert "1 unit, state 192 B per worker (padding included; replicated: 32 B)" in model
     assert batch == (
         "  batch: 4 = 2 workers x 1 micro-batch x 2 of each world.share; those before one "
-        "engine.step() add up"
+        "engine.step() are added"
     )
 
 
@@ -114,7 +114,7 @@ def test_states_on_two_tiers(group):
     """On a rank that computes on the CPU its memory is the device's own."""
     where = f"nvme:{on_a_disk()}"
     assert line(group, zero=3, offload_params=where, offload_optimizer="cpu").endswith(
-        f", of it on {where}: parameters 132.1 kB; on cpu (where these workers compute, so that "
+        f", of which on {where}: parameters 132.1 kB; on cpu (the device of these workers, so "
         "nothing moves): gradients 132.1 kB, optimizer state 264.2 kB"
     )
 
@@ -198,10 +198,10 @@ def test_how_a_batch_goes_through_the_stages(group):
     (_, line) = spread(partial(stages_case, at_once=True, settings={}))[0]
     assert line == "  it goes through the stages in 8 parts"
     (_, line) = spread(partial(stages_case, at_once=False, settings={}))[0]
-    assert line.startswith("  engine.backward goes from stage to stage, one worker at a time: ")
+    assert line.startswith("  engine.backward runs stage after stage, one worker at a time: ")
     settings = {"microbatches": 4}
     (_, line) = spread(partial(stages_case, at_once=False, settings=settings))[0]
-    assert ", and --microbatches does nothing: " in line
+    assert ", and --microbatches has no effect: " in line
 
 
 class OwnAdamW(torch.optim.AdamW):
@@ -220,8 +220,8 @@ def test_who_is_cut_because_of_a_trial(group):
     assert group(2)(tried_case, {"zero": 0})[0] == []
     assert group(1)(tried_case, {"zero": 2})[0] == []
     assert group(2)(tried_case, {"zero": 2})[0] == [
-        "  OwnAdamW: its state is cut within tensors, since a trial found each element updated by "
-        "itself; whole tensors, if it looks at those later: --zero 0"
+        "  OwnAdamW: its state is cut within tensors, because in a trial it updated each "
+        "element independently; if later steps look at whole tensors: --zero 0"
     ]
 
 
@@ -250,9 +250,9 @@ def lars_case(world):
 
 def test_the_group_that_is_cut_is_named(group):
     assert group(2)(lars_case)[0] == [
-        "  OwnLars, parameter group 1: its state is cut within tensors, since a trial found each "
-        "element updated by itself (tensors of group 0 stay whole); whole tensors, if it looks at "
-        "those later: --zero 0"
+        "  OwnLars, parameter group 1: its state is cut within tensors, because in a trial it "
+        "updated each element independently (tensors of group 0 stay whole); if later steps look "
+        "at whole tensors: --zero 0"
     ]
 
 
@@ -310,5 +310,5 @@ def normed_case(world, micro):
 
 def test_micro_batches_of_a_batch_norm_over_all_workers_are_told_of(group):
     assert "BatchNorm" not in group(2)(normed_case, 12)[0]
-    said = "BatchNorm, which sees 4 micro-batches one by one, each over all workers"
+    said = "BatchNorm, whose statistics are over each of 4 micro-batches of all workers"
     assert said in group(2)(normed_case, 3)[0]

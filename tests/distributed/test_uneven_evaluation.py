@@ -178,7 +178,10 @@ def all_ranks_in_the_loop(world):
 
 def test_a_call_that_takes_all_ranks_inside_a_batch_that_some_sit_out(group):
     refused = [each for each in group(2).errors(all_ranks_in_the_loop) if each is not None]
-    assert any(name == UsageError.__name__ and "world.sum in a batch" in m for name, m in refused)
+    assert any(
+        name == UsageError.__name__ and "world.sum in an evaluation batch" in m
+        for name, m in refused
+    )
 
 
 def zipped(world):

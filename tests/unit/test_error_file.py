@@ -182,9 +182,7 @@ class TestHabits:
         loss = model(torch.ones(3, 2)).square().mean()
         said = refusal_sentence(raised(loss.backward))
         assert said.startswith("loss.backward() reached weight without the engine, so")
-        assert refusal_sentence(raised(optimizer.step)).startswith(
-            "SGD.step() by hand would update"
-        )
+        assert refusal_sentence(raised(optimizer.step)).startswith("SGD.step() would update")
 
     def test_of_our_own_calls(self, made: Any, tmp_path: Path) -> None:
         model, _, engine = made

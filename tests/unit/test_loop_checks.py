@@ -30,8 +30,8 @@ def trained(steps: list[int]) -> sw.Engine:
 @pytest.mark.parametrize(
     ("steps", "begin"),
     [
-        ([-1], "1 backward was never followed by a step, so that nothing was learned of it: "),
-        ([2, -3], "3 backwards were never followed by a step, so that nothing was learned of "),
+        ([-1], "1 backward was never followed by a step, so the model did not learn from it: "),
+        ([2, -3], "3 backwards were never followed by a step, so the model did not learn from "),
         ([2, 1], ""),
         ([], ""),
     ],

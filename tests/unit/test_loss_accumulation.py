@@ -61,7 +61,7 @@ def test_further_losses_of_the_same_items():
     count(accumulation, ONE, 100)
     assert count(accumulation, ONE, 100, same_items=True)
     assert accumulation.weights == [100.0, 0.0]
-    with pytest.raises(UsageError, match="over 50 items and the one before over 100"):
+    with pytest.raises(UsageError, match="over 50 items and the previous one over 100"):
         count(accumulation, ONE, 50, same_items=True)
     fresh = LossAccumulation()
     with pytest.raises(UsageError, match="this is the first one"):
@@ -80,7 +80,7 @@ def test_sums_have_the_factor_one_and_no_weight():
     assert weigh(Batch(samples=0), None, summed=True) == LossWeight(
         factor=0.0, items=0.0, shown=0.0
     )
-    with pytest.raises(UsageError, match=r"sums .* and losses that are means"):
+    with pytest.raises(UsageError, match="sums with means"):
         count(accumulation, ONE)
     accumulation.clear()
     assert not count(accumulation, ONE)
@@ -93,7 +93,7 @@ def test_words_for_a_reduction():
     with pytest.raises(UsageError, match="one of mean, sum, ddp, not 'total'"):
         divisor_of("total", weighted=False, replicas=4)
     for word in ("sum", "ddp"):
-        with pytest.raises(UsageError, match=f'reduction="{word}".*leave one of them out'):
+        with pytest.raises(UsageError, match=f'reduction="{word}".*remove one of the two'):
             divisor_of(word, weighted=True, replicas=4)
 
 

@@ -50,21 +50,21 @@ STOPPED = "is stopped (T)"
             [3],
             {3: waits(3, 1), 1: STOPPED},
             (1,),
-            "rank 3, and in the end for rank 1, which did not come. Rank 1 is stopped (T).",
+            "rank 3, blocked by rank 1, which did not join. Rank 1 is stopped (T).",
         ),
-        ([1], {1: STOPPED}, (1,), "rank 1, which did not come. Rank 1 is stopped (T)."),
+        ([1], {1: STOPPED}, (1,), "rank 1, which did not join. Rank 1 is stopped (T)."),
         (
             [1, 2],
             {1: busy(1), 2: waits(2, 1)},
             (1,),
-            "ranks 1, 2, and in the end for rank 1, which did not come. "
+            "ranks 1, 2, blocked by rank 1, which did not join. "
             "Rank 1 is in no collective, at train.py:30.",
         ),
         (
             [1],
             {1: waits(1, 0, verb="engine.save", line="train.py:88")},
             (1,),
-            "rank 1, which did not come. "
+            "rank 1, which did not join. "
             "Rank 1 is in engine.save (train.py:88): reduce-scatter (call 12), for rank 0.",
         ),
     ],
@@ -134,7 +134,7 @@ class TestHangReport:
         """A coin that each worker tosses for itself."""
         seen = {0: waits(0, 1), 1: waits(1, 0, verb="forward", line="train.py:9")}
         said = hang_report.call_difference(seen)
-        assert "rank 1 is in forward (train.py:9): do some run a forward that others leave" in said
+        assert "rank 1 is in forward (train.py:9): do some ranks skip a forward" in said
         assert "world.alike()" in said
         assert "engine.uneven()" in said
         assert "is_main" not in said

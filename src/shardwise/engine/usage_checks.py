@@ -175,7 +175,7 @@ def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, worke
             if module.weight.requires_grad:
                 shown = f"{name or type(module).__name__} (max_norm={module.max_norm:g})"
                 raise ModelError(
-                    f"{shown} rewrites the rows that a worker looks up, in forward, so that "
+                    f"{shown} rewrites the rows that a worker looks up in forward, so "
                     f"{workers} worker(s) at {placement.name} would drift apart. Remove max_norm "
                     "and clip the rows after engine.step(), inside "
                     "with engine.full_parameters(write=True); or start one worker at --zero 2 or "

@@ -6,9 +6,9 @@ Everything else that is refused is a finding: a program that plain PyTorch runs 
 import re
 
 RIGHT: dict[str, str] = {
-    r"needs whole tensors, and (with --off|--tensor)": "each worker, or span of a file, has a part",
+    r"needs whole tensors, but (with --off|--tensor)": "each worker, or span of a file, has a part",
     r"found nothing to split": "without a layer to split, --tensor would train copies",
-    r"zero-bubble runs backward in two": "the other half would gather, or recompute, all anew",
+    r"zero-bubble splits backward in two": "the other half would gather, or recompute, all anew",
     r"several stages on each worker .* write loss = engine.forward_backward": "in a plain loop "
     "nobody knows which of a worker's stages is next",
     r"stand in the model in the order in which they run": "a stage would wait for a later one",
@@ -21,17 +21,17 @@ RIGHT: dict[str, str] = {
     "graph",
     r"PlacementError: The row .* is not legal": "the table of rows says so",
     r"hold no tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
-    r"max_norm=.* rewrites in forward": "each worker would rewrite the rows that it sees",
+    r"max_norm=.* rewrites the rows": "each worker would rewrite the rows that it sees",
     r"sparse(, | gradients only, )which flat buckets cannot hold": "gradients rest in flat buckets",
-    r"is of the stand-in cannot be told": "rows cut by hand beside batches of world.share",
+    r"gave this worker a stand-in that does not count": "rows that are cut by hand",
     r"was written (while sharded|\(\w+\) while it is sharded)": "whole parameters are written in "
     "full_parameters(write=True)",
     r"ParameterAccess: .* was read \(\w+\) while it is sharded": "a worker holds a part",
     r"copy_: a tensor that all ranks have is written to with what one stage has made": "an average "
     "by hand of what other workers have",
-    r"--activations recomputed runs Model, .* and with --pipeline it is several layers": "a unit "
+    r"--activations recomputed runs Model, .* but with --pipeline it is several layers": "a unit "
     "that is on several workers cannot be run again as one",
-    r"--exact \d+: the gradient of .* --no-overlap lets them begin": "sums have begun by then",
+    r"--exact \d+: the gradient of .* Write --no-overlap": "sums have begun by then",
 }
 """By a pattern of the message, why it is right to refuse."""
 
