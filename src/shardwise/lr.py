@@ -135,12 +135,14 @@ class ScaledLR(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the rates of the next step, computed from the optimizer's current rates."""
+        # A ratio, and not base_lr * multiplier, so that other schedulers' factors are kept.
         before = self._multiplier(self.last_epoch - 1) if self.last_epoch else 1.0
         change = self.multiplier / before
         return [group["lr"] * change for group in self.optimizer.param_groups]
 
     def step(self, epoch: int | None = None) -> None:
         """Advance by one training step."""
+        # The correction lasts one step: divide by the previous one before applying the next.
         corrected = self._correction()
         super().step(epoch)
         if self._corrects:
@@ -168,6 +170,7 @@ class ScaledLR(LRScheduler):
         # With another total batch, an epoch has another number of steps: keep the epoch.
         same_length = math.isclose(state["steps"] / self._steps_per_epoch, state["epoch"])
         steps = state["steps"] if same_length else round(state["epoch"] * self._steps_per_epoch)
+        # torch's own attribute: it counts one more than last_epoch, from its initial step.
         self.last_epoch, self._step_count = steps, steps + 1
         self.base_lrs = list(state["base_lrs"])
         if (change := self.multiplier / state["multiplier"]) != 1:

@@ -75,6 +75,7 @@ class Metrics:
         for name, value in values.items():
             product: Number = 0.0
             if isinstance(weight, Tensor):
+                # Not weight * value alone: the values of a stand-in may be NaN, and 0 * NaN is NaN.
                 product = torch.where(weight != 0, weight * value, torch.zeros_like(weight))
             elif weight != 0:
                 product = value * weight
@@ -183,6 +184,7 @@ def _scalar(name: str, value: Any) -> Number:
                 f"Metrics.add takes numbers and tensors of one element, but {name} is a tensor of "
                 f"shape {tuple(value.shape)} and dtype {value.dtype}: pass its mean, and n=."
             )
+        # MPS has no float64.
         wide = torch.float32 if value.device.type == "mps" else torch.float64
         return value.detach().reshape(()).to(wide)
     if isinstance(value, Real):

@@ -77,6 +77,7 @@ class BackwardRunner:
         if in_parts and batch is None:
             # Every loss counts 1, because only the last stage knows the terms.
             terms = UNKNOWN
+        # An explicit sum needs no weight, so there is nothing to compare with the graph.
         compares = given or reduction == "mean"
         weighed = weigh(batch, weight, summed=divisor > 0, terms=UNKNOWN if in_parts else terms)
         term = self._accumulation.term(
@@ -92,6 +93,7 @@ class BackwardRunner:
             part = float(factor), (), share
             loss = self._stage_by_stage(loss, part, last=last, keep_graph=retain_graph)
         else:
+            # A sum has the seed 1 anyway, so only a mean can gain from leaving its weight out.
             is_sole = last and not divisor and self._weighting.is_sole(factor, share)
             self._seed_autograd(
                 loss, factor, share, last=last, is_sole=is_sole, keep_graph=retain_graph
@@ -109,6 +111,7 @@ class BackwardRunner:
         cut: bool,
     ) -> Tensor:
         """See Engine.forward_backward."""
+        # Training begins before the first forward, as with the hook on a model's forward.
         self._world.draws.begin()
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
         summed = divisor > 0
@@ -118,6 +121,7 @@ class BackwardRunner:
             micro = runner.split_batch(batch, count)
         else:  # the caller has cut it; for sums, its parts need not have rows
             micro = [(1 if summed else runner.row_count(part), part) for part in batch]
+        # A stand-in weighs 0 in every micro-batch, whatever `weight` returns for it.
         empty = of is not None and of.samples == 0
         items = [
             0.0 if empty or not rows else float(weight(*part) if weight else rows)
@@ -132,6 +136,7 @@ class BackwardRunner:
         found: list[tuple[LossTerms, float]] = []
 
         def look_at(loss: Tensor, number: int) -> None:
+            # Called before backward, which frees the tensors that the graph has saved.
             found.append((loss_terms.read(loss, micro[number][0]), factors[number]))
 
         share = self._share(of, summed=summed)
@@ -147,9 +152,12 @@ class BackwardRunner:
             loss = run(loss_of, parts, last=last, look_at=look_at)
         if found:
             self._announce_loss(found[0][0], is_said=given or summed)
+        # Empty on pipeline stages without the loss.
         term = replace(term, parts=found)
         shares = sum(part[2] for part in parts)
         self._end(loss, term, divisor, shares, compares=given or not summed)
+        # `run` returns the mean of the micro-batches. For sums every factor is 1, so this is their
+        # sum.
         return loss * weighed.factor if summed else loss
 
     def abandon(self) -> None:
@@ -221,6 +229,8 @@ class BackwardRunner:
         `averaged`: losses are averaged over workers (reduction="ddp").
         """
         if not self._announced:
+            # Once per engine: later backwards may be cut differently, but the user has seen the
+            # line.
             self._announced = True
             whole = share == 1.0 and self._spec.replicas == 1 and (parts or 1) == 1
             # With DistributedDataParallel too, hooks see the gradient of one worker: no check.
@@ -240,6 +250,7 @@ class BackwardRunner:
     def _end(
         self, loss: Tensor, term: LossTerm, divisor: float, share: float, *, compares: bool
     ) -> None:
+        # Before `train`, which clears `own_rows`.
         self._objects.buffers.after_backward(term.batch, self._world.current_batch.own_rows)
         self._world.current_batch.train()
         self._accumulation.add(loss, term, divisor, share, compares=compares)
@@ -267,6 +278,8 @@ class BackwardRunner:
         `share` is its part of the loss of a single process. If it `is_sole`, no other loss of this
         step is expected.
         """
+        # The previous backward left its weight out, and that weight is 0. Drop its gradients: they
+        # would count with weight 1, and may be NaN.
         if not self._weighting.settle():
             self._objects.states.gradients.abandon()
         is_sole = is_sole and not self._accumulation.backwards
@@ -304,6 +317,7 @@ class BackwardRunner:
         if len(living) == 1:
             return None
         # torch raises for a frozen one.
+        # Without inputs=, autograd would also run the hooks of the other engines' parameters.
         named = (each.parameter for each in self._objects.states.parameters.named)
         return [parameter for parameter in named if parameter.requires_grad]
 
@@ -345,6 +359,7 @@ class BackwardRunner:
         if shown is None:
             yield
             return
+        # From here on, units are gathered as backward reaches them, and freed after it.
         shown.residency.open_backward()
         try:
             yield

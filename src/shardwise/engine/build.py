@@ -154,16 +154,21 @@ def build(
     parameters, shown = _parameters(spec, located, named, owners, storage_factories["parameters"])
     gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
     scattered = spec.placement.is_sharded("optimizer")
+    # All parameters of a bucket are in the same group, because `_spec` puts it into the key.
     groups = [owners[named[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
     optimizer = OptimizerState(
         parameters,
         groups,
         gradients.buckets,
         storage_factories["optimizer"],
+        # A state on a disk is read span by span, and the others are updated in the same spans.
         by_spans=any(factory.on_disk for factory in storage_factories.values()),
+        # Replicated parameters with sharded optimizer state: updates must be sent to the other
+        # ranks.
         sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
     )
+    # Averages are on the tier of the optimizer state, and are sharded like it.
     decay, moving = spec.settings.ema_decay, None
     if decay is not None:
         held = storage_factories["optimizer"]
@@ -235,6 +240,7 @@ def take_apart(
 
     Returns masters, averages and anchor by parameter, for `build`.
     """
+    # Gather everything first: `release` frees the flat buffers that the values are in.
     masters = states.gathering.masters()
     averages = states.gathering.tensors(states.averages.loaded()) if states.averages else None
     anchor = None
@@ -251,6 +257,7 @@ def take_apart(
         for handle in states.shown.handles:
             handle.remove()
     states.parameters.release()
+    # Last, when no state needs its files any more.
     for factory in states.storage_factories.values():
         factory.close()
     return masters, averages, anchor
@@ -268,6 +275,8 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
         for index, options in enumerate(optimizer.param_groups):
             if not options["params"]:
                 continue
+            # An unknown optimizer keeps its own parameters if possible, since it may depend on
+            # their number, order or identity.
             stays = spec.optimizers_stay and not is_known(optimizer)
             leading = options["params"][0]
             device = spec.device if leading.is_meta else leading.device
@@ -277,6 +286,8 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             kind = kinds.of(optimizer, options, device, is_copied=is_copied)
             parts = [p for p in options["params"] if spec.shard_of(p) is not None]
             _check_kind(spec, type(optimizer).__name__, kind, len(parts), index)
+            # Even if a trial found it element-wise: without sharding there is no reason to rely on
+            # that.
             as_given = not kind.known and not parts and spec.cuts_nothing
             for parameter in options["params"]:
                 if parameter in owners:
@@ -355,6 +366,7 @@ def _check_trainable(
         raise ModelError(
             "No optimizer holds a trainable parameter of the model: pass model.parameters() to it."
         )
+    # On the main rank only, because all ranks build the same model and would repeat the line.
     if lost and main:
         warnings.warn(
             f"{len(lost)} trainable parameter(s) are in no optimizer and will not be trained: "
@@ -410,6 +422,7 @@ def _spec(
             spec.stage_of(named.parameter),
             named.shard is not None,
         ),
+        # A whole tensor is never cut between ranks: its optimizer looks at all of its elements.
         whole=owner is not None and owner.whole,
         room=None if named.shard is None else named.shard.most,
     )
@@ -420,5 +433,6 @@ def _buckets(spec: EngineSpec, specs: Sequence[bucket_layout.Spec]) -> list[buck
     buckets = bucket_layout.lay_out(
         specs, ranks=spec.shard_group.size, capacity=capacity, grain=spec.summation.grain
     )
+    # Cheap, and an error in the layout would corrupt training silently.
     bucket_layout.check(buckets, specs, spec.shard_group.size)
     return buckets

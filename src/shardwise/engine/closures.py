@@ -12,6 +12,7 @@ def check(
     spec: EngineSpec, states: States, accumulation: LossAccumulation, *, scaled: bool
 ) -> None:
     """Raise UsageError if a step with a closure is not possible; `scaled`: with a loss scale."""
+    # The gradients of that backward would be added to the closure's.
     if accumulation.backwards:
         raise UsageError(
             "engine.step(closure=...) after engine.backward: the closure runs the backward of its "
@@ -27,6 +28,7 @@ def check(
             f"{spec.settings.behind} gradients are for earlier weights. Remove --behind, or "
             "use another optimizer, such as AdamW."
         )
+    # Each inner optimizer would call the closure at other values of the others' parameters.
     if len(states.optimizer.inners) != 1:
         raise UsageError(
             f"engine.step(closure=...) with {names}, which may call the closure several times: it "

@@ -42,11 +42,13 @@ def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Se
 
     Each rank would otherwise train its own model. Collective.
     """
+    # By name, because numbers differ between pipeline stages.
     names = {named[number].name for number in written}
     gathered = _gathered_values(spec, named, names)
     # Usually all ranks have written to the same parameters. If not, compare all that any wrote.
     if any(each.keys() != gathered[0].keys() for each in gathered):
         gathered = _gathered_values(spec, named, {name for each in gathered for _, name in each})
+    # Compare with the first rank that has the parameter: with a pipeline not all ranks have it.
     first: dict[tuple[int, str], tuple[int, Any]] = {}
     for rank, each in enumerate(gathered):
         for key, value in each.items():
@@ -96,6 +98,7 @@ def _description(spec: EngineSpec) -> list[str]:
 
 
 def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+    # Position by position: the lists follow the order of the model.
     for a, b in zip(mine, other, strict=False):
         if a != b:
             return a, b
@@ -106,6 +109,7 @@ def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, s
 
 def make_state_alike(spec: EngineSpec) -> None:
     """Give every rank the optimizer state of rank 0, as it gets rank 0's parameters. Collective."""
+    # The structure is sent as an object, without tensors; `make_alike` then broadcasts the tensors.
     mine = [_outline(optimizer) for optimizer in spec.optimizers]
     gathered = spec.world_group.gather_objects(mine)
     if spec.world_group.size == 1 or not any(any(each) for outline in gathered for each in outline):
@@ -113,6 +117,7 @@ def make_state_alike(spec: EngineSpec) -> None:
     for optimizer, outline in zip(spec.optimizers, gathered[0], strict=True):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for parameter, entries in zip(parameters, outline, strict=True):
+            # Make room for exactly the entries of rank 0. This rank's other entries are dropped.
             if spec.world_group.rank and (entries or parameter in optimizer.state):
                 old = optimizer.state[parameter]
                 optimizer.state[parameter] = {
@@ -186,6 +191,8 @@ class OptionChecksum:
     def number(self) -> float:
         """Return the checksum. Takes microseconds, because it is cached while no value changes."""
         values = [value for _, value in self._named()]
+        # 32 bits are exact in the fp64 vector of the exchange. `repr` of a float is exact, and the
+        # same on every host.
         if values != self._values:
             self._values, self._number = values, float(zlib.crc32(repr(values).encode()))
         return self._number
@@ -195,6 +202,7 @@ class OptionChecksum:
         gathered: list[list[tuple[str, Any]]] = group.gather_objects(list(self._named()))
         for rank, named in enumerate(gathered):
             for (name, here), (_, there) in zip(gathered[0], named, strict=False):
+                # By repr, like the checksum: two NaNs are equal there.
                 if repr(here) != repr(there):
                     return ModelMismatch(
                         f"{name} is {here!r} on rank 0 and {there!r} on rank {rank}, so ranks "

@@ -78,6 +78,7 @@ def show(table: Table) -> None:
     """Print `table`. In a narrow terminal its lines wrap, so that no figure is cut off."""
     console = Console(markup=False)
     least = table.__rich_measure__(console, console.options).minimum
+    # rich would shorten numbers with an ellipsis.
     console.width = max(console.width, least)
     console.print(table)
 

@@ -58,6 +58,7 @@ def nonfinite_error(
     named = states.parameters.named
     mine = _RankReport(
         parameters=[named[index].name for index in states.gradients.nonfinite()],
+        # The step has failed, so waiting for the device does not matter any more.
         loss_is_bad=not math.isfinite(float(sum(accumulation.losses))),
         gradient_is_bad=states.gradients.suspect(),
         samples=[index for indices in accumulation.indices for index in indices],

@@ -93,6 +93,7 @@ class Engine(HintsAtAttributes):
         config.refuse_elsewhere(settings, "engine")
         self.settings = world.settle_engine(settings)
         self.placement = self.settings.placement
+        # The number is part of seeds and of records, so all ranks create engines in the same order.
         number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
         self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
@@ -105,10 +106,12 @@ class Engine(HintsAtAttributes):
         self._checkpoints = Checkpoints(state, self._randoms.reseed, state.returns_of)
         self._backward = BackwardRunner(state, self._randoms, self._timing)
         self._recording = recording_of(state)
+        # The stepper reports a failed background save in the exchange.
         saver = self._checkpoints.saver
         self._stepper = StepRunner(
             state, self._backward, self._randoms, saver, self._timing, self._recording
         )
+        # Only now: a constructor that raises must not leave an engine behind that others see.
         living.add(state.objects)
         _engines.add(self)
         start_lines.announce_engine(world, self._spec, self._states)
@@ -579,6 +582,7 @@ class Engine(HintsAtAttributes):
         try:
             self._checkpoints.close()
         finally:
+            # In `finally`, because a failed background save must not keep the models in pieces.
             self._state.objects.end()
             if self._timing is not None:
                 self._timing.close()
@@ -591,6 +595,7 @@ class Engine(HintsAtAttributes):
         """Leave the models to plain PyTorch in a forked child, and refuse all further calls."""
         self._state.objects.leave_in_child()
         parts = ("_randoms", "_access", "_checkpoints", "_backward", "_stepper")
+        # Every method goes through one of these parts, so every call raises.
         vars(self).update(dict.fromkeys(parts, _RefusedInChild(self.world.rank)))
 
 

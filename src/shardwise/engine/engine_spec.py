@@ -178,6 +178,8 @@ class EngineSpec:
         Their state is then neither sharded nor on a disk, and the exact mode, whose bits would
         depend on it, is off.
         """
+        # In the exact mode, updates of whole tensors would round otherwise than updates of
+        # intervals.
         alone = self.shard_group.size == 1 or not self.placement.is_sharded("optimizer")
         on_disk = any(tier.kind == "nvme" for tier in self.placement.tiers)
         return alone and not on_disk and self.micro_shards is None
@@ -204,6 +206,8 @@ class EngineSpec:
     def leave_groups(self) -> None:
         """Close the groups of ranks that belong to this engine only. Collective."""
         self.world_group.barrier()  # no rank is in a collective of one of them any more
+        # `cached_property` stores into `vars`, so a group that was never created is not created
+        # here.
         gathers = vars(self).pop("gather_group", self.data_group)
         sharding = vars(self).pop("shard_group", self.data_group)
         if sharding is not self.data_group:
@@ -248,6 +252,7 @@ class EngineSpec:
     def shape(self) -> Shape:
         """Return the current shape of parameter groups, which decides the layout of states."""
         with unguarded():
+            # `_census` caches the parameters: this runs at every backward.
             trained = [p.requires_grad for p in self._census.parameters()]
         return Shape([len(g["params"]) for o in self.optimizers for g in o.param_groups], trained)
 
@@ -265,6 +270,7 @@ class Shape:
         A parameter that was frozen since keeps its place, without a gradient: a GAN freezes its
         discriminator in every step.
         """
+        # More parameters, or other groups, always need a new layout.
         if (self.groups, len(self.trained)) != (now.groups, len(now.trained)):
             return False
         return all(was or not is_ for was, is_ in zip(self.trained, now.trained, strict=True))
@@ -275,6 +281,7 @@ def _check_names(models: Sequence[nn.Module], settings: Settings) -> None:
 
     Also if there are too few workers for them to matter.
     """
+    # On any number of workers, so that a typo does not first show in the large run.
     for pattern in units.unknown(models, settings.units or ()):
         names = [name for model in models for name, _ in model.named_children()]
         raise ConfigError(

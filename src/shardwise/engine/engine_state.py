@@ -115,6 +115,7 @@ class EngineState:
             yield
             return
         with torch.no_grad():
+            # Entered by hand: autograd is off for the swap only, and not inside the block.
             context = hooks.common_weights()
             context.__enter__()
         self.in_ema = True
@@ -194,6 +195,7 @@ def build_state(
     """Take over the user's objects, and build the states. Collective."""
     _refuse_second_engine(spec)
     accumulation = LossAccumulation()
+    # The accumulation alone, so that the engine itself can be freed.
     world.unstepped.watch(accumulation)
     scale = LossScale(scaler, active=precision.PRESETS[spec.settings.precision].scaled)
     aggregation = (
@@ -203,7 +205,9 @@ def build_state(
     )
     # The unit of weights must be the same on all ranks whose gradients are summed.
     estimated_by = spec.data_group if spec.staleness is None else spec.world_group
+    # SyncBatchNorm sends gradients of one rank's loss to other ranks, inside the graph.
     crosses = spec.settings.sync_batch_norm and spec.data_group.size > 1
+    # The exact mode fixes the order of sums even on one worker.
     alone = world.size == 1 and spec.micro_shards is None
     weighting = GradientWeighting(scale, estimated_by, aggregation, crosses=crosses, alone=alone)
     objects = UserObjects(world, spec, accumulation, weighting, tensor_plan)

@@ -106,6 +106,8 @@ class Engines:
                 for _, path in _marks(home)[keep:]:
                     with suppress(OSError):  # its checkpoints are gone, so it is only clutter
                         path.unlink()
+            # After a resume from one folder, a save into another is a copy, and signals still save
+            # at home.
             if self._home in (None, home) or not self._resumes:
                 self._settle_in(home)
                 self._joined = self._world.steps_made, joined
@@ -125,6 +127,7 @@ class Engines:
         home = Path(folder)
         if self._world.settings.trial:
             return self.saves
+        # Only the main rank looks: another host might see a shared folder at another moment.
         mine = _find_newest(home, list(self._engines)) if self._world.is_main else _NOTHING
         found = self._world.broadcast_object(mine)
         agree(self._world.collectives, found.wrong, BrokenCheckpoint)
@@ -163,6 +166,7 @@ class Engines:
 
     def _join(self, home: Path) -> Path:
         """Write the file that joins the engines' checkpoints in `home`. Collective."""
+        # The engines' steps differ, so the file records each, and which engine stepped last.
         steps = {name: engine.steps for name, engine in self._engines.items()}
         named = {engine._state.number: name for name, engine in self._engines.items()}
         fields = {"steps": steps, "last": named.get(self._world.stepped_last, "")}
@@ -174,6 +178,7 @@ class Engines:
                 replace_file(path, data)
             except OSError as error:
                 failure = f"{path} was not written: {error.strerror or error}."
+        # All ranks raise if the main rank could not write.
         agree(self._world.collectives, failure, CheckpointNotWritten)
         self.saves += 1
         return path
@@ -214,6 +219,7 @@ def _find_newest(home: Path, names: list[str]) -> _Found:
     there = {name: {each.step: each.path for each in complete(home / name)} for name in names}
     marks = _marks(home)
     for number, path in marks:
+        # A damaged or incomplete save is skipped, and an older one is used.
         with suppress(OSError, ValueError, KeyError, TypeError):
             fields = json.loads(path.read_text())
             paths = {name: there[name][fields["steps"][name]] for name in names}

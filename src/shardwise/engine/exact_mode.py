@@ -40,6 +40,7 @@ def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
             f"--exact {settings.exact} sums over all workers in one tree, but --shard-within host "
             "would cut the tree at the hosts. Write --shard-within all."
         )
+    # A host sums its ranks first, so the ranks of a host must be a subtree of the whole tree.
     if not group.knows_tree:
         raise ConfigError(
             f"--exact {settings.exact} sums in a binary tree, and the ranks of each host must be "
@@ -76,6 +77,7 @@ class ExactAggregation(Aggregation):
             )
 
     def reported(self, values: Sequence[Number]) -> list[Number]:
+        # One number per micro-shard, so that `total` can round once over all of them.
         return list(values)
 
     def total(self, rows: Sequence[Sequence[float]]) -> float:

@@ -46,6 +46,7 @@ def exchange(
 
     Raises UsageError on all ranks for late gradients if `aggregation` refuses them.
     """
+    # The same length, because the vector of each rank must have the same layout.
     nothing = [0.0] * accumulation.backwards
     no_mix = math.inf, -math.inf
     mine = StepReport(
@@ -71,6 +72,7 @@ def exchange(
         alone=accumulation.needs_to_be_alone,
         buffer_rows=buffers.shares(counts=counts),
     )
+    # Buffers are appended to the report: one collective instead of two.
     report = mine.row(group.small_device)
     # Evaluated on the CPU: one copy from the GPU, and only one synchronisation per step.
     sent = torch.cat([report, buffers.weighted(counts=counts)])
@@ -86,10 +88,12 @@ def exchange(
     buffers.average(values, rows[:, report.numel() - len(mine.buffer_rows) : report.numel()])
     buffers.stepped()
     squared = everyone.squared_norm
+    # All ranks know of any rank's late gradients now, so all of them start the same reduction.
     if any(everyone.late):
         aggregation.refuse_late(gradients.unforeseen_names(), group)
         gradients.reduce_late([number for number, late in enumerate(everyone.late) if late])
         squared = squared_norm(aggregation, gradients, group, copies)
+    # The squares may have overflowed fp32 although the gradients are finite.
     elif not math.isfinite(squared):
         squared = _squared_in_fp64(aggregation, gradients, group, copies)
     return replace(everyone, squared_norm=squared)
@@ -129,6 +133,7 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
     return replace(
         totals,
         squared_norm=float(rows[:, 0].sum()),
+        # NaN means that ranks differ, as in StepReport.join.
         options=options[0] if len(set(options)) == 1 else math.nan,
         calls=calls[0] if len(set(calls)) == 1 else math.nan,
         rows_differ=bool(rows[:, 6].any()),

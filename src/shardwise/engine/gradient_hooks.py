@@ -48,6 +48,7 @@ class _Trial:
         if result is None or result is grad or not grad.numel():
             self._hooks[self._key] = self._hook
             return result
+        # One synchronisation with the device for both numbers.
         largest_in, largest_out = (
             torch.stack([grad.abs().max(), result.abs().max()]).double().tolist()
         )
@@ -55,6 +56,7 @@ class _Trial:
             return result  # nothing to compare: the next backward tests the hook
         self._hooks[self._key] = self._hook
         factor = _trial_factor(max(largest_in, largest_out), grad.dtype)
+        # The hook may draw random numbers, and this additional call must not change what follows.
         with preserved():
             scaled: Any = self._hook(grad * factor)
         expected = result.double() * factor

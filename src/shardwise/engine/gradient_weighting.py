@@ -126,6 +126,7 @@ def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
         if given.numel() != 1:
             shape = tuple(given.shape)
             raise UsageError(f"weight takes one number, not a tensor of shape {shape}.")
+        # Reading it would wait for the GPU. The exchange reads it later, with the other statistics.
         if given.device.type != "cpu":
             return given.detach().double().reshape(())
         given = given.item()
@@ -168,6 +169,7 @@ class GradientWeighting:
         The first call is collective; later ones do nothing.
         """
         if self._unit is None:
+            # In fp64, so that the unit has the same bits on all ranks.
             row = torch.as_tensor(weight, dtype=torch.float64, device=self._group.small_device)
             row = torch.stack([row.reshape(()), torch.full_like(row.reshape(()), share)])
             rows = self._group.read(self._group.gather_rows(row))
@@ -176,6 +178,7 @@ class GradientWeighting:
 
     def is_sole(self, weight: float | Tensor, share: float) -> bool:
         """Return whether this backward is probably the only one of its step, on the only worker."""
+        # After a step with several backwards, expect several again: `settle` would wait for a GPU.
         has_weight = isinstance(weight, Tensor) or weight > 0
         return self._alone and not self._had_several and has_weight and share > 0
 
@@ -203,6 +206,7 @@ class GradientWeighting:
         collective.
         """
         self.begin(weight, share)
+        # `divisor` uses these in place of the weight that was left out.
         self._sole = (weight, share) if is_sole else None
         whole = share * self._scale.value if is_sole else weight / self._divisor
         if self._crosses and isinstance(whole, Tensor):
@@ -243,6 +247,7 @@ class GradientWeighting:
 
     def follow_step(self, totals: StepTotals) -> None:
         """Set the unit from the totals of a step whose weight is not 0."""
+        # The factor of each sum is 1, so the factors of a step add up to its number of backwards.
         factors = totals.backwards if totals.divisor else totals.weight
         self.follow(factors, totals.backwards, totals.shares)
 

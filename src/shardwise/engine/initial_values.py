@@ -19,6 +19,8 @@ def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
         return
     with torch.no_grad():
         for tensor in tensors:
+            # A clone: the tensor may be expanded or shared, and a broadcast writes into its
+            # argument.
             value = tensor.detach().contiguous().clone().view(-1).view(torch.uint8)
             if value.numel():
                 # As bytes, which every transport can send. NCCL sends only tensors on a GPU, but

@@ -117,6 +117,7 @@ class LossAccumulation:
 
         Raises UsageError if that is ambiguous, and for losses with another `divisor`.
         """
+        # A loss with weight 0 fits sums as well as means: a worker without items need not know.
         if not given or _is_counted(weight.items):
             self._check_reduction(divisor)
         of = self._counted_by(batch, weight, given, same_items)
@@ -140,12 +141,14 @@ class LossAccumulation:
         """
         number = self.backwards
         self.shares += 0.0 if term.repeated else share
+        # A weight of 0 says nothing about the kind of loss, as above.
         is_said = (
             _is_counted(term.weight.items) if term.given else bool(term.terms.terms or term.parts)
         )
         if self._is_open or is_said or not compares:
             self.divisor = divisor
         self.indices.append(() if term.batch is None else term.batch.indices)
+        # A repeated term adds its gradient, but its items are already counted.
         self.weights.append(0.0 if term.repeated else term.weight.items)
         self.shown.append(0.0 if term.repeated else term.weight.shown)
         self.losses.append(_weighted(loss, term.weight.factor))
@@ -166,6 +169,8 @@ class LossAccumulation:
                 continue
             if terms == UNKNOWN:
                 continue  # for example on pipeline stages without the loss
+            # The first loss of the items: the ratio of its terms to its weight must be equal on all
+            # ranks.
             if term.of is None:
                 self._mixes[number * _PLACES + place] = terms.mix(weight)
             elif terms.terms:
@@ -183,6 +188,7 @@ class LossAccumulation:
         infinity.
         """
         mixes = list(self._mixes.values())
+        # Numbers on a GPU are compared there, because reading them would wait for it.
         far = [mix for mix in mixes if isinstance(mix, Tensor) and mix.device.type != "cpu"]
         if not far:
             numbers = [float(mix) for mix in mixes if math.isfinite(mix)]
@@ -208,6 +214,7 @@ class LossAccumulation:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The operations of the losses of this step that are weighted by what their graph shows."""
+        # A user who passes a weight has already decided how losses are weighted.
         mains = [t.terms.main for t in self._terms if not (t.given or t.repeated)]
         return tuple(dict.fromkeys(main.source for main in mains if main is not None))
 

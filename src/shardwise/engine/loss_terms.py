@@ -310,6 +310,7 @@ class _Walk:
         edges: Sequence[Any] = (*node.next_functions, (None, 0))
         first, second = edges[0], edges[1]
         both = first[0] is not None and second[0] is not None
+        # Both inputs have a gradient. Only a factor that is data-independent keeps the loss linear.
         if both and _of_parameters(first[0]):  # a learned factor
             yield (*second, scale)
         elif both:
@@ -335,7 +336,9 @@ class _Walk:
         number = math.nan if number is None else number
         if isinstance(number, Tensor) and number.device.type == "cpu":
             number = _known(number)
+        # Two divisions, such as by tokens and by rows, are one by their product.
         count = number if scale.count is None else scale.count * number
+        # (a + b) / 2 averages two means, and 2 is their number, not a number of items.
         added = _added(child) if _kind(child) in ("Add", "Sum") else []
         return replace(scale, count=count, siblings=len(added))
 
@@ -346,10 +349,13 @@ class _Walk:
         child, output = _edges(node)[0]
         sizes = _sizes(child, output)
         numel = math.prod(sizes)
+        # torch.stack(losses).mean() over the losses of all rows is a mean over rows, not over
+        # terms.
         stacked = _stacked(child)
         if stacked and not (name == "Mean" and self.rows == len(stacked)):
             yield from ((inner, number, scale) for inner, number in stacked)
             return
+        # The inputs of a product may have the rows in any dimension, such as (1, rows) @ (rows, 1).
         has_rows = self.rows in (sizes if name in _PRODUCTS else sizes[:1])
         inner = _kind(child)
         if inner in ("Mean", "Sum") and (across := _rows_reduced(child)):
@@ -414,6 +420,8 @@ class _Walk:
         elif count is not None:
             is_known = count in known or math.isclose(count, counted, rel_tol=1e-5)
             divided = float(count) if counted else 0.0
+            # Counts such as rows or rows x tokens divide the number of elements. A constant seldom
+            # does.
             is_multiple = divided and numel % count == 0 and count % (self.rows or 1) == 0
             if divided and not is_known and (not is_multiple or count == self.total):
                 self.guessed.append(float(count))
@@ -440,6 +448,7 @@ class _Walk:
                 mask = _saved(node, "mask")
                 return None if mask is None else _number((~mask).sum())
             edges = _edges(node)
+            # The branch with an edge is the one with a gradient: the mask selects its elements.
             first = node.next_functions[0][0] is not None if node.next_functions else False
             if name == "Where" and len(edges) == 1:
                 mask = _saved(node, "condition")
@@ -649,6 +658,7 @@ def _statistic_under(node: Any) -> str:
             return f"{name.lower()} over rows"
         edges = _edges(one)
         if name in ("Var", "Std", "VarMean", "StdMean"):
+            # `_saved_dim` is None for a statistic over all dimensions, which includes the rows.
             ndim = len(_sizes(*edges[0]))
             if any(_signed(dim) % ndim == 0 for dim in one._saved_dim or (0,)):
                 return f"{name.lower()} over rows"

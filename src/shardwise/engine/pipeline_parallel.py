@@ -26,6 +26,7 @@ def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Pipe
             f"{settings.microbatches}: both cut the batch, in different ways. Remove one of the "
             "two."
         )
+    # Flags that only matter with a pipeline are then ignored, so a script runs on one worker too.
     if world.pipeline_size == 1:
         return None
     size = world.pipeline_size
@@ -86,6 +87,7 @@ def assign_layers(spec: EngineSpec, pipeline: PipelineGroup) -> None:
         spec.models[0], stages_of(settings), settings.units, settings.stages
     )
     optimized = {p for o in spec.optimizers for group in o.param_groups for p in group["params"]}
+    # Such as a temperature that only the loss function uses.
     if outside := [t.name for t in spec.located() if not t.places]:
         raise ModelError(
             f"{outside[0]} is in no model, so with --pipeline it is not known which stage uses it: "

@@ -66,11 +66,14 @@ def make(
     whole = _whole(spec, optimizer, {**held(optimizer), **states.gathering.optimizer_state()})
     wide = {p: {MASTERS: master} for p, master in _masters_now(states).items()}
     known = _whole(spec, optimizer, wide) | {p: {MASTERS: kept} for p, kept in resting.items()}
+    # torch numbers parameters in the order of groups, and each parameter once.
     numbers: dict[nn.Parameter, int] = {}
     groups = []
     for group in optimizer.param_groups:
         members = [numbers.setdefault(p, len(numbers)) for p in group["params"]]
         groups.append({**group, "params": members})
+    # State that belongs to no parameter goes back into the user's optimizer, where `common_state`
+    # finds it.
     states.optimizer.return_common_state()
     own = {number: whole[p] for p, number in numbers.items() if p in whole}
     plain: dict[str, Any] = {
@@ -117,6 +120,7 @@ def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
             "This is not the state_dict of an optimizer, which has the keys state and "
             f"param_groups: it has {', '.join(map(str, state)) or 'no keys'}."
         )
+    # Names are not compared, as in torch: the numbers of parameters decide.
     theirs = [len(group["params"]) for group in state["param_groups"]]
     ours = [len(group["params"]) for group in optimizer.param_groups]
     if theirs != ours:
@@ -153,6 +157,7 @@ def _wrong_shape(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | 
         for key, value in entries.items():
             if not isinstance(value, Tensor) or not value.ndim:
                 continue
+            # None for an optimizer that is not torch's, whose state may have any shape.
             known = state_shape(type(optimizer), key, parameter.shape)
             if known is not None and tuple(value.shape) != known:
                 return (

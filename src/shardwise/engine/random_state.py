@@ -28,6 +28,7 @@ class RandomState:
         self._hooks: list[Hooked] = [
             attach(model.register_forward_pre_hook, draws.before_forward)
             for model in state.spec.models
+            # Hooks on a compiled module would become part of its graph.
             if model._compiled_call_impl is None
         ]
 
@@ -61,6 +62,7 @@ class RandomState:
         self._is_apart = True
         state.world.draws.part()
         self._forget_common_draws()
+        # In the exact mode each micro-shard has a seed, so it must be known which one is next.
         backwards = state.accumulation.backwards
         seed = state.aggregation.seed(state.world.seed, state.number, state.steps, backwards)
         if seed is not None and state.world.settings.reseed:

@@ -56,6 +56,7 @@ class Recording:
         reported = tensors.trained.reported()
         counts = self._world.counts
         fed, samples = self._inputs.taken()
+        # Of the ranks of a replica, which have the same batches, one records inputs and samples.
         figures = figures | {
             "lr": [float(g["lr"]) for o in spec.optimizers for g in o.param_groups if "lr" in g],
             "numbers": _numbers(tensors, reported),
@@ -79,6 +80,7 @@ def _parts(tensors: EngineTensors, reported: ReportedState) -> Iterator[Part]:
         yield from _of_holding(span, odd)
     buffers = tensors.inventory.buffers
     for span in tensors.beside():
+        # Buffers are recorded by `tensors_beside`, under their names in the model.
         kept = {e.tensor for e in span.extents} - buffers.keys()
         yield from _of_holding(span, odd, kept)
     for span in tensors.reordered(reported):
@@ -101,6 +103,7 @@ def _of_holding(
     ]
     if not extents:
         return
+    # Loaded per span, so that a state on a disk is never in memory as a whole.
     flat = span.storage.loaded()
     for extent in extents:
         part = flat[extent.start : extent.end]

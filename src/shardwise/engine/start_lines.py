@@ -95,6 +95,7 @@ def announce_batch(
             "engine.forward_backward keeps all workers busy"
         )
     streams = world.current_batch.training_streams()
+    # Both ways to cut a batch: by forward_backward, and by the Loader.
     parts = max([parts or 1, *(stream.plan.micro_batches for stream in streams)])
     outside = outside_promise(spec, parts) if spec.micro_shards is None else []
     if outside:
@@ -160,6 +161,7 @@ def _optimizers_by_trial(states: States) -> dict[str, str]:
     """
     notes: dict[str, str] = {}
     for optimizer in dict.fromkeys(group.optimizer for group in states.optimizer.groups):
+        # The groups here are one per bucket, so `index` may occur several times.
         mine = [group for group in states.optimizer.groups if group.optimizer is optimizer]
         cut = sorted({g.index for g in mine if not g.whole and not g.kind.known})
         whole = sorted({g.index for g in mine if g.whole})
@@ -215,6 +217,7 @@ def sharded_states(placement: Placement) -> str:
 def _model_line(spec: EngineSpec, states: States) -> str:
     trained = states.parameters.named
     if spec.pipeline is not None:
+        # The states have the layers of this stage only, but the line is about the whole model.
         trained = [t for t in spec.located() if t.parameter.requires_grad]
     count = sum(named.whole_shape.numel() for named in trained)
     line = f"  model: {in_short(count)} parameters in {many(_unit_count(spec, states), 'unit')}"
@@ -261,6 +264,8 @@ def _replicated_bytes(spec: EngineSpec, states: States) -> int:
     for index, bucket in enumerate(states.parameters.buckets):
         dtype, _ = states.parameters.kind(index)
         is_narrow = dtype in NARROW
+        # Parameter and gradient in the parameter's dtype; moments, master, average and anchor in
+        # fp32.
         moments = len(states.optimizer.groups[index].kind.tensor_keys)
         kept = moments + is_narrow + (spec.settings.ema_decay is not None) + anchor
         each = 2 * dtype.itemsize + kept * (4 if is_narrow else dtype.itemsize)

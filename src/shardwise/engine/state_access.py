@@ -65,6 +65,8 @@ class StateAccess:
         """
         state = self._state
         shown = state.states.shown
+        # `current_batch` holds this method weakly, but the engine may be closed and still
+        # referenced.
         closed = state.objects not in living
         if closed or state.in_uneven or shown is None or not shown.residency.is_collective:
             return nullcontext()
@@ -81,6 +83,7 @@ class StateAccess:
         self._check_enters("ema")
         state.objects.look_for_changes()
         with torch.no_grad():
+            # Entered by hand: autograd is off for the swap only, and not inside the block.
             context = state.states.averages.swapped_in()
             context.__enter__()
         state.in_ema = True
@@ -163,6 +166,8 @@ class StateAccess:
         run = spec.world_group
 
         def of_rank_0() -> Mapping[str, Any] | None:
+            # Every rank may pass it, or only rank 0. Sending it takes a pickle of the whole state,
+            # so first ask whether that is needed.
             if all(run.gather_plain(plain is not None)):
                 return plain
             first: Mapping[str, Any] | None = run.gather_objects(plain if run.leads else None)[0]

@@ -69,6 +69,7 @@ class StepRunner:
         states = self._objects.states
         if closure is None:
             self._check_begun("engine.step()")
+        # From here on, a failure is the step's own, and not reported as backwards without a step.
         self._accumulation.stepping = self._accumulation.backwards > 0
         if max_norm is not None and not max_norm > 0:
             raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
@@ -79,6 +80,8 @@ class StepRunner:
                 return self._step_often(closure, max_norm)
             with torch.enable_grad():
                 closure()
+        # All ranks have the same optimizers, so a missing closure raises on all of them, before any
+        # collective.
         closures.check_given(self._objects.states, given=closure is not None)
         # All ranks have the same totals after the exchange, so all of them decide to skip, raise
         # or update. The all-gathers of an update need every rank.
@@ -107,6 +110,7 @@ class StepRunner:
             spec.shard_group,
             spec.gradient_group,
             totals.used,
+            # With a total weight of 0 the step is skipped, so the factor does not matter.
             self._scale_of(totals) or 1.0,
             scattered=spec.placement.is_sharded("optimizer"),
         )
@@ -114,6 +118,7 @@ class StepRunner:
         with self._backward.abandoning():
             yield
             used = whole.take()
+        # The block has ended, so any use of `param.grad` raises again until the step.
         states.gradients.guard()
         squared = self._state.squared_norm()
         self._state.totals = replace(totals, used=used, squared_norm=squared)
@@ -149,6 +154,8 @@ class StepRunner:
     def _check_consistent(self, totals: StepTotals) -> None:
         """Discard the step and raise, on all ranks, if their options, losses or writes differ."""
         try:
+            # These are results of the exchange, the same on all ranks. So all of them raise, and
+            # none waits for the others in the next collective.
             if not totals.alike:
                 raise self._options.difference(self._spec.step_group)
             if math.isnan(totals.divisor):
@@ -198,6 +205,7 @@ class StepRunner:
         states.parameters.check()
         self._objects.take_in_writes()
         self._backward.check_gradients()
+        # Otherwise engine.reduce() or full_gradients() has already reduced this step.
         if state.totals is None:
             if self._hooks is not None:
                 with self._backward.abandoning():
@@ -231,6 +239,7 @@ class StepRunner:
                 unsaved=self._saver.has_failed,
                 asked=self._world.preemption.asked,
                 written=self._objects.has_written,
+                # Tensor-parallel ranks have the same batch, which counts once.
                 counts=self._spec.tensor_rank == 0,
             )
             line = self._spec.pipeline
@@ -258,6 +267,7 @@ class StepRunner:
         if totals.weight == 0:
             return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
         self._check_finite(totals)
+        # The divisor includes the loss scale, so this is the norm of the unscaled mean.
         norm = math.sqrt(totals.squared_norm) / state.weighting.divisor(totals.denominator)
         finite = math.isfinite(norm)
         if words := self._skips.words(finite=finite):
@@ -321,6 +331,7 @@ class StepRunner:
     def _step_often(self, closure: Callable[[], Any], max_norm: float | None) -> StepStats:
         """Run a step of an optimizer that calls the closure itself (L-BFGS)."""
         objects = self._objects
+        # `closures.check` has made sure that there is exactly one.
         (inner,) = objects.states.optimizer.inners
         seen: list[tuple[StepTotals, StepStats]] = []
 
@@ -330,6 +341,8 @@ class StepRunner:
             objects.states.parameters.remember()
             with torch.enable_grad():
                 closure()
+            # The optimizer calls the closure equally often on all ranks, because they all get the
+            # same loss and gradient. So the collectives inside match.
             totals = self._reduced("engine.step(closure=...)")
             stats = self._decide(totals)
             seen.append((totals, stats))
@@ -346,12 +359,14 @@ class StepRunner:
                 objects.states.averages.update()
         objects.states.parameters.settle()
         usage_checks.call_after_step(self._spec.optimizers)
+        # Clear by the latest totals. Report the first evaluation: the loss before the update.
         return self._finish(seen[-1][0], seen[0][1])
 
     # -- clear ------------------------------------------------------------------------------
 
     def _finish(self, totals: StepTotals, stats: StepStats) -> StepStats:
         """Complete the step: clear, count, record. Return its statistics."""
+        # Before `_clear`, which drops the terms.
         if self._state.steps == 0 and (terms := self._accumulation.read_first) is not None:
             start_lines.announce_weight(self._world, self._spec, terms, stats.weight)
         self._clear(totals)
@@ -379,11 +394,14 @@ class StepRunner:
     def _clear(self, totals: StepTotals) -> None:
         """Reset the gradients, weights and losses of this step."""
         state, gradients = self._state, self._objects.states.gradients
+        # A step without weight shows nothing about overflow, or about the weight of the next step.
         if totals.weight:
             overflow = not math.isfinite(totals.squared_norm)
             state.scale.update(overflow=overflow, scale=totals.scale)
             state.weighting.follow_step(totals)
         gradients.clear()
+        # 16-bit sums over several backwards lose bits. `several` is the same on all ranks, so all
+        # of them change the dtype of their collectives at the same step.
         if totals.several and self._spec.settings.reduce_dtype == "fp32":
             gradients.widen()
         self._accumulation.clear()
@@ -401,6 +419,7 @@ class StepRunner:
         world.progress.stepped(state.number, state.steps)
         world.collectives.status_server.step = state.steps
         self._randoms.reseed()
+        # After the reseed: from here on this rank's own draws no longer move the common stream.
         world.draws.mark_boundary()
         if (recording := recorder.active) is not None:
             recording.stepped(state.number, state.steps)

@@ -117,6 +117,7 @@ class StepReport:
 
     def row(self, device: torch.device) -> Tensor:
         """Return the vector on `device`."""
+        # Bits are packed into fp64 numbers, because a large model has thousands of parameters.
         flags = self.news, self.several, self.unsaved, self.asked, self.written
         numbers = [*pack(self.used), *pack(self.late), *map(float, flags)]
         numbers += [self.divisor, float(self.alone), *self.buffer_rows]
@@ -142,6 +143,7 @@ class StepReport:
             for length, end in zip(lengths, ends, strict=True)
         )
         backwards = int(sum(row[0] for row in known))
+        # Ranks whose losses say nothing about the divisor (-1) go along with the others.
         divisors = [row[5] for row in flags if row[5] >= 0]
         alone = any(row[6] for row in flags)
         # A rank without numbers reports an empty range: from infinity to minus infinity.

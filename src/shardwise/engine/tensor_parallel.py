@@ -62,9 +62,11 @@ def _agree_on_splits(
     # in the collectives of a split layer.
     splits = _find_splits(spec, parts, plan, trials) if run.rank == 0 else []
     results = run.gather_objects(trials.results)[0]
+    # The other ranks take over rank 0's results, and find the same splits without a trial.
     if run.rank:
         trials = known_modules.SplitTrials(results)
         splits = _find_splits(spec, parts, plan, trials)
+    # Compare errors like splits: an error on one rank alone must become an error on all.
     mine = [str(splits)] if isinstance(splits, ModelError) else _details(splits)
     details_by_rank = run.gather_objects(mine)
     for rank, other in enumerate(details_by_rank):

@@ -56,9 +56,11 @@ def divide(
     """Divide `models` into units, by `patterns` of module names or automatically."""
     sections = Sections(models)
     for family, (model, prefix) in enumerate(zip(models, prefixes, strict=True)):
+        # First in the list, so that a model that is itself a unit keeps only the rest.
         rest = f"the rest of {prefix or type(model).__name__}"
         sections.sections.append(Section(rest, family, model, True))
         for name, module in find_units(model, patterns):
+            # Two models may share a module: it is a unit of the first one.
             full = ".".join(part for part in (prefix, name) if part)
             if module not in sections.modules:
                 sections.sections.append(Section(full, family, module, False))
@@ -76,6 +78,7 @@ def _innermost(sections: Sections) -> dict[nn.Module, set[int]]:
 
     def walk(module: nn.Module, number: int) -> None:
         number = modules.get(module, number)
+        # A module that occurs twice has several units around it. Visit it once for each of them.
         if number not in around[module]:
             around[module].add(number)
             for child in module.children():

@@ -106,6 +106,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
             "different numbers. If a worker left a loop early because of its rows, let all workers "
             f"decide by a value that they share: {_shared_values(world)}."
         )
+    # Both warnings are printed once: afterwards this check is off, on all ranks at the same step.
     if calls_differ:
         world.calls.stop_counting_shares()
         world.say_once(
@@ -166,6 +167,7 @@ def describe_losses(losses: Sequence[Sequence[str]]) -> str:
 
 def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, workers: int) -> None:
     """Raise ModelError for embeddings with `max_norm` if other ranks would not see their writes."""
+    # One worker with whole parameters rewrites the only copy, as in plain PyTorch.
     if workers == 1 and not placement.is_sharded("parameters"):
         return
     for model in models:
@@ -211,6 +213,7 @@ def check_reachable(loss: Tensor, *, several: bool) -> None:
     With several engines, `torch.autograd.backward` gets `inputs=`, and torch then does not look
     inside segments of reentrant checkpointing.
     """
+    # Walk the graph only after an empty backward, because a large graph takes milliseconds.
     nodes, seen = [loss.grad_fn] if several else [], set()
     while nodes:
         node = nodes.pop()
@@ -284,10 +287,13 @@ def forbid(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> None:
         if (greet := callbacks.welcome()) is not None:
             greet(optimizer.param_groups[-1])
 
+    # torch has no hook for add_param_group, so the method of this one object is replaced.
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+    # torch's optimizers have no methods that read state, apart from the ones with hooks.
     methods = [] if is_known(optimizer) else list(own_methods(optimizer))
     for name in methods:
         setattr(optimizer, name, _with_whole_state(optimizer, name, callbacks))
+    # `allow` deletes these attributes again, and the class's own methods show through.
     setattr(optimizer, _METHOD_HOOKS, methods)
     if callbacks.alone:
         state = _serve_state_dict(optimizer, callbacks)
@@ -366,6 +372,7 @@ def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
     Raises UsageError if a hook returns new arguments for `step`, because `engine.step` passes none.
     """
     for optimizer in optimizers:
+        # Our own pre-hook raises for a step() of the user, and must not run here.
         ours = {handle.id for handle in optimizer.__dict__.get(_HOOKS, [])}
         for number, hook in pre_hooks(optimizer):
             if number not in ours and hook(optimizer, (optimizer,), {}) is not None:
@@ -442,6 +449,8 @@ def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Raise for the state_dict of a sharded module, which would hold NaN. A module hook."""
     del prefix, keep_vars
     if is_sharded(module) and not _allows_names.get():
+        # Raise rather than gather: a state_dict on one rank alone would wait for the others for
+        # ever.
         raise sharded_copy(f"A parameter of {type(module).__name__}")
 
 

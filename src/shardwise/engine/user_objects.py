@@ -83,9 +83,12 @@ class UserObjects:
         self._distribute(plan)
         try:
             self._prepare_modules()
+            # Before the layout, which takes the dtypes of optimizer state as they are.
             precision.widen_narrow_states(spec.optimizers)
             self.buffers = self._all_buffers()
             self._release_other_stages()
+            # Not earlier: preparing the model may use parameters in ways that are forbidden to user
+            # code.
             spec.parameter_uses.watch()
             self._build_states({}, None)
         except (ConfigError, ModelError):
@@ -168,6 +171,7 @@ class UserObjects:
         initial_values.fill_unrecorded(self.spec.models, self._world.print)
         spec, located = self.spec, self.spec.located()
         real, line = consistency.everything(spec), spec.pipeline
+        # Only the layers of this stage get memory. The other layers stay on the meta device.
         if line is not None and spec.tensor is None:
             line.ownership.replace_meta()
             here = [named for named in located if line.owns(named.parameter)]
@@ -175,6 +179,9 @@ class UserObjects:
             initial_values.make_all_real(here, spec.device)
             initial_values.make_alike(fresh, spec.stage_group)
             initial_values.make_alike(fresh, spec.peers)
+        # Tensor parallelism splits whole tensors, so they need memory first. Without it, sharded
+        # parameters stay on the meta device here, and are materialised one by one as they are
+        # sharded.
         elif spec.tensor is not None or not spec.placement.is_sharded("parameters"):
             initial_values.make_all_real(located, spec.device)
             real = consistency.everything(spec)
@@ -184,6 +191,7 @@ class UserObjects:
         """Cast parameters, keeping their values for the masters; synchronise BatchNorm."""
         models, settings = self.spec.models, self.spec.settings
         cast = precision.PRESETS[settings.precision].cast
+        # The values before the cast are kept as the initial masters.
         if cast is not None:
             self._fresh |= precision.cast_models(models, cast)
             precision.widen_states(self.spec.optimizers, cast)
@@ -287,7 +295,9 @@ class UserObjects:
         states = self.states
         states.parameters.check()
         self.take_in_writes()
+        # Writes first: a new layout would start from the masters, and lose them.
         is_awaited = states.shown is not None and states.shown.residency.is_awaited
+        # Units that a forward has gathered wait for their backward. A new layout would lose them.
         if is_awaited and not self._shape.fits(self.spec.shape()):
             raise UsageError(
                 "Parameter groups or requires_grad changed between a forward and "
@@ -299,6 +309,7 @@ class UserObjects:
         """Take over writes of user code before an update, to optimizer state and parameters."""
         self._take_back_states()
         states = self.states
+        # Sharded parameters have no replica on another rank that could differ.
         alone = states.shown is not None or self._world.size == 1
         if alone and not states.optimizer.has_masters:
             return
@@ -398,6 +409,8 @@ class UserObjects:
             state: Any = optimizer.state
             if optimizer not in stays and not isinstance(state, StateOfEngine):
                 optimizer.state = self._hidden[optimizer] = StateOfEngine(state)
+                # The engine serves reads of `state` from now on, and user code may still write into
+                # it.
                 self._hidden[optimizer].hide(self._shows_state(optimizer))
 
     def _shows_state(self, optimizer: optim.Optimizer) -> Callable[[], None]:
@@ -460,6 +473,7 @@ class UserObjects:
         rebuilding = whole_optimizer.Rebuilding(
             self._check_method, self._take_apart, self._rebuild_states
         )
+        # A method may call other methods of the optimizer: everything is whole for these already.
         self._in_method = optimizer
         try:
             reach = self._shows_state(optimizer)
@@ -503,6 +517,7 @@ class UserObjects:
             return False
         resting = self._optimized()
         resting -= {named.parameter for named in self.states.parameters.named}
+        # Expanded scalars: only the shape matters, and no memory is used until the state is built.
         lacking = {
             t.parameter: torch.zeros(()).expand(t.shape)
             for t in self.spec.located()
@@ -532,6 +547,7 @@ class UserObjects:
         """
         fails = sys.exc_info()[0] is not None
         try:
+            # After another error, ranks may be in different places, and a collective would hang.
             if not fails:
                 self._take_back_states()
                 self.check_passes()
@@ -550,6 +566,7 @@ class UserObjects:
         self._shown.clear()
         build.take_apart(self.spec, self.states)
         self._reassemble_models()
+        # After the models are whole again, in the reverse order of `__init__`.
         precision.narrow_states(filter(is_torchs, self.spec.optimizers))
         self.spec.leave_groups()
         self.activations.close()

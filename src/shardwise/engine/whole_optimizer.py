@@ -68,6 +68,7 @@ def whole(
         if isinstance(state, StateOfEngine):
             state.show(state.resting)
 
+    # In place, because schedulers hold the same list.
     optimizer.param_groups[:] = [WatchedGroup(group, open_) for group in optimizer.param_groups]
     if isinstance(state, StateOfEngine):
         state.reach = open_

@@ -41,6 +41,7 @@ def full_parameters(
     ):
         # A forward is either the plain one in all layers or the split one, so gather all of them.
         module = None
+    # Writes into leaves that require gradients are allowed inside, as in plain PyTorch.
     with torch.no_grad():
         numbers = unit_assignment.units_in(shown.sections, module) if shown is not None else []
         if write and shown is not None and shown.residency.in_block:
@@ -92,6 +93,7 @@ def _spread_writes(spec: EngineSpec, states: States, group: Collectives) -> set[
     if spec.pipeline is not None:  # `_joined` has done so while all stages were whole
         return set(range(len(states.parameters.named)))
     written: set[int] = group.gather_objects(states.parameters.written())[0]
+    # Freed parameters hold NaN, so they have nothing to send.
     resting = [] if states.shown is None else states.shown.residency.resting()
     kept = [t for t in consistency.everything(spec) if spec.shard_of(t) is None]
     initial_values.make_alike([t for t in kept if not any(t is r for r in resting)], group)
@@ -131,6 +133,7 @@ def _joined(
                 line.ownership.wholes(spec.models[0], parameters, shapes, write=write)
             )
         yield
+        # Now, while every rank has all stages: later a rank could send only its own.
         if write and line is not None:
             initial_values.make_alike(consistency.everything(spec), group)
 
@@ -179,6 +182,7 @@ def _on_the_first(
         if len(spec.models) != 1:
             raise UsageError(f"This engine has several models: pass one, engine.{call}.")
         model = spec.models[0]
+    # The other replicas take part in the gathers, but need not hold the whole model.
     shown, here = states.shown, spec.data_group.rank == 0  # the first replica
     if spec.is_whole:
         whole: Any = nullcontext()

@@ -28,6 +28,7 @@ def wait_warning(statuses: Statuses, timeout: float) -> str:
     awaited = {rank for one in waiting.values() for rank in one.missing}
     # Blame the ranks that do not wait themselves. If all wait for each other, name all of them.
     missing = sorted({rank for rank in awaited if rank not in waiting} or awaited)
+    # The latest step of any rank: a rank that hangs in an earlier one is shown by its line.
     steps = [one.step for one in answered.values() if one.step is not None]
     in_step = f" in step {max(steps) + 1}" if steps else ""
     have = "have" if len(waiting) > 1 else "has"
@@ -53,6 +54,7 @@ def call_difference(statuses: Statuses) -> str:
     """Describe that ranks are in different calls of this library; "" if they are in the same."""
     answered = _answered(statuses)
     groups = _grouped({rank: one.place for rank, one in answered.items() if one.verb and one.line})
+    # All ranks are at the same line, so the cause is not a missing call.
     if len(groups) < 2:
         return ""
     places = ", ".join(f"{named(ranks)} {_are(ranks)} {place}" for place, ranks in groups)

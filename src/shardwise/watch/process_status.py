@@ -78,6 +78,7 @@ def stack_lines(frame: FrameType | None) -> list[str]:
     if frame is None:
         return []
     frames = traceback.StackSummary.extract(traceback.walk_stack(frame))
+    # The user's frames matter most. Of the frames below them, show the first and the innermost.
     frames.reverse()
     cut = max((i for i, one in enumerate(frames) if _is_users(one.filename)), default=-1) + 1
     first, inner = frames[max(0, cut - DEPTH) : cut], frames[cut:]

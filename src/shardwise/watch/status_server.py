@@ -135,12 +135,14 @@ class StatusServer:
             self._listener = rpc.listen(address)
         except OSError:  # this rank can ask, but not be asked
             return RankAddress(**mine)
+        # The system chooses a free port.
         port = self._listener.getsockname()[1]
         return RankAddress(**mine, address=address, port=port)
 
     def start(self, places: Sequence[RankAddress]) -> None:
         """Start to answer. `places` are the addresses of all ranks."""
         self._places = {place.rank: place for place in places}
+        # All ranks take over rank 0's name: it identifies the run.
         self._name = places[0].name
         if self._listener is not None:
             # Answers are quick, so one thread serves all questions.
@@ -162,12 +164,14 @@ class StatusServer:
 
     def _answer(self, asker: rpc.Connection) -> None:
         """Answer one question and close the connection."""
+        # A rank that connects and stops must not block the answers to others.
         asker.socket.settimeout(HEARING)
         if (question := asker.receive()) is not None:
             asker.send(rpc.encode(self._reply(rpc.decode(question))))
 
     def _reply(self, question: Message) -> Message:
         """Return the answer to a question of another rank."""
+        # Keep the first abort: later ones are its consequences.
         if question["ask"] == "abort":
             self.abort = self.abort or Abort(**question["abort"])
             return {}

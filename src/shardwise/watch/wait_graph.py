@@ -87,6 +87,7 @@ def find_blocking_ranks(asker: int, missing: Collection[int], ask: AskStatuses) 
         statuses.update(answers)
         further: set[int] = set()
         for rank, answer in answers.items():
+            # A rank that does not answer blocks the others as much as one that computes.
             if isinstance(answer, str) or not answer.missing:
                 blocking.add(rank)
             else:

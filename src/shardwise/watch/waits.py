@@ -43,8 +43,11 @@ class Wait:
         self.since = time.monotonic()
         self._thread = threading.get_ident()
         opened = self._waits._open
+        # A wait inside a wait, such as a collective of a barrier: the outer one is restored on
+        # exit.
         self._outer = opened.get(self._thread)
         opened[self._thread] = self
+        # At the start: when the wait ends, no rank is missing any more.
         if recorder.active is not None:
             self._whom = tuple(sorted(self.missing()))
 

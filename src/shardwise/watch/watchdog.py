@@ -41,6 +41,7 @@ class Watchdog:
 
     def __init__(self, status_server: StatusServer, warn_after: float, timeout: float) -> None:
         self._status_server = status_server
+        # A warning after the time-out would never be printed.
         self._warn_after = min(warn_after, LATEST * timeout)
         self._timeout = timeout
         self._ended = threading.Event()
@@ -58,6 +59,7 @@ class Watchdog:
         self._thread.join(ANSWER_SECONDS)
 
     def _run(self) -> None:
+        # With a short warn_after (tests), check often enough to see a wait in time.
         while not self._ended.wait(min(TICK, self._warn_after / 4)):
             now = time.monotonic()
             waits = self._status_server.waits.all()
@@ -72,6 +74,7 @@ class Watchdog:
 
     def _compare(self, waits: list[Wait], now: float) -> None:
         """Check for each long wait whether the missing ranks are in the same collective."""
+        # Keeps only open waits, so that the dict does not grow.
         self._compared = {wait: self._compared.get(wait, COMPARE) for wait in waits}
         for wait, due in self._compared.items():
             # The waiting thread clears `compare` when its wait ends, maybe just now.
@@ -93,6 +96,7 @@ class Watchdog:
     def _report(self) -> None:
         """Write the hang report to stderr, once for all ranks that ask within a short time."""
         now = time.monotonic()
+        # All waiting ranks ask at about the same time, and one report answers all of them.
         if self._reported is not None and now - self._reported < self._warn_after / 2:
             return
         self._reported = now

@@ -91,8 +91,10 @@ class BatchRows(ABC):
         cuts = even_cuts(total, self.data_size)
         first, end = cuts[self.data_rank], cuts[self.data_rank + 1]
         mine, count = rows.taken(first, end), end - first
+        # Only training batches are compared: ranks may evaluate different batches.
         if torch.is_grad_enabled() and self.data_size > 1:
             self.calls.note_batch(SHARE, rows.digest)
+        # The number of batches per epoch is unknown, because the script owns the loop.
         plan = StreamShape(batch_size=total, micro_batches=1, steps_per_epoch=None)
         training = torch.is_grad_enabled()
         given = Batch(samples=count, whole=total, rows=(first, end), total=total)
@@ -138,6 +140,7 @@ class BatchRows(ABC):
             lambda: make(total),
             step=None if batch is None else batch.step,
             batch=batch,
+            # Later micro-batches of this step must draw the same numbers again.
             goes_on=batch is not None and not batch.last,
         )
         drawn = Rows(whole, dim, call=f"world.draw, of what make({total}) returned,")
@@ -230,6 +233,7 @@ class BatchRows(ABC):
             engine.backward(contrastive_loss(features), reduction="sum")
         """
         self._check_takes_rows("world.gather_rows")
+        # With islands `data` has only the replicas of this island.
         if self.data.size < self.data_size:
             raise UsageError(
                 "world.gather_rows joins the rows of a batch, but with --islands no worker sees "
@@ -248,6 +252,7 @@ class BatchRows(ABC):
         _check_own(mine, end - first, dim)
         own = mine.narrow(dim, 0, end - first)
         moved = own.detach().movedim(dim, 0).contiguous()  # (own rows, ...)
+        # Compared before the gather, which would mix up bytes of other lengths.
         form = [list(moved.shape[1:]), str(mine.dtype)]
         parts = self.data.gather_plain([form, first, end])
         _check_joined(parts, total)

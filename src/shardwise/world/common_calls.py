@@ -38,6 +38,7 @@ class CommonCalls:
 
     def note(self, call: str) -> None:
         """Count one `call`, with the line of the user's script that makes it."""
+        # The line is only for the message: ranks may call from different lines.
         self._made[call, process_status.users_line(sys._getframe(1))] += 1
 
     def note_batch(self, call: str, digest: Callable[[], float | Tensor]) -> None:
@@ -102,6 +103,7 @@ def apart_in_calls(calls_of_ranks: Sequence[CallCounts]) -> tuple[int, str] | No
     for calls in calls_of_ranks:
         times_of = Counter[str]()
         for call, _, times in calls:
+            # `share` is only warned about, so it must not decide here.
             if call != SHARE:
                 times_of[call] += times
         counts.append(times_of)

@@ -89,6 +89,7 @@ class CommonRandomStream:
         `gather` returns every rank's value on all ranks. Collective until all ranks draw their own
         numbers: before that, anything that one rank draws alone also advances its stream.
         """
+        # From then on nothing but `draw` and `alike` moves the stream, and all ranks call these.
         if self.is_one:
             return False
         is_apart, mine = self._end is not None, self._now()
@@ -107,6 +108,7 @@ class CommonRandomStream:
         Each micro-batch (`batch`) of one `step` draws the same numbers, because a single process
         with all of them in one batch draws once. `goes_on` is True if more micro-batches follow.
         """
+        # Compared by identity: the Loader creates one object per step.
         if step is None or step is not self._step:
             self._step, self._starts = step, []
         if batch is not self._batch:

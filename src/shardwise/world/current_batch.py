@@ -99,6 +99,7 @@ class CurrentBatch:
 
         Leaving it is collective if parameters are sharded.
         """
+        # Drop engines that are gone.
         self._uneven = [reference for reference in self._uneven if reference() is not None]
         with ExitStack() as blocks:
             for reference in self._uneven:
@@ -131,6 +132,8 @@ class CurrentBatch:
         if stream in self.streams:
             self.streams.remove(stream)
             if self.batch is stream.batch:
+                # An inner loop (an evaluation) has ended: the batch of the outer loop is the
+                # current one again.
                 given = [other.batch for other in self.streams if other.batch is not None]
                 self.batch = given[-1] if given else None
 
@@ -203,6 +206,8 @@ class CurrentBatch:
         (`anew`), may or may not be computed from a stand-in.
         """
         training = self.training_streams()
+        # A batch of world.share inside a loop over a Loader (noise for a GAN) does not weigh the
+        # loss.
         loops = [stream for stream in training if not stream.passing]
         if not weighted:
             self._check_weight(training, loops)
@@ -210,6 +215,7 @@ class CurrentBatch:
         if anew and training and not loops:
             self._check_shared_stand_in(training[-1])
         given = [stream.batch for stream in loops or training if stream.batch is not None]
+        # Of several candidates, prefer the batch that was given last.
         latest = [batch for batch in given if batch is self.batch]
         return latest[0] if latest else given[-1] if given else None
 

@@ -94,6 +94,7 @@ def enter(
         # Tell the other ranks, which would otherwise wait for this one until the timeout.
         collectives.check_all(identity, str(error))
         raise
+    # All ranks have a device, or all raise the error of the rank that has none.
     collectives.check_all(identity, "")
     if device.type == "cpu":
         host_memory.keep(os.environ)
@@ -153,6 +154,7 @@ def divide(world: World, axes: dict[str, int]) -> None:
     mesh = mesh_after(world, axes)
     if mesh == world.mesh:
         return
+    # On all ranks if on any: some may already have left their loop.
     if world.any(world.current_batch.in_loop()):
         raise UsageError(
             f"The mesh cannot change to {mesh.in_words()} now: a loop over a Loader has begun with "
@@ -193,10 +195,12 @@ def _seed_ranks(world: World, keywords: dict[str, Any]) -> None:
     """Give every rank the RNG state that a single process would have."""
     chosen, source = config.winning(config.sources(os.environ, keywords)).get("seed", (None, ""))
     group = world.collectives
+    # Rank 0's, also if ranks pass different seeds.
     world.seed = group.gather_plain(torch.initial_seed() if chosen is None else chosen)[0]
     world.seed_source = source or "torch.initial_seed()"
     if chosen is not None:
         randomness.seed_everything(world.seed)
+    # Without a seed, the script may already have drawn numbers (before init): continue from there.
     elif world.size > 1 and world.settings.reseed:
         is_first = group.rank == 0
         states = GeneratorStates.now(world.device).plain() if is_first else None

@@ -45,6 +45,7 @@ class UnsteppedBackwards:
     def warn(self) -> None:
         """Print the warning on stderr, unless an exception has ended the script."""
         words = self.words()
+        # After an exception, the missing step is no news.
         if words and getattr(sys, "last_value", None) is None:
             print(f"shardwise: {words}", file=sys.stderr, flush=True)
 

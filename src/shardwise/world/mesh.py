@@ -30,6 +30,7 @@ class Mesh:
     islands: int = 1
 
     def __post_init__(self) -> None:
+        # If the replicas do not divide either, report that first.
         if self.size % self.replica == 0 and self.size // self.replica % self.islands:
             raise ConfigError(self._uneven_islands())
         if self.size % self.replica:

@@ -48,6 +48,7 @@ class Rows:
 
         A part is contiguous if the tensor of the batch is.
         """
+        # A rank without rows still needs one, to run the collectives of its forward.
         if end == first:
             first, end = 0, 1
         parts = [self._part(n, leaf, slice(first, end)) for n, leaf in enumerate(self._leaves)]
@@ -63,12 +64,14 @@ class Rows:
                 row = np.ascontiguousarray(leaf.take([0], axis=self._dim).astype(np.float64))
                 number = number + _digest(torch.from_numpy(row))
             elif _is_column(leaf) and isinstance(leaf[0], _PLAIN_VALUES):
+                # Below 1, so that it does not swamp the digests of tensors.
                 number = number + zlib.crc32(repr(leaf[0]).encode()) / 2**32
         return number
 
     def _count(self) -> int:
         """Return the number of rows of tensors and arrays, or without any, of columns."""
         sizes = {n: _size(x, self._dim) for n, x in enumerate(self._leaves) if _has_dims(x)}
+        # Plain lists count only without tensors: next to tensors, a list may be something else.
         sizes = sizes or {n: len(x) for n, x in enumerate(self._leaves) if _is_column(x)}
         # A tuple of columns, such as texts and labels, is one leaf without tensors.
         is_tuple = isinstance(self._batch, tuple)
@@ -98,6 +101,7 @@ class Rows:
                 part = whole.narrow_copy(self._dim, place.start, place.stop - place.start)
                 return part.to_sparse(layout=leaf.layout)
             part = leaf.narrow(self._dim, place.start, place.stop - place.start)
+            # Rows along dim > 0 are strided views, which some kernels would copy again and again.
             return part.contiguous() if leaf.is_contiguous() else part
         if isinstance(leaf, np.ndarray):
             rows = leaf[(slice(None),) * (self._dim % leaf.ndim) + (place,)]

@@ -65,6 +65,7 @@ class Preemption:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, self._on_signal)
                 self._ours.append(number)
+        # The launcher then gives this process time to save before it kills.
         self._progress.saves_when_asked(saves=signal.SIGTERM in self._ours)
 
     def leave_out(self, save: Save) -> None:
@@ -84,6 +85,7 @@ class Preemption:
     def before_batch(self, batch: object) -> None:
         """Save and leave, if the ranks agreed to, in place of giving a training batch."""
         del batch
+        # An evaluation runs to its end: the save belongs before a training batch.
         if self.agreed and torch.is_grad_enabled():
             self.leave_between_steps()
 

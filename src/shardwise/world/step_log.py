@@ -77,12 +77,14 @@ class StepLog:
     def began(self) -> None:
         """Record that a pass over training data begins, and its first batch is requested."""
         self._stepped.clear()
+        # Nothing has trained on the samples of the last pass, so they do not belong to this step.
         if self._left:
             self._begin, self._samples, self._left = None, 0, False
         self.asked()
 
     def asked(self) -> None:
         """Record that the first batch of a training step is requested."""
+        # Later micro-batches of the step do not restart the clock.
         if self._begin is None:
             self._begin = time.perf_counter()
 
@@ -123,6 +125,7 @@ class StepLog:
         now = time.perf_counter()
         begin = self._last if self._begin is None else self._begin
         self._write(
+            # From 0, like indices of a loop.
             step=steps - 1,
             epoch=self._epoch,
             between=begin - self._last if self._made else 0.0,

@@ -92,6 +92,7 @@ class TensorLog:
             ) from error
         wanted = folder / WANTED
         self._wanted: set[str] | None = None
+        # `verify` writes it for a second run, after the fingerprints have shown where to look.
         if wanted.exists():
             self._wanted = set(json.loads(wanted.read_text())["names"])
 

@@ -29,6 +29,7 @@ def start(path: Path, status_server: StatusServer) -> None:
 
     Raises ConfigError if the file cannot be written.
     """
+    # One recording per process: starting another one ends the first.
     stop()
     at_home = status_server.shares_host(0)
     host = socket.gethostname()
@@ -95,6 +96,7 @@ class _ToFile:
         """Write events, and the memory in use. Raises OSError."""
         first = self._ahead is None
         self._measure()
+        # Events from before the clock was known are written first.
         self._held += notes
         if self._ahead is None:
             if len(self._held) > HELD:

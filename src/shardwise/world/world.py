@@ -83,6 +83,7 @@ class World(BatchRows, HintsAtAttributes):
         self.local_size = identity.local_size
         self.launcher = identity.launcher
         self.device = device
+        # With elastic islands this can change: the first remaining rank takes over.
         self.is_main = group.leads
         self.host = socket.gethostname()
         self.seed = 0
@@ -157,6 +158,7 @@ class World(BatchRows, HintsAtAttributes):
         # Every rank makes these calls in this order: a split is a collective of all ranks.
         self.step_group = self.data = self.stage = whole
         self.tensor, self.pipeline, self.peers = Solo(), Solo(), Solo()
+        # Data-parallel groups lie inside islands: replica groups below split them further.
         if mesh.islands > 1:
             self.step_group = self.data = self.stage = whole.split(mesh.island_groups)
             self.peers = whole.split(mesh.peer_groups)
@@ -339,13 +341,16 @@ class World(BatchRows, HintsAtAttributes):
         group = self.collectives
         if groups is not None:
             key = tuple(tuple(members) for members in groups)
+            # A split is collective and allocates channels, so keep the group for the next call.
             if key not in self._groups:
                 self._groups[key] = group.split(groups)
             group = self._groups[key]
+        # A contiguous copy: all_reduce works in place, on a flat view.
         total = value.detach().clone(memory_format=torch.contiguous_format)
         if value.device.type == "cpu":  # NCCL only sends tensors on a GPU
             total = total.to(group.small_device)
         group.all_reduce(total.view(-1)).wait()
+        # Checked after the collective, which has updated the size on all ranks.
         if groups is None and group.comes_and_goes and group.size < self.size:
             raise UsageError(
                 f"world.sum over {group.size} of {self.size} workers, because an elastic island "
@@ -364,6 +369,7 @@ class World(BatchRows, HintsAtAttributes):
 
         A script that has read `world.rows` afterwards handles stand-ins, and gets no warning.
         """
+        # Bridges and Metrics also call `sum` and `gather`, and handle stand-ins themselves.
         caller = sys._getframe(2)
         ours = caller.f_globals.get("__name__", "").startswith("shardwise.")
         if ours or self.current_batch.stand_in is None or self._warned_of_stand_in:
@@ -417,6 +423,7 @@ class World(BatchRows, HintsAtAttributes):
     def close(self) -> None:
         """Close the groups, logs and servers of this rank. `leave` calls it."""
         if self.is_main and not self.step_log.ended:
+            # Not after `--stop-after`, which may end the run between a backward and its step.
             self.unstepped.warn()
         self.preemption.forget()
         self.step_log.close()
@@ -514,7 +521,9 @@ def count_groups(settings: config.Settings, group: Collectives) -> int:
     """
     if isinstance(settings.islands, int):
         return settings.islands
+    # Host names may be equal in containers, so prefer a key of the machine.
     hosts = ranks_by_host(group.gather_plain(host_key() or socket.gethostname()))
+    # An island consists of neighbouring ranks (mesh.py).
     in_a_row = all(ranks[-1] - ranks[0] == len(ranks) - 1 for ranks in hosts)
     if len({len(ranks) for ranks in hosts}) > 1 or not in_a_row:
         counts = ", ".join(str(len(ranks)) for ranks in hosts)
