@@ -41,7 +41,7 @@ def _run(path: str) -> None:
     # looks there for the script's functions.
     code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     namespace = vars(sys.modules["__main__"])
-    # What this module has defined must not be visible to the script.
+    # Names of this module must not be visible to the script.
     namespace.clear()
     namespace |= {
         "__name__": "__main__",

@@ -678,7 +678,7 @@ def test_what_cannot_be_split_is_named(group, plan, make, text):
 
 
 def test_settings_that_cannot_be_had_with_it(group):
-    text = "--tensor 2 and --compile"
+    text = "--tensor 2 cannot be combined with --compile"
     assert all(group(2, tensor=2)(refused_setting, text))
 
 

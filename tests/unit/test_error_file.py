@@ -190,7 +190,7 @@ class TestHabits:
         assert "takes a scalar loss, not (3, 1). Take" in refusal_sentence(
             raised(engine.backward, output)
         )
-        assert "as a tensor, not float: give" in refusal_sentence(raised(engine.backward, 1.5))
+        assert "as a tensor, not float: pass" in refusal_sentence(raised(engine.backward, 1.5))
         assert refusal_sentence(raised(engine.step)).endswith(": call(*args, **options)]")
         assert refusal_sentence(raised(engine.load, tmp_path / "none")).startswith("There is no ")
 

@@ -19,7 +19,7 @@ from shardwise.layout.sum_tree import MicroShards
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"micro_batch_size": 2}, "--exact 4 and --micro-batch-size cannot be had together"),
+        ({"micro_batch_size": 2}, "--exact 4 cannot be combined with --micro-batch-size"),
         ({"sync_batch_norm": True}, "without it each micro-shard has its own"),
         ({"shard_within": "host"}, "Write --shard-within all"),
     ],
@@ -156,7 +156,7 @@ def test_a_gradient_after_its_sum_is_refused(exact, overlap):
         for _ in range(4):
             engine.backward(model(torch.ones(1, 200)))
         if step == 3 and overlap:
-            with pytest.raises(UsageError, match=r"first.* was not expected, .* --no-overlap"):
+            with pytest.raises(UsageError, match=r"first.* was not expected: .* --no-overlap"):
                 engine.step()
         else:
             engine.step()
