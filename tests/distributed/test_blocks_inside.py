@@ -1,4 +1,4 @@
-"""Blocks of whole parameters inside each other, at every row: the outer one keeps its values."""
+"""Nested blocks of whole parameters, at every row: the outer block stores the values."""
 
 import copy
 
@@ -49,13 +49,13 @@ def reads_case(world, zero, folder):
 
 
 @every_size
-def test_what_reads_inside_a_block_leaves_it_whole(group, ranks, tmp_path):
+def test_an_inner_block_for_reading_keeps_the_outer_one_whole(group, ranks, tmp_path):
     for zero in (2, 3):
         on(group, ranks)(reads_case, zero, str(tmp_path))
 
 
 def writes_case(world, zero):
-    """What is written in the inner block, or before it, is the outer block's to keep."""
+    """The outer block keeps values that were written in the inner block, or before it."""
     engine, model, _ = built(zero)
     with engine.full_parameters(write=True):
         model.head.weight.fill_(2.0 + world.rank)
@@ -73,7 +73,7 @@ def writes_case(world, zero):
 
 
 @every_size
-def test_what_is_written_inside_is_the_outer_blocks(group, ranks):
+def test_the_outer_block_stores_writes_of_the_inner_one(group, ranks):
     for zero in (1, 3):
         on(group, ranks)(writes_case, zero)
 
@@ -107,5 +107,5 @@ def refusals_case(world):
     engine.close()
 
 
-def test_blocks_that_cannot_be_inside(group):
+def test_refuses_blocks_that_cannot_be_nested(group):
     group(2)(refusals_case)

@@ -253,7 +253,7 @@ def time_first_case(world):
 def test_rows_along_another_dimension(group):
     parts = group(3)(time_first_case)
     assert torch.equal(torch.cat(parts, 1), torch.arange(12.0).view(2, 6))
-    with pytest.raises(RankFailed, match=r"one equal dimension 2 above 0, not \[0\]"):
+    with pytest.raises(RankFailed, match=r"the same dimension 2 above 0, not \[0\]"):
         group(1)(too_far_case)
 
 

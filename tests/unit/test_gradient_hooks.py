@@ -1,4 +1,4 @@
-"""Hooks on parameters are tried for being linear, whatever the size of the gradient."""
+"""Tests of hooks on parameters for linearity, with gradients of any size."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ OTHERS = {
 
 
 def trial(hook, dtype):
-    """What stands in for `hook` on a parameter."""
+    """Return the object that replaces `hook` on a parameter."""
     parameter = nn.Parameter(torch.zeros(4, dtype=dtype))
     parameter.register_hook(hook)
     gradient_hooks.watch([NamedParameter("weight", parameter)])

@@ -1,4 +1,4 @@
-"""How the losses of a step go together: what counts once, what is averaged, what is refused."""
+"""Combining the losses of a step: items that count once, averages, and refusals."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ ONE, OTHER = Batch(samples=8), Batch(samples=8)
 
 
 def count(accumulation, batch, weight=None, same_items=None, summed=False):
-    """Whether the items of one more loss had been counted; it is added."""
+    """Add one more loss, and return whether its items had been counted."""
     share = weigh(batch, weight, summed=summed)
     term = accumulation.term(
         batch, share, given=weight is not None, divisor=float(summed), same_items=same_items
@@ -98,7 +98,7 @@ def test_words_for_a_reduction():
 
 
 def mixes_of(batches, losses):
-    """The range of what ranks compare after `losses` means over other items of each batch."""
+    """Return the range that ranks compare after `losses` means over items of each batch."""
     accumulation = LossAccumulation()
     for batch in batches:
         for items in losses:
@@ -115,7 +115,7 @@ def test_losses_of_each_of_several_batches_mix_alike():
     assert mixes_of([ONE], [8.0, 4.0, 2.0]) == (low, high)
 
 
-def test_a_loss_of_weight_0_fits_beside_sums():
+def test_a_loss_of_weight_0_fits_with_sums():
     accumulation = LossAccumulation()
     assert not count(accumulation, ONE, 0)
     assert not accumulation.is_said

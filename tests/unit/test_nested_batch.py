@@ -1,4 +1,4 @@
-"""The rows of a nest: tensors, numpy arrays and columns; what cannot be told is refused by name."""
+"""The rows of nested batches: tensors, arrays and columns, and errors for ambiguous parts."""
 
 from collections import namedtuple
 
@@ -13,7 +13,7 @@ Pair = namedtuple("Pair", "x, name")
 
 
 class Encoding(dict):
-    """A container that torch's nests do not know."""
+    """A container that torch's pytree does not know."""
 
     __getattr__ = dict.__getitem__
 
@@ -58,7 +58,7 @@ def same(one, two):
     ],
     ids=str,
 )
-def test_what_has_rows_is_cut_and_what_has_none_is_left(batch, rows):
+def test_cuts_parts_with_rows_and_keeps_the_others(batch, rows):
     found = Rows(batch, call="share")
     assert found.total == 6
     assert same(found.taken(2, 4), rows)
@@ -83,7 +83,7 @@ def test_what_has_rows_is_cut_and_what_has_none_is_left(batch, rows):
     ],
     ids=str,
 )
-def test_what_cannot_be_told_is_refused_by_name(batch, words):
+def test_refuses_parts_with_ambiguous_rows_by_name(batch, words):
     with pytest.raises(DataError, match=words):
         Rows(batch, call="share")
 
@@ -100,7 +100,7 @@ def samples(count, *shape):
         {"images": samples(6, 8)},
         [x.numpy() for x in samples(6, 8)],
         [{"ids": x, "mask": x > 3} for x in samples(7, 8)],
-        (samples(8, 8), torch.arange(8)),  # each part has 8 rows, whichever it is
+        (samples(8, 8), torch.arange(8)),  # each part has 8 rows
     ],
 )
 def test_a_list_that_may_be_of_samples_is_refused(batch):
@@ -173,7 +173,7 @@ def test_rows_along_another_dimension_are_contiguous_where_the_batch_is():
     assert Rows(image, call="share").taken(1, 3).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_part_without_rows_has_the_first_one():
+def test_an_empty_range_gives_the_first_row():
     assert Rows((X + 1, list("abcdef")), call="share").taken(3, 3) == (torch.tensor([1]), ["a"])
 
 

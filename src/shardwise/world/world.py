@@ -158,7 +158,7 @@ class World(BatchRows, HintsAtAttributes):
         # Every rank makes these calls in this order: a split is a collective of all ranks.
         self.step_group = self.data = self.stage = whole
         self.tensor, self.pipeline, self.peers = Solo(), Solo(), Solo()
-        # Data-parallel groups are inside islands. With replicas of several ranks they are split below.
+        # Data-parallel groups are inside islands; replicas of several ranks split them below.
         if mesh.islands > 1:
             self.step_group = self.data = self.stage = whole.split(mesh.island_groups)
             self.peers = whole.split(mesh.peer_groups)
