@@ -1,6 +1,6 @@
-"""The refusals that are right: a program that meets one has asked for what cannot be had.
+"""The valid refusals: a program that gets one has asked for something impossible.
 
-Everything else that is refused is a finding: a program that plain PyTorch runs should run.
+Any other refusal is a finding: a program that plain PyTorch runs should run.
 """
 
 import re
@@ -33,10 +33,10 @@ RIGHT: dict[str, str] = {
     "that is on several workers cannot be run again as one",
     r"--exact \d+: the gradient of .* Write --no-overlap": "sums have begun by then",
 }
-"""By a pattern of the message, why it is right to refuse."""
+"""Patterns of messages, and why the refusal is valid."""
 
 
 def why(words: str) -> str | None:
-    """Why a refusal with these words is right; None where it is not known to be."""
+    """Return why a refusal with these words is valid; None if it is not known to be."""
     flat = " ".join(words.split())
     return next((why for pattern, why in RIGHT.items() if re.search(pattern, flat)), None)
