@@ -220,7 +220,7 @@ def _gradients(
 
 
 def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
-    """Return the buckets that every rank of the replica has whole, and another one counts.
+    """Return the buckets that all ranks of the replica have whole and another rank counts.
 
     Their squares must enter the norm only once.
     """

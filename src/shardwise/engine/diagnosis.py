@@ -36,7 +36,7 @@ class Skips:
 
 @dataclass(frozen=True, kw_only=True)
 class _RankReport:
-    """What one rank knows about the step."""
+    """The report of one rank about the step."""
 
     parameters: list[str]
     loss_is_bad: bool

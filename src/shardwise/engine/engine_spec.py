@@ -84,7 +84,7 @@ class EngineSpec:
 
     @property
     def staleness(self) -> StalenessRule | None:
-        """How islands sum gradients (`--behind`); None if they average parameters, or for one."""
+        """The staleness rule of islands (`--behind`); None without it, or with a single island."""
         return self.settings.staleness_rule if self.has_peers else None
 
     @property
@@ -151,7 +151,7 @@ class EngineSpec:
 
     @cached_property
     def summation(self) -> Summation:
-        """How gradients of several backwards and ranks are added: in any order, or in one tree."""
+        """The way to add gradients of several backwards and ranks: in any order, or in one tree."""
         return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
 
     @cached_property

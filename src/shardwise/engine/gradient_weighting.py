@@ -44,7 +44,7 @@ REDUCTIONS = ("mean", "sum", "ddp")
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeight:
-    """How much a loss counts in its step.
+    """The weight of a loss in its step.
 
     Its gradient is multiplied by `factor`, and `items` are added to the items of the step. If
     losses are means, both are the weight, and the sum is divided by all items. If they are sums,

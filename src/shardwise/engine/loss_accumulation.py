@@ -21,7 +21,7 @@ _PLACES = 1 << 20
 
 @dataclass(frozen=True)
 class LossTerm:
-    """How one loss counts in its step.
+    """The share of one loss in its step.
 
     batch    the batch it was computed from
     weight   how much it counts
@@ -213,7 +213,7 @@ class LossAccumulation:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The operations of the losses of this step that are weighted by what their graph shows."""
+        """Sources of the losses of this step whose weight was read from their graph."""
         # A user who passes a weight has already decided how losses are weighted.
         mains = [t.terms.main for t in self._terms if not (t.given or t.repeated)]
         return tuple(dict.fromkeys(main.source for main in mains if main is not None))

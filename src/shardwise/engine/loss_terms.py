@@ -1,4 +1,4 @@
-"""Reads from the autograd graph of a loss how many items the loss is a mean over.
+"""Reads the terms of a loss from its autograd graph: means over how many items, and sums.
 
 The walk starts at the loss and follows operations that are linear in a scalar: additions,
 scalings, casts and views. Each path ends at the operation that reduced a tensor to a scalar, and

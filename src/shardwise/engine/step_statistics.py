@@ -30,7 +30,7 @@ class Aggregation:
         self._rank = rank
 
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
-        """Return the seed after a number of `backwards` of `step`; None to draw on without one."""
+        """Return the seed after a number of `backwards` of `step`; None to keep the generators."""
         return None if backwards else seed_from(seed, "step", engine, step, self._rank)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:

@@ -19,7 +19,12 @@ from shardwise.model.optimizer_access import StateOfEngine, own_methods
 from shardwise.states.optimizer.optimizer_kind import is_known
 from shardwise.states.optimizer.optimizer_options import post_hooks, pre_hooks
 from shardwise.states.parameters.parameters_at_rest import is_sharded, sharded_copy
-from shardwise.world.common_calls import SHARE, apart_in_calls, apart_in_shares, nearly_alike
+from shardwise.world.common_calls import (
+    SHARE,
+    describe_share_difference,
+    find_call_difference,
+    nearly_alike,
+)
 from shardwise.world.world import World
 
 
@@ -99,7 +104,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
         return
     gathered = world.step_group.gather_plain(world.calls.made())
     calls_of_ranks = [calls for calls, _ in gathered]
-    if (difference := apart_in_calls(calls_of_ranks)) is not None:
+    if (difference := find_call_difference(calls_of_ranks)) is not None:
         raise UsageError(
             f"Workers made different calls before this step: since the last one {difference[1]}. "
             "Every worker must call world.draw and world.alike equally often, or they draw "
@@ -111,8 +116,8 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
         world.calls.stop_counting_shares()
         world.say_once(
             "workers have trained on different numbers of batches since the last step: "
-            f"{apart_in_shares(calls_of_ranks)}. If one of them left a loop early, let all workers "
-            f"decide by a value that they share: {_shared_values(world)}."
+            f"{describe_share_difference(calls_of_ranks)}. If one of them left a loop early, let "
+            f"all workers decide by a value that they share: {_shared_values(world)}."
         )
         return
     world.calls.stop_digesting()

@@ -51,7 +51,7 @@ def wait_warning(statuses: Statuses, timeout: float) -> str:
 
 
 def call_difference(statuses: Statuses) -> str:
-    """Describe that ranks are in different calls of this library; "" if they are in the same."""
+    """Describe the ranks' different calls of this library; "" if all are in the same call."""
     answered = _answered(statuses)
     groups = _grouped({rank: one.place for rank, one in answered.items() if one.verb and one.line})
     # All ranks are at the same line, so the cause is not a missing call.

@@ -70,7 +70,7 @@ class RankAddress:
 
 
 class ClockOffset(NamedTuple):
-    """How far a clock is ahead of another one, in ns, and the largest possible error, in ns."""
+    """The offset of a clock from another one, in ns, and its largest possible error, in ns."""
 
     ns: int
     error: int

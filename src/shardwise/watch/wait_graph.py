@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """Why rank `rank` aborted. `lost` if the cause is that another rank ended."""
+    """The reason why rank `rank` aborted. `lost` if the cause is that another rank ended."""
 
     rank: int
     text: str

@@ -94,10 +94,10 @@ def nearly_alike(numbers: Sequence[float]) -> bool:
     return max(numbers) - min(numbers) <= 1e-5 * max(map(abs, numbers))
 
 
-def apart_in_calls(calls_of_ranks: Sequence[CallCounts]) -> tuple[int, str] | None:
-    """Return the first rank whose calls, without `share`, differ from rank 0's, and a description.
+def find_call_difference(calls_of_ranks: Sequence[CallCounts]) -> tuple[int, str] | None:
+    """Find the first rank whose calls, without `share`, differ from rank 0's.
 
-    None if no rank differs.
+    Returns the rank and a description; None if no rank differs.
     """
     counts = []
     for calls in calls_of_ranks:
@@ -113,8 +113,8 @@ def apart_in_calls(calls_of_ranks: Sequence[CallCounts]) -> tuple[int, str] | No
     return None
 
 
-def apart_in_shares(calls_of_ranks: Sequence[CallCounts]) -> str:
-    """Describe that ranks passed different numbers of batches to `share`."""
+def describe_share_difference(calls_of_ranks: Sequence[CallCounts]) -> str:
+    """Describe the different numbers of batches that ranks passed to `share`."""
     counts = [sum(times for call, _, times in calls if call == SHARE) for calls in calls_of_ranks]
     rank = next(rank for rank, count in enumerate(counts) if count != counts[0])
     return _difference(calls_of_ranks, rank)

@@ -175,7 +175,7 @@ class CommonRandomStream:
         self._boundary = self._end
 
     def go_back_to_boundary(self) -> None:
-        """Rewind to the last step boundary, if the step that drew since will not be completed."""
+        """Rewind to the last step boundary, because the current step will not be completed."""
         self._end = self._boundary or self._end
 
     @contextmanager

@@ -89,8 +89,10 @@ class CurrentBatch:
         self._watchers.append(WeakMethod(watcher))
 
     def allow_uneven(self, block: SitOut) -> None:
-        """Enter the context that `block` (a bound method, held weakly) returns around each
-        evaluation batch that some ranks skip."""
+        """Enter a context around each evaluation batch that some ranks skip.
+
+        `block` (a bound method, held weakly) returns it.
+        """
         self._uneven.append(WeakMethod(block))
 
     @contextmanager

@@ -223,7 +223,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def counts(self) -> bool:
-        """True on one rank of each replica, for counts of samples: its ranks share batches."""
+        """True on the rank of each replica that counts samples; the others have the same ones."""
         return self.rank % self.mesh.replica == 0
 
     def _check_inside(self, call: str) -> None:
