@@ -1,4 +1,4 @@
-"""Promise 2: gradients equal those of the mean over all items of all workers and micro-batches.
+"""Promise 2: gradients are for the mean over all items of all workers and micro-batches.
 
 Hypothesis draws the distribution of rows and weights. Each draw has many windows, because a call of
 a group of ranks is slow. The reference is autograd in this process, over the items that count.

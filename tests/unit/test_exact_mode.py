@@ -118,7 +118,7 @@ class Sleeper(nn.Module):
 
 
 class Joining(nn.Module):
-    """A model in which a layer joins whose gradient arrives before those of lower layers."""
+    """A model that a layer joins. Its gradient arrives before the gradients of lower layers."""
 
     def __init__(self):
         super().__init__()

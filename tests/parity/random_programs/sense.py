@@ -9,7 +9,7 @@ CYCLED = {"adam", "adamw", "adamax", "nadam", "radam"}
 
 STREAM_ROWS = 12
 """Rows of each batch of a stream. Every number of workers divides it, so that batches of a sharded
-stream have the same rows as those of the whole stream."""
+stream have the same rows as in the whole stream."""
 
 SPLITTABLE = {"residual", "hooked", "gated", "late:2", "late:4", "in_training", "adapter"}
 SPLITTABLE |= {"attention", "multi_head", "encoder", "decoder", "experts:3", "experts:5"}
