@@ -26,9 +26,11 @@ def main(arguments: list[str]) -> None:
             "shardwise: python -m shardwise.adopt takes one or more of "
             f"{', '.join(LIBRARIES)}, separated by commas, and then a script or -m MODULE."
         )
+    # Before the library is imported: some read the rank on import.
     join({}, f"--adopt {names}", in_parts=names == "deepspeed")
     for name in names.split(","):
         _adopt(name)
+    # True for `-m MODULE`.
     if program.set_up_python(words):
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:

@@ -199,6 +199,8 @@ def _check_momentum(optimizer: optim.Optimizer) -> None:
     name = type(optimizer).__name__
     if not all("momentum" in group for group in optimizer.param_groups):
         raise ModelError(f"{name} has no momentum in its groups: remove momentum_correction.")
+    # If momentum alone moves a parameter less at half the rate, the rate is applied to the velocity
+    # (v = m v + g). Otherwise the velocity contains the rate of its own step.
     if abs(_moved(optimizer, 0.5) / _moved(optimizer, 1.0) - 1) > 0.1:
         raise ModelError(
             f"The velocity of {name} does not contain the learning rate (v = m v + g), so a change "
@@ -209,6 +211,7 @@ def _check_momentum(optimizer: optim.Optimizer) -> None:
 
 def _moved(optimizer: optim.Optimizer, rate: float) -> float:
     """Return how far momentum alone moves a parameter at `rate`, after a step at rate 1."""
+    # Weight decay would move the parameter too.
     options = {**optimizer.defaults, "lr": 1.0, "momentum": 0.5, "weight_decay": 0.0}
     options = {name: value for name, value in options.items() if name in optimizer.defaults}
     parameter = nn.Parameter(torch.ones(2, 2))

@@ -69,6 +69,7 @@ class Metrics:
                 "metrics.add(weight=...) would add a metric called weight. To set the number of "
                 "items, write metrics.add(n=...)."
             )
+        # For the step log, which keeps training and evaluation apart.
         self._training = torch.is_grad_enabled()
         weight = _weight(self._world, n)
         values = {name: _scalar(name, mean) for name, mean in means.items()}
@@ -161,6 +162,7 @@ class _ExactSum(_Sum):
 
 def _weight(world: World, n: Any) -> Number:
     batch = world.current_batch.batch
+    # Also if `n` is passed: the rows of a stand-in belong to another rank.
     if batch is not None and batch.samples == 0:
         return 0.0
     if n is None:
@@ -171,6 +173,7 @@ def _weight(world: World, n: Any) -> Number:
             )
         return float(batch.samples)
     weight = _scalar("n", n)
+    # A tensor on a device is not read here. `compute` checks the totals.
     if not isinstance(weight, Tensor) and not 0 <= weight < math.inf:
         raise MetricsError(f"Metrics.add takes an n of 0 or more, not {n!r}.")
     return weight

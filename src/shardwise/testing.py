@@ -92,6 +92,7 @@ def assert_same_training(
         out=folder,
     )
     try:
+        # One set of ranks for all placements: importing torch takes longer than these steps.
         with WarmRanks(plan.script, plan.most) as warm:
 
             def run_training(run: Run, words: str) -> RecordedTraining:
@@ -108,6 +109,7 @@ def _check(verification: Verification, placement: RunPlacement, *, bits: bool) -
     """Raise AssertionError if the training under `placement` differs from the plain one."""
     __tracebackhide__ = True
     try:
+        # Trains the reference, in the first call only.
         verification.check()
         result = verification.judge(placement)
     except RunFailed as error:
@@ -143,6 +145,7 @@ def _import_function(path: str, name: str, module: str, folders: str) -> Callabl
 
     By the name of its module if that leads to the same file, else from the file.
     """
+    # Behind this process's own entries, which must keep their order.
     sys.path += [folder for folder in folders.split(os.pathsep) if folder not in sys.path]
     if (imported := _by_name(path, module)) is None:
         sys.path.insert(0, str(Path(path).parent))
@@ -168,6 +171,7 @@ def _by_name(path: str, module: str) -> ModuleType | None:
 def _by_file(path: str) -> ModuleType:
     """Import the module in a file; by its full name if it is in a package, for its own imports."""
     file = Path(path)
+    # Relative imports in the file need the name of its package.
     names, folder = [file.stem], file.parent
     while (folder / "__init__.py").exists():
         names.insert(0, folder.name)
@@ -179,6 +183,7 @@ def _by_file(path: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    # Before it runs, as Python's own import does: dataclasses look up their module there.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
@@ -198,6 +203,7 @@ def _train(make: Callable[[], Training], steps: int) -> None:
 
 def _train_plain(make: Callable[[], Training], steps: int) -> None:
     """Run the same loop in plain PyTorch."""
+    # As `sw.init(seed=0)` in the other loop, so that `make` builds the same model and batches.
     seed_everything(0)
     model, optimizer, batches, loss_of = make()
     for batch in islice(cycle(batches), steps):

@@ -168,6 +168,7 @@ class EngineSpec:
     @cached_property
     def shard_group(self) -> Collectives:
         """Ranks that share the shards of states: all, or the ranks of a host."""
+        # With replicated states there is nothing to shard, on any group.
         within = self.settings.shard_within == "host" and self.placement.level > 0
         return shard_within_hosts(self.data_group) if within else self.data_group
 

@@ -90,6 +90,7 @@ class ExactAggregation(Aggregation):
 
     def refuse_late(self, names: Sequence[str], group: Collectives) -> None:
         several = itertools.chain.from_iterable(group.gather_objects(list(names)))
+        # Every rank raises the same message, although maybe only one has late gradients.
         first, *more = dict.fromkeys(several) or ["a parameter"]
         raise UsageError(
             f"--exact {self._shards.count}: the gradient of {first}"

@@ -54,6 +54,7 @@ def fill_unrecorded(models: Sequence[nn.Module], say: Callable[[str], None]) -> 
 def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> None:
     """Compute the values of all parameters that were built inside `on_meta`, on `device`."""
     for named in located:
+        # Others were built with memory, and keep their values.
         if named.parameter.is_meta:
             value = meta.materialise(named.parameter, named.alias)
             meta.make_real(named.parameter, value.to(device))

@@ -193,6 +193,7 @@ def _as_updated(
     optimizer: optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Return the state of each parameter, in the dtypes of the engine's updates."""
+    # With masters the state was saved by an engine, which keeps it in fp32 already.
     mastered = _masters(optimizer, state)
     return {
         parameter: entries if parameter in mastered else widened_state(parameter, entries)
@@ -212,6 +213,7 @@ def refine(
     saved = _masters(optimizer, state)
     for parameter in saved.keys() & known.keys():
         known[parameter] = _finer(parameter, saved[parameter], known[parameter])
+    # Frozen parameters are in no bucket, so their masters wait until they are trained again.
     narrow = [p for p in saved if p.dtype in NARROW]
     return {p: saved[p] for p in narrow if not p.requires_grad}
 

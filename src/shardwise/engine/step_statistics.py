@@ -137,6 +137,7 @@ class StepReport:
             7,
             len(self.buffer_rows),
         )
+        # The same order as in `row`.
         ends = list(accumulate(lengths))
         weights, losses, squares, known, used, late, flags, _ = (
             [row[end - length : end] for row in table]

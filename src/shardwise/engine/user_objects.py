@@ -122,6 +122,7 @@ class UserObjects:
 
     def _hook_optimizers(self) -> None:
         """Redirect calls on the user's optimizers to the engine, or refuse them."""
+        # Weak, because the user's optimizers live longer than the engine.
         callbacks = usage_checks.OptimizerCallbacks(
             WeakMethod(self._prepare_added_group),
             WeakMethod(self.plain_state),

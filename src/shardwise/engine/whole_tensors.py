@@ -118,6 +118,7 @@ def _joined(
         return
     line, split = spec.pipeline, spec.tensor
     several = spec.models if module is None else (module,)
+    # Collected before the split layers become whole, when these are still their parts.
     parameters = [p for each in several for p in each.parameters()]
     with ExitStack() as stack:
         if line is not None or any(spec.shard_of(p) is not None for p in parameters):

@@ -66,6 +66,7 @@ def call_difference(statuses: Statuses) -> str:
             "Draw the number with world.alike(), decide with world.any(flag), or write: "
             "with engine.uneven()."
         )
+    # Only rank 0 is elsewhere: the usual cause is a save or a print under `if is_main`.
     block = "`if is_main`" if groups[0][1] == [0] else "an `if`"
     return f"{places}: is the call under {block}?"
 

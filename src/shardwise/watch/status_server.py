@@ -223,6 +223,7 @@ class StatusServer:
             statuses[rank] = RankStatus(
                 **answer, **lists, abort=None if abort is None else Abort(**abort)
             )
+        # This rank does not ask itself over the network.
         silent = [rank for rank in ranks if rank not in statuses]
         if self.rank in silent:
             statuses[self.rank] = self.status(stack=stack)
@@ -267,9 +268,11 @@ class StatusServer:
         neighbours = [
             one.rank for one in self._places.values() if one.host == host and one.rank != rank
         ]
+        # A process cannot be seen from another host, so ask a rank on the same one.
         question = {"ask": "states", "ranks": [rank]}
         for answer in self._ask(neighbours, question, ANSWER_SECONDS).values():
             state = answer["states"][0]
+            # The first answer is enough: all ranks of a host see the same processes.
             return None if state is None else str(state)
         return None
 
@@ -356,6 +359,7 @@ class StatusServer:
         """Tell other ranks why this rank aborts, before it does."""
         abort = Abort(rank=self.rank, text=str(error), lost=isinstance(error, PeerLost))
         self.is_aborting = True
+        # A rank that aborts because of another one adds no news.
         if self.abort is None:
             self.abort = abort
             wait = self.waits.longest()

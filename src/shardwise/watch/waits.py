@@ -52,6 +52,7 @@ class Wait:
             self._whom = tuple(sorted(self.missing()))
 
     def __exit__(self, *_: object) -> None:
+        # Back to the outer wait, which is still open.
         if self._outer is None:
             del self._waits._open[self._thread]
         else:

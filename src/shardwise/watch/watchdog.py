@@ -106,6 +106,7 @@ class Watchdog:
     def _end_with_the_others(self, now: float) -> None:
         """End this process if others have aborted and it never reaches their collective."""
         abort, rank = self._status_server.abort, self._status_server.rank
+        # This rank's own code knows of the abort, and will raise.
         if abort is None or self._status_server.is_aborting:
             return
         self._aborted_since = self._aborted_since or now

@@ -78,6 +78,7 @@ class CommonRandomStream:
 
     def part(self) -> None:
         """Record the position of the stream, before this rank's generators get their own seed."""
+        # The first call only: later seeds of this rank are not the common stream.
         if self._end is None:
             self._end = GeneratorStates.now(self._device)
 

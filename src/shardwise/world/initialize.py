@@ -227,12 +227,14 @@ def _device(identity: Identity, wanted: str, *, sharing: bool) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
         return torch.device("cpu")
+    # NCCL does not allow two ranks on one GPU.
     if gpus < (1 if sharing or identity.own_gpus else identity.local_size):
         shared = "let them share GPUs with --transport gloo, " if gpus else ""
         raise LaunchError(
             f"{identity.local_size} ranks run on this host, but it shows {gpus} GPU(s). "
             f"Start {max(gpus, 1)} rank(s) here, {shared}or train on the CPU with --device cpu."
         )
+    # Modulo, for launchers that show each rank only its own GPU, and for shared GPUs.
     device = torch.device("cuda", identity.local_rank % gpus)
     torch.cuda.set_device(device)
     return device

@@ -33,6 +33,7 @@ class UnsteppedBackwards:
 
     def words(self) -> str:
         """Return the warning; "" if every backward was followed by a step."""
+        # A step that failed has raised its own error.
         left = sum(engine.backwards for engine in self._engines if not engine.stepping)
         if not left:
             return ""

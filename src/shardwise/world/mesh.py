@@ -42,6 +42,7 @@ class Mesh:
             )
 
     def _advice(self, axes: dict[str, int]) -> str:
+        # The nearest numbers of workers that fit, below and above.
         below = self.size // self.replica * self.replica
         counts = [str(n) for n in (below, below + self.replica) if n]
         advice = [f"Start {' or '.join(counts)} workers"]
@@ -110,6 +111,7 @@ class Mesh:
 
         One list for each part and island.
         """
+        # Every `replica`-th rank of an island has the same part.
         each = self.replica
         return [ranks[part::each] for ranks in self.island_groups for part in range(each)]
 

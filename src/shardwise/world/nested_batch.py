@@ -174,6 +174,7 @@ class Rows:
         """Raise DataError for an object that has a length or tensors, but is no known container."""
         inside = getattr(leaf, "__dict__", {}).values()
         has_tensors = any(isinstance(value, (Tensor, np.ndarray)) for value in inside)
+        # An object without rows, such as a setting, goes to every rank as it is.
         if isinstance(leaf, _WHOLE) or not (has_tensors or hasattr(leaf, "__len__")):
             return
         raise DataError(

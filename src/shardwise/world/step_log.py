@@ -138,6 +138,7 @@ class StepLog:
 
     def measured(self, means: Mapping[str, float], *, training: bool) -> None:
         """Record means over all ranks, of training (autograd was on) or of an evaluation."""
+        # Only the first engine's training is measured.
         if self._stepped and 0 not in self._stepped:
             return  # another training, by a later engine
         self._write(epoch=self._epoch, training=training, means=dict(means))

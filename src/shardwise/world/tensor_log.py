@@ -107,6 +107,8 @@ class TensorLog:
             key = part.kind, part.name, part.copy
             entry = tensors.setdefault(key, {"print": fingerprints.nothing(), "values": []})
             entry["print"] += fingerprints.of(part.values, part.offset)
+            # Without a list, all values of a small model are written, which saves `verify` a second
+            # run.
             if small if self._wanted is None else part.name in self._wanted:
                 values = part.values.detach().reshape(-1).cpu().clone()
                 entry["values"].append((part.offset, values))

@@ -33,6 +33,7 @@ def start(path: Path, status_server: StatusServer) -> None:
     stop()
     at_home = status_server.shares_host(0)
     host = socket.gethostname()
+    # A shared folder must not have two hosts writing one file.
     path = path if at_home else sibling(path, host)
     encoder = Encoder(status_server.rank, host)
     try:
@@ -132,6 +133,7 @@ class _ToFile:
             return
         self._measured = now
         found = self._distant.clock_offset(0, "monotonic")
+        # If rank 0 does not answer, keep the last offset.
         if found is not None:
             self._ahead = found.ns
 

@@ -409,6 +409,8 @@ class World(BatchRows, HintsAtAttributes):
         it prints a line.
         """
         settings = self.settle(**keywords)
+        # A setting without effect is an error as a flag, and only a line in a file or a variable,
+        # which other runs share.
         found = config.sources(os.environ, self.keywords | keywords)
         for line in config.idle(found, settings, config.OF_AN_ENGINE):
             self.say_once(line)
@@ -425,6 +427,7 @@ class World(BatchRows, HintsAtAttributes):
         if self.is_main and not self.step_log.ended:
             # Not after `--stop-after`, which may end the run between a backward and its step.
             self.unstepped.warn()
+        # From here on a signal ends the process as usual: there is nothing left to save.
         self.preemption.forget()
         self.step_log.close()
         self.expect_no_engine()

@@ -27,8 +27,8 @@ RIGHT: dict[str, str] = {
     r"was written (while sharded|\(\w+\) while it is sharded)": "whole parameters are written in "
     "full_parameters(write=True)",
     r"ParameterAccess: .* was read \(\w+\) while it is sharded": "a worker has a part",
-    r"copy_: a tensor that all ranks have is written to with what one stage has made": "a manual average "
-    "of values that other workers have",
+    r"copy_: a tensor that all ranks have is written to with what one stage has made": "an average "
+    "by user code over stages",
     r"--activations recomputed runs Model, .* but with --pipeline it is several layers": "a unit "
     "that is on several workers cannot be run again as one",
     r"--exact \d+: the gradient of .* Write --no-overlap": "sums have already started",
