@@ -30,7 +30,7 @@ def test_warns_once_of_different_numbers_of_batches():
     one, two = CommonCalls(), CommonCalls()
     one.note(SHARE)
     assert one.number() != two.number()
-    world = Ranks(one.made(), two.made())
+    world = Ranks(one.report(), two.report())
     check_calls(world, calls_differ=True, rows_differ=False)
     assert "different numbers of batches" in world.said[0]
     world.calls.note(SHARE)

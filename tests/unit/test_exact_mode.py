@@ -42,9 +42,9 @@ def test_numbers_are_rounded_once():
     """The number of a micro-shard is the same on any rank."""
     values = [0.1, 1e16, 0.3, -1e16]
     alone, both = ExactAggregation(MicroShards(4, 1, 0)), ExactAggregation(MicroShards(4, 2, 0))
-    assert alone.total([alone.reported(values)]) == 0.4
-    assert both.total([both.reported(values[::2]), both.reported(values[1::2])]) == 0.4
-    assert Aggregation(0).total([Aggregation(0).reported(values)]) != 0.4
+    assert alone.total([alone.report(values)]) == 0.4
+    assert both.total([both.report(values[::2]), both.report(values[1::2])]) == 0.4
+    assert Aggregation(0).total([Aggregation(0).report(values)]) != 0.4
     assert math.isnan(alone.total([[math.inf, -math.inf, 0.0, 0.0]]))
 
 

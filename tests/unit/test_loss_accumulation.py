@@ -22,7 +22,7 @@ def count(accumulation, batch, weight=None, same_items=None, summed=False):
         batch, share, given=weight is not None, divisor=float(summed), same_items=same_items
     )
     accumulation.add(LOSS, term, float(summed))
-    return term.repeated
+    return term.is_repeated
 
 
 def test_losses_of_one_batch_count_it_once():

@@ -73,7 +73,7 @@ class BackwardRunner:
         else:
             terms = loss_terms.read(value, max(batch.samples, 1), total=batch.total)
         if not is_said and not in_parts:
-            divisor = self._accumulation.divisor_read(terms)
+            divisor = self._accumulation.divisor_from(terms)
         if in_parts and batch is None:
             # Every loss counts 1, because only the last stage knows the terms.
             terms = UNKNOWN

@@ -76,7 +76,7 @@ class ExactAggregation(Aggregation):
                 "then engine.step() once."
             )
 
-    def reported(self, values: Sequence[Number]) -> list[Number]:
+    def report(self, values: Sequence[Number]) -> list[Number]:
         # One number per micro-shard, so that `total` can round once over all of them.
         return list(values)
 

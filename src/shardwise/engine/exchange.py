@@ -50,8 +50,8 @@ def exchange(
     nothing = [0.0] * accumulation.backwards
     no_mix = math.inf, -math.inf
     mine = StepReport(
-        weights=aggregation.reported(accumulation.weights if counts else nothing),
-        losses=aggregation.reported(accumulation.losses if counts else nothing),
+        weights=aggregation.report(accumulation.weights if counts else nothing),
+        losses=aggregation.report(accumulation.losses if counts else nothing),
         squared_norm=gradients.squared().double() / copies,
         backwards=accumulation.weighted_backwards if counts else 0,
         shares=accumulation.shares if counts else 0.0,
@@ -69,7 +69,7 @@ def exchange(
         asked=asked,
         written=written,
         divisor=accumulation.divisor if accumulation.is_said else -1.0,
-        alone=accumulation.needs_to_be_alone,
+        alone=accumulation.needs_sole_loss,
         buffer_rows=buffers.shares(counts=counts),
     )
     # Buffers are appended to the report: one collective instead of two.

@@ -39,7 +39,7 @@ class LossTerm:
     parts: Sequence[tuple[LossTerms, Number]] = ()
 
     @property
-    def repeated(self) -> bool:
+    def is_repeated(self) -> bool:
         """True if an earlier backward of the step has counted its items."""
         return self.of is not None
 
@@ -64,13 +64,13 @@ class LossAccumulation:
     """True if the user has said, or a graph shows, whether losses are means or sums."""
     stepping: bool = False
     """True once the step has begun, and also if it failed."""
-    checks_given: bool = True
+    checks_weights: bool = True
     """Whether weights from the user are compared with what graphs show."""
     _terms: list[LossTerm] = field(default_factory=list)
     _mixes: dict[int, Number] = field(default_factory=dict)
     """For each backward that counted items: a number that is the same on all ranks if its weight
     fits all losses of these items."""
-    needs_to_be_alone: bool = False
+    needs_sole_loss: bool = False
     """True if a loss has sums and means, so that no weight is right together with other losses."""
 
     def clear(self) -> None:
@@ -78,7 +78,7 @@ class LossAccumulation:
         self.weights, self.shown, self.losses, self.indices = [], [], [], []
         self._terms, self._mixes = [], {}
         self.shares, self.divisor, self.stepping = 0.0, 0.0, False
-        self.is_said = self.needs_to_be_alone = False
+        self.is_said = self.needs_sole_loss = False
 
     @property
     def backwards(self) -> int:
@@ -90,7 +90,7 @@ class LossAccumulation:
         """Number of backwards whose weight is not known to be 0."""
         return sum(isinstance(weight, Tensor) or weight != 0 for weight in self.weights)
 
-    def divisor_read(self, terms: LossTerms) -> float:
+    def divisor_from(self, terms: LossTerms) -> float:
         """Return the divisor of a loss by its `terms` alone: 1 for a sum, 0 for a mean."""
         return float(terms.is_sum) if self._is_open else self.divisor
 
@@ -140,7 +140,7 @@ class LossAccumulation:
         If `compares`, record whether its terms fit its weight.
         """
         number = self.backwards
-        self.shares += 0.0 if term.repeated else share
+        self.shares += 0.0 if term.is_repeated else share
         # A weight of 0 says nothing about the kind of loss, as above.
         is_said = (
             _is_counted(term.weight.items) if term.given else bool(term.terms.terms or term.parts)
@@ -149,12 +149,12 @@ class LossAccumulation:
             self.divisor = divisor
         self.indices.append(() if term.batch is None else term.batch.indices)
         # A repeated term adds its gradient, but its items are already counted.
-        self.weights.append(0.0 if term.repeated else term.weight.items)
-        self.shown.append(0.0 if term.repeated else term.weight.shown)
+        self.weights.append(0.0 if term.is_repeated else term.weight.items)
+        self.shown.append(0.0 if term.is_repeated else term.weight.shown)
         self.losses.append(_weighted(loss, term.weight.factor))
         self._terms.append(term)
         self.is_said |= not compares or is_said
-        if not compares or (term.given and not self.checks_given):
+        if not compares or (term.given and not self.checks_weights):
             return
         cut = sum(_is_counted(weight) for _, weight in term.parts) > 1
         if cut and not term.given and not divisor and any(t.has_sum for t, _ in term.parts):
@@ -164,7 +164,7 @@ class LossAccumulation:
         for place, (terms, weight) in enumerate(term.parts or [(term.terms, term.weight.factor)]):
             if not isinstance(weight, Tensor) and weight == 0:
                 continue
-            self.needs_to_be_alone |= not term.given and terms.mixes_sums(summed=divisor > 0)
+            self.needs_sole_loss |= not term.given and terms.mixes_sums(summed=divisor > 0)
             if divisor > 0:
                 continue
             if terms == UNKNOWN:
@@ -215,17 +215,17 @@ class LossAccumulation:
     def kinds(self) -> tuple[str, ...]:
         """Sources of the losses of this step whose weight was read from their graph."""
         # A user who passes a weight has already decided how losses are weighted.
-        mains = [t.terms.main for t in self._terms if not (t.given or t.repeated)]
+        mains = [t.terms.main for t in self._terms if not (t.given or t.is_repeated)]
         return tuple(dict.fromkeys(main.source for main in mains if main is not None))
 
     @property
-    def read_first(self) -> LossTerms | None:
+    def first_terms(self) -> LossTerms | None:
         """Terms of the step's first loss, if its weight was read from its graph; else None."""
         first = self._terms[0] if self._terms else None
         return None if first is None or first.given or self.divisor else first.terms
 
     @property
-    def are_given(self) -> bool:
+    def has_given_weights(self) -> bool:
         """True if the user has passed the weight of each loss of the step."""
         return all(term.given for term in self._terms)
 
@@ -248,7 +248,7 @@ class LossAccumulation:
         """
         if same_items is False or (not isinstance(weight.items, Tensor) and weight.items == 0):
             return None
-        counting = [n for n, term in enumerate(self._terms) if not term.repeated]
+        counting = [n for n, term in enumerate(self._terms) if not term.is_repeated]
         earlier = [n for n in counting if batch is not None and self._terms[n].batch is batch]
         if same_items is None:
             if earlier and (given or self._terms[earlier[-1]].given):

@@ -187,12 +187,12 @@ class StepRunner:
         """
         accumulation = self._accumulation
         gathered = self._world.step_group.gather_plain(
-            (accumulation.describe(), accumulation.are_given)
+            (accumulation.describe(), accumulation.has_given_weights)
         )
         losses = [descriptions for descriptions, _ in gathered]
-        if not all(are_given for _, are_given in gathered):
+        if not all(has_given_weights for _, has_given_weights in gathered):
             raise usage_checks.mixed_losses(losses)
-        accumulation.checks_given = False
+        accumulation.checks_weights = False
         self._world.say_once(usage_checks.other_weights(losses))
 
     # -- reduce and exchange ----------------------------------------------------------------
@@ -367,7 +367,7 @@ class StepRunner:
     def _finish(self, totals: StepTotals, stats: StepStats) -> StepStats:
         """Complete the step: clear, count, record. Return its statistics."""
         # Before `_clear`, which drops the terms.
-        if self._state.steps == 0 and (terms := self._accumulation.read_first) is not None:
+        if self._state.steps == 0 and (terms := self._accumulation.first_terms) is not None:
             start_lines.announce_weight(self._world, self._spec, terms, stats.weight)
         self._clear(totals)
         self._count()

@@ -43,7 +43,7 @@ class Aggregation:
     def check(self, backwards: int) -> None:
         """Raise UsageError if a step cannot have that many backwards."""
 
-    def reported(self, values: Sequence[Number]) -> list[Number]:
+    def report(self, values: Sequence[Number]) -> list[Number]:
         """Return the numbers that a rank reports for `values`, one per backward."""
         return [sum(values)]
 

@@ -102,7 +102,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
     """
     if not calls_differ and not rows_differ:
         return
-    gathered = world.step_group.gather_plain(world.calls.made())
+    gathered = world.step_group.gather_plain(world.calls.report())
     calls_of_ranks = [calls for calls, _ in gathered]
     if (difference := find_call_difference(calls_of_ranks)) is not None:
         raise UsageError(

@@ -65,7 +65,7 @@ class CommonCalls:
         """A digest of the first rows of the shared batches."""
         return self._rows
 
-    def made(self) -> tuple[CallCounts, float]:
+    def report(self) -> tuple[CallCounts, float]:
         """Return the calls and the digest of rows, to send to the other ranks."""
         counts = [(call, line, times) for (call, line), times in self._made.items()]
         return counts, float(self._rows)
