@@ -18,7 +18,7 @@ def check(
             "engine.step(closure=...) after engine.backward: the closure runs the backward of its "
             "step itself. Remove the other backward, or discard it with engine.zero_grad()."
         )
-    if not asks_often(states):
+    if not may_call_repeatedly(states):
         _check_known(states)
         return
     names = " and ".join(type(optimizer).__name__ for optimizer in spec.optimizers)
@@ -57,7 +57,7 @@ def check(
         )
 
 
-def asks_often(states: States) -> bool:
+def may_call_repeatedly(states: States) -> bool:
     """Return whether an optimizer updates all its tensors in one call, and may call a closure."""
     return any(group.together for group in states.optimizer.groups)
 

@@ -76,7 +76,7 @@ class StepRunner:
         if closure is not None:
             scaled = self._state.scale.active
             closures.check(self._spec, states, self._accumulation, scaled=scaled)
-            if closures.asks_often(states):
+            if closures.may_call_repeatedly(states):
                 return self._step_often(closure, max_norm)
             with torch.enable_grad():
                 closure()
