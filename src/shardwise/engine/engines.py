@@ -42,7 +42,7 @@ class Engines:
         saves: Number of saves, including those before a resume.
 
     Raises:
-        UsageError: There is no engine, an argument is no engine, or a name is no plain name.
+        UsageError: There is no engine, an argument is no engine, or a name cannot name a folder.
 
     Example:
         both = sw.Engines(generator=g_engine, discriminator=d_engine)
@@ -55,8 +55,8 @@ class Engines:
         for name, engine in engines.items():
             if not isinstance(engine, Engine) or not plain_name(name):
                 raise UsageError(
-                    f"sw.Engines({name}=...) takes an engine, under a name of letters, digits, "
-                    "- and _."
+                    f"sw.Engines({name}=...) takes an engine, under a name that can name a folder "
+                    "(without / and NUL)."
                 )
         if not engines:
             raise UsageError("sw.Engines() takes engines by name: sw.Engines(generator=engine).")
