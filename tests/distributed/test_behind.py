@@ -559,7 +559,7 @@ def bytes_case(world, settings):
     nbytes = sum(tensor.nbytes for tensor in held)
     found = delayed.state_bytes, nbytes
     table = sw.engine.describe.table_of(engine._spec, engine._states, "memory")
-    assert table.caption == f"and beside: {in_bytes(nbytes)} of gradients between islands"
+    assert table.caption == f"and in addition: {in_bytes(nbytes)} of gradients between islands"
     engine.close()
     return found
 

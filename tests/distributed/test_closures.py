@@ -130,7 +130,7 @@ def habits_case(world):
     engine.backward((model(x) - y).square().mean())
     with pytest.raises(UsageError, match=r"LBFGS evaluates .* engine.step\(closure=closure\)"):
         engine.step()
-    with pytest.raises(UsageError, match="the closure makes the backwards"):
+    with pytest.raises(UsageError, match="the closure runs the backward"):
         engine.step(closure=lambda: None)
     engine.zero_grad()
     with pytest.raises(UsageError, match="call backward first"):

@@ -347,7 +347,7 @@ def split_case(world):
     return norm
 
 
-def test_parts_of_a_model_are_refused_by_name(group):
+def test_refuses_split_models_by_name(group):
     with pytest.raises(RankFailed, match=r"full_gradients\(\) with --tensor 2: no worker has"):
         group(2, tensor=2)(split_case)
 

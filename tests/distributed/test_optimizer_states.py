@@ -114,9 +114,9 @@ def several_case(world):
     with pytest.raises(UsageError, match=r"Write engine.load_optimizer_state_dict\(state"):
         optimizer.load_state_dict(state)
     other = torch.optim.AdamW([nn.Parameter(torch.zeros(3))]).state_dict()
-    with pytest.raises(CheckpointMismatch, match=r"groups of \[1\] parameters, and AdamW"):
+    with pytest.raises(CheckpointMismatch, match=r"groups of \[1\] parameters, but AdamW"):
         engine.load_optimizer_state_dict(other)
-    with pytest.raises(UsageError, match="is not one that this engine has"):
+    with pytest.raises(UsageError, match="does not belong to this engine"):
         engine.load_optimizer_state_dict(state, torch.optim.SGD(nn.Linear(1, 1).parameters()))
     engine.close()
 

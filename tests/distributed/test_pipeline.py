@@ -454,10 +454,10 @@ def refused(world, settings, stages=None):
     [
         ({"stages": ("blocks.9",)}, "'blocks.9' names no layer. A stage begins at one of tokens"),
         ({"stages": ("blocks.*",)}, "'blocks.\\*' is 6 layers"),
-        ({"stages": ("blocks.1", "blocks.2")}, "makes 3 stages.*name 1, or 3"),
+        ({"stages": ("blocks.1", "blocks.2")}, "gives 3 stages.*name 1, or 3"),
         ({"stages": ("blocks.1", "blocks.2", "blocks.3")}, "takes one stage per worker"),
         ({"stages": ("tokens",)}, "takes the first module of each stage but the first one"),
-        ({"compile": True}, "--pipeline 2 and --compile cannot be had together"),
+        ({"compile": True}, "--pipeline 2 cannot be combined with --compile"),
         ({"schedule": "zero-bubble", "zero": 3}, "write --zero 2, or --schedule 1f1b"),
         ({"units": ("tokens",), "stages": ("norm",)}, "taken"),
         ({"stages": ("head",)}, "Stage 1 \\(head\\) has nothing to train"),
@@ -826,7 +826,7 @@ def what_is_said(world, how):
 @pytest.mark.parametrize(
     ("how", "hint"),
     [
-        ("outside", "is in no model, and with --pipeline"),
+        ("outside", "is in no model, so with --pipeline"),
         ("head only", "Stage 0 .* has nothing to train"),
         ("recomputed", "which has no repeated blocks, again as one"),
         ("mask", "gives a shape, or a number, that depends on its values"),

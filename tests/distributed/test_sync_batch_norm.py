@@ -124,7 +124,7 @@ def out_of_reach(world, kind):
 @pytest.mark.parametrize("kind", [ByItself, OverOne])
 def test_modules_that_normalise_themselves_are_reported(group, kind):
     for (told,) in group(2)(out_of_reach, kind):
-        said = "which normalises by itself, out of reach of --sync-batch-norm (1 module)"
+        said = "whose normalisation --sync-batch-norm cannot synchronise (1 module)"
         assert told == f"{kind.__name__}, {said}"
 
 

@@ -1,7 +1,6 @@
-"""Promise 1 where layers are shared out: as one plain PyTorch process, by every schedule, on any
-mesh, in every row.
+"""Promise 1 with pipeline stages: every schedule, mesh and row equals one plain PyTorch process.
 
-Trainings are of 6 steps but for two of 20; in `-m full` all are of 20 as well.
+Trainings have 6 steps, except for two of 20; with `-m full` all have 20 as well.
 """
 
 import pytest
@@ -58,7 +57,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
     ],
 )
 def test_every_schedule(group, plain, schedule, pipeline, brief):
-    """Embeddings are tied across the stages, and their rows are not the items of the mean."""
+    """Embeddings are tied across stages, and the mean is over tokens, not rows."""
     problem = _problem("deep_gpt", micro="1", brief=brief)
     options = {"schedule": schedule, "microbatches": 4}
     _compare(group, plain, problem, pipeline, pipeline=pipeline, options=options)
@@ -105,13 +104,13 @@ def test_four_stages_of_two_halves(group, plain, by_tokens, brief):
 @BRIEFLY
 @pytest.mark.parametrize("row", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_plain_loop_stage_after_stage(group, plain, row, brief):
-    """Without forward_backward: right, though only one worker is busy at a time."""
+    """Without forward_backward it is correct, but only one worker is busy at a time."""
     problem = _problem("deep_gpt", micro="short", brief=brief)
     _compare(group, plain, problem, 4, pipeline=2, in_turn=True, options={"zero": row})
 
 
 def test_a_widths_that_nothing_divides_accumulated(group, plain):
-    """Loader micro-batches of 3 rows in 2 parts; a last window in which rows are fewer."""
+    """Micro-batches of 3 rows from the Loader in 2 parts; the last window has fewer rows."""
     problem = _problem("odd_mlp", micro="short")
     _compare(group, plain, problem, 2, pipeline=2, options={"microbatches": 2, "zero": 1})
 
@@ -132,7 +131,7 @@ def test_a_widths_that_nothing_divides_accumulated(group, plain):
     ],
     ids=str,
 )
-def test_what_it_can_be_had_with(group, plain, options, brief):
+def test_can_be_combined_with_other_features(group, plain, options, brief):
     mesh = {name: options[name] for name in ("transport",) if name in options}
     options = {k: v for k, v in options.items() if k not in mesh}
     options = {k: f"nvme:{on_a_disk()}" if v == "nvme" else v for k, v in options.items()}

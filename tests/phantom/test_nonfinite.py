@@ -46,10 +46,10 @@ def test_names_rank_and_samples(phantom, zero):
     for waits, message in phantom(2, blamed, zero, True):
         assert waits <= 1
         assert "the gradient is not finite in blocks.0.down.bias" in message
-        assert "It comes from rank 1 (its loss; samples 12, 13, 14, 15)." in message
+        assert "The cause is rank 1 (its loss; samples 12, 13, 14, 15)." in message
 
 
 def test_names_parameter_and_rank_if_the_loss_is_finite(phantom):
     for waits, message in phantom(2, blamed, 0, False):
         assert waits <= 1
-        assert "the gradient is not finite in head.bias. It comes from rank 1 (its grad" in message
+        assert "the gradient is not finite in head.bias. The cause is rank 1 (its grad" in message

@@ -34,7 +34,7 @@ TRACE = "Traceback (most recent call last):\n  ...\nValueError: x\n"
     [
         (2, SAID, (), "sentence"),
         (0, "", (), "silently taken"),
-        (0, "shardwise: --microbatches 4 does nothing, since ...\n", (), "a line says so"),
+        (0, "shardwise: --microbatches 4 has no effect, because ...\n", (), "a line says so"),
         (1, TRACE, (), "traceback"),
         (1, "", (), "no word"),
         (1, "Segmentation fault\n", (), "no word"),

@@ -250,7 +250,7 @@ def test_reports_rank_that_does_not_arrive(here: Launcher, other: str) -> None:
     assert ran.code != 0
     assert re.search(r"ranks 0, 2 have waited \d+ s in step 3 for rank 1\.", ran.err), ran.err
     assert re.search(r"rank 1 is in no collective, at .*watched\.py:(19|20)\n", ran.err), ran.err
-    assert re.search(r"for rank 1, which did not come\. Rank 1 is in no collective, at", ran.err)
+    assert re.search(r"for rank 1, which did not join\. Rank 1 is in no collective, at", ran.err)
 
 
 @WARM
@@ -278,7 +278,7 @@ def test_doctor_reports_impossible_settings(here: Launcher) -> None:
     words = (sys.executable, "-m", "shardwise", "doctor", "-n", "2", "--exact", "2")
     ran = run(here, *words, "--tensor", "2", "--schedule", "gpipe")
     assert ran.code == 1
-    assert ran.out.startswith("[0] wrong: --exact 2 and --tensor 2 cannot be had together")
+    assert ran.out.startswith("[0] wrong: --exact 2 cannot be combined with --tensor 2")
     assert ran.out.count("wrong:") == 1
     assert "Traceback" not in ran.out + ran.err
 

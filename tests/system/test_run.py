@@ -315,7 +315,7 @@ class TestFailing:
         flags = ("--tensor", "2", "--exact", "4", "--log-dir", "l")
         ran = shardwise.run("run", "-n", "2", *flags, script("exact"))
         assert (ran.code, ran.out) == (1, "")
-        said = ran.err.removeprefix("\nshardwise: --exact 4 and --tensor 2 cannot be had together")
+        said = ran.err.removeprefix("\nshardwise: --exact 4 cannot be combined with --tensor 2")
         assert said.endswith('device="cpu")]\n')
         assert said.count("\n") == 1
         for rank in range(2):
@@ -688,7 +688,7 @@ def test_second_step_without_engine_warns(shardwise: Launcher) -> None:
     ran = shardwise.run("run", "-n", "2", str(path))
     said = [line.split(":")[0] for line in ran.err.splitlines()]
     assert said == ["[0] step 0", "[0] step 1", "[0] shardwise", "[0] step 2"]
-    assert "SGD.step() by hand, and no sw.Engine was made: each of the 2 workers" in ran.err
+    assert "SGD.step() without an sw.Engine: each of the 2 workers" in ran.err
 
 
 def test_script_for_accelerate_gets_hint(tmp_path: Path) -> None:

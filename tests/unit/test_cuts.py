@@ -108,5 +108,5 @@ def test_refuses_batches_that_cannot_be_cut(exact):
         Loader(TensorDataset(torch.arange(10)), 3)
     with pytest.raises(DataError, match='sharding="dataset" gives each worker a part of its own'):
         Loader(Numbers(), 8, sharding="dataset")
-    with pytest.raises(UsageError, match=r"world\.share gives one share"):
+    with pytest.raises(UsageError, match=r"world\.share returns one contiguous share"):
         exact.share(torch.arange(4))

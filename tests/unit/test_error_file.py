@@ -182,9 +182,7 @@ class TestHabits:
         loss = model(torch.ones(3, 2)).square().mean()
         said = refusal_sentence(raised(loss.backward))
         assert said.startswith("loss.backward() reached weight without the engine, so")
-        assert refusal_sentence(raised(optimizer.step)).startswith(
-            "SGD.step() by hand would update"
-        )
+        assert refusal_sentence(raised(optimizer.step)).startswith("SGD.step() would update")
 
     def test_mistake_in_our_calls_is_refusal(self, made: Any, tmp_path: Path) -> None:
         model, _, engine = made
@@ -192,7 +190,7 @@ class TestHabits:
         assert "takes a scalar loss, not (3, 1). Take" in refusal_sentence(
             raised(engine.backward, output)
         )
-        assert "as a tensor, not float: give" in refusal_sentence(raised(engine.backward, 1.5))
+        assert "as a tensor, not float: pass" in refusal_sentence(raised(engine.backward, 1.5))
         assert refusal_sentence(raised(engine.step)).endswith(": call(*args, **options)]")
         assert "none does not exist. " in refusal_sentence(raised(engine.load, tmp_path / "none"))
 
@@ -220,7 +218,7 @@ class TestShowing:
         return given
 
     def shown(self, capfd: pytest.CaptureFixture[str]) -> str:
-        error = raised(sw.init, exact=0)  # which also sets the hook
+        error = raised(sw.init, exact=0)  # this also sets the hook
         sys.excepthook(type(error), error, error.__traceback__)
         return capfd.readouterr().err
 

@@ -119,15 +119,16 @@ def test_one_island_per_host():
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"), [("aab", "these have 2, 1. Start"), ("abab", "2, 2, and their numbers alt")]
+    ("keys", "words"),
+    [("aab", "these hosts have 2, 1. Start"), ("abab", "2, 2, and their numbers alt")],
 )
 def test_hosts_that_are_no_islands(keys, words):
-    with pytest.raises(ConfigError, match=f"--islands host needs as many workers .*{words}"):
+    with pytest.raises(ConfigError, match=f"--islands host needs the same .*{words}"):
         count_groups(Settings(islands="host"), hosts(*keys))
 
 
 def test_the_exact_mode_has_one_island():
-    with pytest.raises(ConfigError, match="--exact 4 and --islands 2 cannot be had together"):
+    with pytest.raises(ConfigError, match="--exact 4 cannot be combined with --islands 2"):
         mesh_of(Settings(exact=4, islands=2), 4, 2)
     assert mesh_of(Settings(exact=4, islands=1), 4, 1).islands == 1
 

@@ -18,7 +18,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch.flags import ADOPTED
 from shardwise.layout import fingerprints
 from shardwise.model.module_records import tensors_beside
-from shardwise.testing import _imported, _train_plain
+from shardwise.testing import _import_function, _train_plain
 from shardwise.tools.verify import (
     causes,
     flow,
@@ -629,7 +629,7 @@ def test_function_in_a_test_package_is_importable(
     for name in ("inner", "inner.beside", "inner.test_it"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     try:
-        assert _imported(str(path), "make", module, str(tmp_path))() == 7
+        assert _import_function(str(path), "make", module, str(tmp_path))() == 7
     finally:
         for name in ("inner", "inner.beside", "inner.test_it"):
             sys.modules.pop(name, None)

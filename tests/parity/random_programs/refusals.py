@@ -1,22 +1,22 @@
-"""The refusals that are right: a program that meets one has asked for what cannot be had.
+"""The valid refusals: a program that gets one has asked for something impossible.
 
-Everything else that is refused is a finding: a program that plain PyTorch runs should run.
+Any other refusal is a finding: a program that plain PyTorch runs should run.
 """
 
 import re
 
 RIGHT: dict[str, str] = {
-    r"needs whole tensors, and (with --off|--tensor)": "each worker, or span of a file, has a part",
+    r"needs whole tensors, but (with --off|--tensor)": "each worker, or span of a file, has a part",
     r"found nothing to split": "without a layer to split, --tensor would train copies",
-    r"zero-bubble runs backward in two": "the other half would gather, or recompute, all anew",
+    r"zero-bubble splits backward in two": "the other half would gather, or recompute, again",
     r"several stages on each worker .* write loss = engine.forward_backward": "in a plain loop "
-    "nobody knows which of a worker's stages is next",
+    "it is not known which of a worker's stages is next",
     r"stand in the model in the order in which they run": "a stage would wait for a later one",
     r"depends on its values, which the ranks of other stages do not have": "shapes must be known "
-    "where a tensor is not",
-    r"Stage \d+ .* has nothing to train": "its worker would have no part in any update",
+    "on ranks without the tensor",
+    r"Stage \d+ .* has nothing to train": "its worker would never update anything",
     r"engine.uneven\(\) with --pipeline": "no worker has all layers",
-    r"add_param_group after sw.Engine\(...\) with --pipeline": "whose layers they are is settled",
+    r"add_param_group after sw.Engine\(...\) with --pipeline": "stages are already assigned",
     r"gradients inside of a loss .* cannot be had with --pipeline": "each worker has a part of the "
     "graph",
     r"PlacementError: The row .* is not legal": "the table of rows says so",
@@ -26,17 +26,17 @@ RIGHT: dict[str, str] = {
     r"is of the stand-in cannot be told": "rows cut by hand beside batches of world.share",
     r"was written (while sharded|\(\w+\) while it is sharded)": "whole parameters are written in "
     "full_parameters(write=True)",
-    r"ParameterAccess: .* was read \(\w+\) while it is sharded": "a worker holds a part",
+    r"ParameterAccess: .* was read \(\w+\) while it is sharded": "a worker has a part",
     r"copy_: a tensor that all ranks have is written to with what one stage has made": "an average "
-    "by hand of what other workers have",
-    r"--activations recomputed runs Model, .* and with --pipeline it is several layers": "a unit "
+    "by user code over stages",
+    r"--activations recomputed runs Model, .* but with --pipeline it is several layers": "a unit "
     "that is on several workers cannot be run again as one",
-    r"--exact \d+: the gradient of .* --no-overlap lets them begin": "sums have begun by then",
+    r"--exact \d+: the gradient of .* Write --no-overlap": "sums have already started",
 }
-"""By a pattern of the message, why it is right to refuse."""
+"""Patterns of messages, and why the refusal is valid."""
 
 
 def why(words: str) -> str | None:
-    """Why a refusal with these words is right; None where it is not known to be."""
+    """Return why a refusal with these words is valid; None if it is not known to be."""
     flat = " ".join(words.split())
     return next((why for pattern, why in RIGHT.items() if re.search(pattern, flat)), None)

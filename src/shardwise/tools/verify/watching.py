@@ -202,7 +202,7 @@ def _note_weights(facts: Facts) -> None:
 
     @wraps(plain)
     def noting(losses: Sequence[Sequence[str]]) -> str:
-        facts.note("losses", usage_checks.told(losses))
+        facts.note("losses", usage_checks.describe_losses(losses))
         return plain(losses)
 
     usage_checks.other_weights = noting
