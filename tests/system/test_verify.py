@@ -177,5 +177,5 @@ def test_assert_same_training() -> None:
 
 
 def test_refuses_functions_that_cannot_be_imported() -> None:
-    with pytest.raises(UsageError, match="at the top of a module"):
+    with pytest.raises(UsageError, match="at the top level of a module"):
         assert_same_training(lambda: None)

@@ -31,7 +31,7 @@ def test_a_rank_that_is_stopped(shardwise: Launcher) -> None:
         ran.err,
     ), ran.err
     assert "shardwise: rank 1 of 3 did not arrive, and reported nothing until" in ran.err
-    assert "for rank 1, which did not come. Rank 1 is stopped (T)." in ran.err.splitlines()[-1]
+    assert "for rank 1, which did not join. Rank 1 is stopped (T)." in ran.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])

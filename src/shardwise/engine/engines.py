@@ -54,7 +54,10 @@ class Engines:
     def __init__(self, **engines: Engine) -> None:
         for name, engine in engines.items():
             if not isinstance(engine, Engine) or not is_plain_name(name):
-                raise UsageError(f"sw.Engines({name}=...) takes an engine by a plain name.")
+                raise UsageError(
+                    f"sw.Engines({name}=...) takes an engine, under a name that can name a folder "
+                    "(without / and NUL)."
+                )
         if not engines:
             raise UsageError("sw.Engines() takes engines by name: sw.Engines(generator=engine).")
         self._engines = engines

@@ -21,9 +21,9 @@ RIGHT: dict[str, str] = {
     "graph",
     r"PlacementError: The row .* is not legal": "the table of rows says so",
     r"hold tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
-    r"max_norm=.* rewrites in forward": "each worker would rewrite the rows that it sees",
-    r"sparse(, | gradients only, )which flat buckets cannot hold": "gradients rest in flat buckets",
-    r"is of the stand-in cannot be told": "rows cut by hand beside batches of world.share",
+    r"max_norm=.* rewrites the rows": "each worker would rewrite the rows that it sees",
+    r"sparse(, | gradients only, )which flat buckets cannot hold": "gradients are in flat buckets",
+    r"gave this worker a stand-in that does not count": "rows that are cut by hand",
     r"was written (while sharded|\(\w+\) while it is sharded)": "whole parameters are written in "
     "full_parameters(write=True)",
     r"ParameterAccess: .* was read \(\w+\) while it is sharded": "a worker has a part",
