@@ -452,11 +452,11 @@ def refused(world, settings, stages=None):
 @pytest.mark.parametrize(
     ("settings", "hint"),
     [
-        ({"stages": ("blocks.9",)}, "'blocks.9' names no layer. A stage begins at one of tokens"),
-        ({"stages": ("blocks.*",)}, "'blocks.\\*' is 6 layers"),
+        ({"stages": ("blocks.9",)}, "'blocks.9' matches no layer. A stage begins at one of tokens"),
+        ({"stages": ("blocks.*",)}, "'blocks.\\*' matches 6 layers"),
         ({"stages": ("blocks.1", "blocks.2")}, "makes 3 stages.*name 1, or 3"),
         ({"stages": ("blocks.1", "blocks.2", "blocks.3")}, "takes one stage per worker"),
-        ({"stages": ("tokens",)}, "takes the first module of each stage but the first one"),
+        ({"stages": ("tokens",)}, "takes the first module of each stage except the first one"),
         ({"compile": True}, "--pipeline 2 and --compile cannot be had together"),
         ({"schedule": "zero-bubble", "zero": 3}, "write --zero 2, or --schedule 1f1b"),
         ({"units": ("tokens",), "stages": ("norm",)}, "taken"),
@@ -535,17 +535,17 @@ def misused(world, how):
     ("how", "hint"),
     [
         ("item", "values cannot be read"),
-        ("other", "that no layer of the model has made"),
+        ("other", "that no layer of the model computed"),
         ("ragged", "tensors of one equal first dimension above 0, not \\[3, 8\\]"),
-        ("vector", "loss_of returns a scalar loss"),
-        ("odd", "cannot have 5 micro-batches.*multiple of 2"),
-        ("copy", "A copy of a model of which this worker has some layers only"),
-        ("state", "state_dict\\(\\) of a model of which this worker has some layers only"),
+        ("vector", "loss_of must return a scalar loss"),
+        ("odd", "does not support 5 micro-batches.*multiple of 2"),
+        ("copy", "A copy of a model when this worker has only some of its layers"),
+        ("state", "state_dict\\(\\) of a model when this worker has only some of its layers"),
         ("whole", "engine.backward inside engine.full_parameters"),
         ("failing", "in the middle"),
         ("failing, two stages on each", "in the middle"),
         ("uneven", "no worker has all layers.*engine.full_parameters"),
-        ("set", "__setitem__: a tensor that all ranks have is written to"),
+        ("set", "__setitem__ writes a value that only one stage has"),
     ],
 )
 def test_a_misuse_is_named_and_the_engine_goes_on(group, how, hint):
@@ -579,7 +579,7 @@ def runs_backwards(world):
 
 def test_layers_that_run_in_another_order_than_they_stand(group):
     for said in group(2, pipeline=2)(runs_backwards):
-        assert "head is on stage 0 and takes what stage 1 makes" in said
+        assert "head is on stage 0 and takes the output of the later stage 1" in said
 
 
 def test_the_same_call_without_a_pipeline(group):
@@ -829,10 +829,10 @@ def what_is_said(world, how):
         ("outside", "is in no model, and with --pipeline"),
         ("head only", "Stage 0 .* has nothing to train"),
         ("recomputed", "which has no repeated blocks, again as one"),
-        ("mask", "gives a shape, or a number, that depends on its values"),
-        ("mask in a plain loop", "gives a shape, or a number, that depends on its values"),
-        ("in place", "add_: a tensor that all ranks have is written to"),
-        ("kept", "kept from inside engine.forward_backward"),
+        ("mask", "has a shape or number that depends on values"),
+        ("mask in a plain loop", "has a shape or number that depends on values"),
+        ("in place", "add_ writes a value that only one stage has"),
+        ("kept", "kept after engine.forward_backward"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*trainable parameter")

@@ -189,9 +189,9 @@ def refused(world, how, in_turn):
     [
         ("reentrant", False, "autograd.Function.*use_reentrant=False"),
         ("reentrant", True, "autograd.Function.*use_reentrant=False"),
-        ("function", False, "autograd.Function.*in its own forward"),
-        ("penalty", False, "gradient penalty.*cannot be had with --pipeline"),
-        ("penalty", True, "gradient penalty.*cannot be had with --pipeline"),
+        ("function", False, "autograd.Function.*in the forward of one of the model's layers"),
+        ("penalty", False, "without --pipeline.*gradient penalty"),
+        ("penalty", True, "without --pipeline.*gradient penalty"),
         ("bare", True, "engine.backward\\(loss\\)"),
     ],
 )

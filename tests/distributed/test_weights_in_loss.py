@@ -293,8 +293,12 @@ def misuses(world, how):
         ("copy_", {"tensor": 2}, "copy_ writes into .*full_parameters\\(write=True\\)"),
         ("data", {"tensor": 2}, "p.data = .*full_parameters\\(write=True\\)"),
         ("deepcopy", {"tensor": 2}, "A copy of a split parameter"),
-        ("deepcopy", {"pipeline": 2}, "A copy of a model of which this worker has some layers"),
-        ("grad", {"pipeline": 2}, "each worker has a part of the graph"),
+        (
+            "deepcopy",
+            {"pipeline": 2},
+            "A copy of a model when this worker has only some of its layers",
+        ),
+        ("grad", {"pipeline": 2}, "each worker has only a part of the graph"),
     ],
 )
 def test_what_a_part_cannot_stand_for_is_refused(group, how, mesh, hint):

@@ -117,5 +117,7 @@ def test_1f1b_holds_no_more_micro_batches_than_stages():
 
 
 def test_what_a_schedule_cannot_have():
-    with pytest.raises(ConfigError, match="interleaved on 4 workers cannot have 9 micro-batches"):
+    with pytest.raises(
+        ConfigError, match="interleaved on 4 workers does not support 9 micro-batches"
+    ):
         actions_of("interleaved", 4, 8, 9, 0)
