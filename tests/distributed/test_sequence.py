@@ -390,7 +390,7 @@ def strays(world, how):
     if how == "reentrant":
         for block in model.blocks:
             block.forward = lambda x, plain=block.forward: checkpoint(plain, x, use_reentrant=True)
-    with pytest.raises(UsageError, match=r"some tokens.*autograd.Function.*sequence_parallel"):
+    with pytest.raises(UsageError, match=r"split by tokens.*autograd.Function.*sequence_parallel"):
         engine.backward(model(some(ROWS, LENGTH, WIDTH).requires_grad_()).square().mean())
     engine.close()
     return True
@@ -402,7 +402,7 @@ def test_what_loses_the_graph_is_refused(group, how):
 
 
 def refuses(world):
-    with pytest.raises(ModelError, match=r"blocks.0 is a Block with modules in it.*name those"):
+    with pytest.raises(ModelError, match=r"blocks.0 is a Block with submodules.*Name those"):
         built(plan={"blocks.*": "sequence_parallel"})
     return True
 

@@ -82,7 +82,7 @@ def test_both_modes_are_tried_without_chance(kind, is_found, parts):
     assert [group.name for group in found] == (["0"] if is_found else [])
     assert model.training
     assert torch.equal(before, torch.get_rng_state())
-    why = {"0": "some of its layers did not run when it was tried"}
+    why = {"0": "some of its layers did not run in the trial"}
     assert trials.left_whole() == (why if kind == "joins later" else {})
 
 
@@ -238,7 +238,7 @@ def test_what_a_hook_looks_into_stays_whole(group):
 @pytest.mark.parametrize(("late", "plan"), [(True, None), (True, PLAN), (False, PLAN)])
 def test_a_hook_that_would_see_a_part_is_refused(group, late, plan):
     for said in group(2, tensor=2)(hooked, late, plan):
-        assert re.search("a forward hook on 0.act \\(Tanh\\) stands between", said), said
+        assert re.search("a forward hook on 0.act \\(Tanh\\) runs between", said), said
 
 
 def hooks_everywhere(world, where, kind):
@@ -360,5 +360,5 @@ def test_layers_whose_weights_are_made_anew_stay_whole():
 
 @pytest.mark.parametrize("qkv", [("c_attn",), ("q", "k"), ("q", "k", 3)])
 def test_names_of_attention_are_one_or_three(qkv):
-    with pytest.raises(ModelError, match=r"three of them, or as a string .*qkv="):
+    with pytest.raises(ModelError, match=r"three names of the maps .*or a string .*qkv="):
         sw.Attention(qkv=qkv, out="c_proj", heads=2)

@@ -36,7 +36,7 @@ from shardwise.parallel.pipeline.fake_tensors import (
     fake_mode,
     without_saving,
 )
-from shardwise.parallel.tensor.torch_functions import FORM
+from shardwise.parallel.tensor.torch_functions import METADATA
 
 
 @dataclass(eq=False)
@@ -166,7 +166,7 @@ class StageTensor(Tensor):
         )
 
 
-_METADATA = FORM | {getattr(Tensor, name).__get__ for name in ("is_leaf", "requires_grad")}
+_METADATA = METADATA | {getattr(Tensor, name).__get__ for name in ("is_leaf", "requires_grad")}
 """Functions of a tensor's metadata, which all ranks know."""
 
 _READS = {
