@@ -267,7 +267,7 @@ def refused_case(world, settings, words):
         ({"equal_every": 30}, "--behind 2 and --equal-every 30 cannot be had together: that is of"),
         ({"late": 1}, "--behind 2 and --late 1 cannot be had together"),
         ({"outer": "nesterov:0.7,0.9"}, "--behind 2 and --outer nesterov:0.7,0.9 cannot be had"),
-        ({"sync_batch_norm": True}, "--islands 2 and --sync-batch-norm cannot be had together"),
+        ({"sync_batch_norm": True}, "--islands 2 cannot be combined with --sync-batch-norm"),
     ],
 )
 def test_what_cannot_be_had_beside(group, settings, words):
@@ -303,10 +303,10 @@ def stops_case(world, what, words):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("buffers", "--behind 2 with a model whose forward changes its buffers"),
-        ("weights", "Weights before step 1 are others on island 1 than on island 0"),
-        ("rate", "Options of the optimizers.*others on island 1 than on island 0 at step 2"),
-        ("steps", "Island 1 has made 2 steps, and island 0 1"),
+        ("buffers", "--behind 2 does not work with a model whose forward changes buffers"),
+        ("weights", "weights before step 1 differ between island 1 and island 0"),
+        ("rate", "optimizers' options.*differ between island 1 and island 0 at step 2"),
+        ("steps", "Island 1 has made 2 steps, but island 0 1"),
     ],
 )
 def test_islands_that_have_come_apart(group, what, words):
@@ -422,7 +422,7 @@ def lonely_case(world):
             engine.zero_grad()
         engine.backward(loss_of(model, world.share(batch)))
         engine.step()
-    words = "Rank 1 has sent gradients 5 times, and rank 0 4 times"
+    words = "Rank 1 has sent gradients 5 times, but rank 0 4 times"
     with pytest.raises(sw.errors.UsageError, match=words):
         engine.close()
 
@@ -451,7 +451,7 @@ def uneven_case(world, steps, more):
 def test_an_island_that_makes_a_step_more(group):
     for said, closing in group(2, islands=2, behind=BEHIND)(uneven_case, 4, (1, 0)):
         assert not said
-        assert "Rank 0 has sent gradients 5 times, and rank 1 4 times" in closing
+        assert "Rank 0 has sent gradients 5 times, but rank 1 4 times" in closing
 
 
 @pytest.mark.parametrize("behind", [0, BEHIND])
@@ -459,8 +459,8 @@ def test_an_island_that_makes_many_steps_more_does_not_wait_for_others(group, be
     first, second = group(2, islands=2, behind=behind)(uneven_case, 4, (0, 9))
     assert not first[0]
     assert "Island 0 has closed its engine" in second[0]
-    assert "before step 5, and others make that step" in second[0]
-    words = f"Rank 1 has sent gradients {5 + behind} times, and rank 0 4 times"
+    assert "before step 5, but other islands make that step" in second[0]
+    words = f"Rank 1 has sent gradients {5 + behind} times, but rank 0 4 times"
     assert words in first[1]
     assert words in second[1]
 

@@ -443,9 +443,12 @@ def refused_case(world, settings, words):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"sync_batch_norm": True}, "--islands 2 and --sync-batch-norm cannot be had together"),
-        ({"ema_decay": 0.9}, "--islands 2 and --ema-decay cannot be had together"),
-        ({"shard_within": "host", "zero": 2}, "--islands 2 and --shard-within host cannot be"),
+        ({"sync_batch_norm": True}, "--islands 2 cannot be combined with --sync-batch-norm"),
+        ({"ema_decay": 0.9}, "--islands 2 cannot be combined with --ema-decay"),
+        (
+            {"shard_within": "host", "zero": 2},
+            "--islands 2 cannot be combined with --shard-within host",
+        ),
         ({"late": 3, "equal_every": 3}, "--late 3 with --equal-every 3"),
     ],
 )
@@ -458,7 +461,7 @@ def bad_case(world):
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=1)
     with torch.no_grad():
         model[0].weight[0, 0] = torch.inf
-    engine._states.hooks.exchange.begun = True
+    engine._states.hooks.exchange.has_begun = True
     with pytest.raises(sw.errors.NonFiniteError, match=r"How far 0.weight has come .* a NaN or an"):
         engine._states.hooks.exchange.send(0, 1)
     engine.close()
@@ -489,7 +492,7 @@ def test_what_is_made_equal_when_is_said(group):
     assert "4 workers = 2 islands x 2 data on" in lines[0]
     rule = "parameters equal every 4 steps (mean), sent as int8, used 1 step after"
     assert lines[2] == (
-        f"  2 islands of 2 workers, which make steps of their own: {rule}, 1 fragment in turn: "
+        f"  2 islands of 2 workers, which update separately: {rule}, 1 fragment in turn: "
         "240 B sent per worker each time"
     )
     assert lines[3] == (

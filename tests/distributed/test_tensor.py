@@ -797,7 +797,7 @@ def minds_a_map(world):
     model = nn.TransformerEncoderLayer(12, 3, 18, dropout=0.0, batch_first=True).double()
     x = torch.randn(2, 5, 12).double()
     wanted = model(x)
-    with pytest.raises(ModelError, match="out_proj is split, and self_attn, which computes with"):
+    with pytest.raises(ModelError, match="out_proj is split, but self_attn, which uses its weight"):
         sw.Engine(model, adamw(model), tensor_plan={"self_attn.out_proj": "colwise_rep"})
     engine = sw.Engine(model, adamw(model), tensor_plan={"self_attn.out_proj": "whole"})
     assert torch.allclose(model(x), wanted, rtol=1e-9)

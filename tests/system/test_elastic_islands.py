@@ -58,7 +58,9 @@ def is_away(ran: Ran, island: int) -> bool:
 
 def back_at(ran: Ran, island: int) -> int:
     """From which step on an island is back."""
-    return int(re.findall(rf"shardwise: island {island} is back, from step (\d+) on", ran.err)[-1])
+    return int(
+        re.findall(rf"shardwise: island {island} has returned, from step (\d+) on", ran.err)[-1]
+    )
 
 
 class Plain:
@@ -122,8 +124,8 @@ def test_a_rank_is_killed(shardwise: Launcher, rank: int, row: str, also: list[s
     assert ran.code == 0, ran.err
     assert (
         f"shardwise: island {island} has ended at step 6 (rank {rank} of 4 was ended: SIGKILL). "
-        f"Island {1 - island} goes on without it, from the next boundary on. Starting it again, 1 "
-        "of 1.\n"
+        f"Island {1 - island} continues without it from the next boundary on. Restarting it (1 "
+        "of 1).\n"
     ) in ran.err
     back = back_at(ran, island)
     assert back in (16, 20)
@@ -144,7 +146,7 @@ def test_a_rank_is_killed_in_a_save(shardwise: Launcher) -> None:
     ran = shardwise.run(*words(*more, "1"))
     assert ran.code == 0, ran.err
     assert "island 1 has ended at step 6 (rank 2 of 4 was ended: SIGKILL)" in ran.err
-    assert "does not come back: --restarts 0 allows no more." in ran.err
+    assert "does not return, because --restarts 0 allows no more restarts." in ran.err
     assert [found.step for found in complete(folder)] == [6]
     ran = shardwise.run(*words(*more, "1"))
     assert ran.code == 0, ran.err
@@ -246,7 +248,7 @@ def test_one_count_of_starts(shardwise: Launcher) -> None:
         os.kill(rank_of(shardwise, rank), signal.SIGKILL)
     ran = run.finish()
     assert ran.code == 137, ran.err
-    assert "Starting it again, 1 of 1." in ran.err
+    assert "Restarting it (1 of 1)." in ran.err
     assert "it was started again once, and no more." in ran.err
     assert shardwise.wait_until_gone() == []
 
@@ -282,7 +284,7 @@ def test_an_island_that_cannot_be_started(shardwise: Launcher) -> None:
     ran = shardwise.finish(process)
     assert ran.code == 0, ran.err
     assert (
-        "island 1 could not start: [Errno 24] Too many open files. Starting it again, 2 of 2."
+        "island 1 could not start: [Errno 24] Too many open files. Restarting it (2 of 2)."
     ) in ran.err
     assert back_at(ran, 1) in (16, 20)
     ends(shardwise.folder / "ck")
@@ -375,7 +377,7 @@ def test_a_random_rank_is_killed_at_a_random_moment(shardwise: Launcher, seed: i
     assert first is not None
     size = 4 // islands
     assert f"shardwise: island {first // size} has ended at step " in ran.err
-    assert f"shardwise: island {first // size} is back, from step " in ran.err
+    assert f"shardwise: island {first // size} has returned, from step " in ran.err
     away = {island for island in range(islands) if is_away(ran, island)}
     assert len(away) <= 1
     ends(folder, [rank for rank in range(4) if rank // size not in away])

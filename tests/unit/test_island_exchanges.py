@@ -60,7 +60,7 @@ class Hub:
         for rank in ranks:
             fd = os.memfd_create("brought")
             os.write(fd, b"%d" % rank)
-            message = json.dumps({"come": "a barrier", "alone": False, "resumes": True}).encode()
+            message = json.dumps({"label": "a barrier", "alone": False, "resumes": True}).encode()
             socket.send_fds(self.ends[rank], [message], [fd])
             os.close(fd)
 
@@ -102,7 +102,7 @@ def test_each_gets_what_the_other_has_brought(exchanges: Hub) -> None:
     exchanges.turn()
     assert exchanges.answered == [(0, 1)]
     with closing(link_of(exchanges.ends[0])) as link:
-        found = link._received(5.0)
+        found = link._receive(5.0)
     assert found is not None
     assert (found[0]["islands"], found[1]) == ([0, 1], [b"1"])
 
@@ -116,7 +116,7 @@ def test_a_rank_that_has_just_ended_is_sent_nothing(exchanges: Hub) -> None:
 
 def test_the_launcher_has_no_file_left(exchanges: Hub) -> None:
     exchanges.bring(0)
-    words = "What rank 0 brings cannot be opened: there are too many open files"
+    words = "The file of rank 0 cannot be received: too many open files"
     with no_more_files(), pytest.raises(LaunchError, match=words):
         exchanges.turn()
 
@@ -124,7 +124,7 @@ def test_the_launcher_has_no_file_left(exchanges: Hub) -> None:
 def test_the_launcher_cannot_pass_on(exchanges: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     exchanges.bring(0, 1)
     monkeypatch.setattr(socket, "send_fds", refuse)
-    words = r"cannot be passed on to rank 0 \(Too many references: .*\): there are too many"
+    words = r"cannot be sent to rank 0 \(Too many references: .*\): too many"
     with pytest.raises(LaunchError, match=words):
         exchanges.turn()
 
@@ -132,13 +132,13 @@ def test_the_launcher_cannot_pass_on(exchanges: Hub, monkeypatch: pytest.MonkeyP
 def test_a_rank_has_no_file_left(exchanges: Hub) -> None:
     exchanges.bring(0, 1)
     exchanges.turn()
-    words = "Rank 0 cannot open what islands bring: there are too many open files"
+    words = "Rank 0 cannot receive islands' files: too many open files"
     with (
         closing(link_of(exchanges.ends[0])) as link,
         no_more_files(),
         pytest.raises(CollectiveError, match=words),
     ):
-        link._received(5.0)
+        link._receive(5.0)
 
 
 def test_a_rank_cannot_bring(exchanges: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_rank_that_is_left_out(exchanges: Hub) -> None:
     exchanges.exchanges.lose(0)
     with (
         closing(link_of(exchanges.ends[0])) as link,
-        pytest.raises(CollectiveError, match="Island 0 is left out by the launcher"),
+        pytest.raises(CollectiveError, match="The launcher has removed island 0"),
     ):
         link.exchange("a barrier", b"")
 
@@ -186,7 +186,7 @@ def test_open_files_of_a_run(monkeypatch: pytest.MonkeyPatch, hard: int, soft: i
     monkeypatch.setattr(resource, "getrlimit", lambda of: (64, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda of, limits: given.append(limits))
     if soft is None:
-        words = "64 workers of 2 islands with --elastic-islands take 640 open files on their host"
+        words = "64 workers of 2 islands with --elastic-islands need 640 open files on their host"
         with pytest.raises(LaunchError, match=words):
             allow_files(64, 2)
     else:
@@ -262,7 +262,7 @@ class Cluster:
         )
         self.waiting.add(rank)
         self.brokers[self.home[rank]].held.add(what.key)
-        self.exchanges.came(what, "" if self.draw.random() < 0.5 else None)
+        self.exchanges.contribute(what, "" if self.draw.random() < 0.5 else None)
 
     def lose(self, islands: set[int]) -> None:
         """The ranks of `islands` have ended."""
@@ -285,7 +285,7 @@ class Cluster:
             gone = self.lost & {target.number, source.number}
             if not gone and key not in target.dropped and key in source.held:
                 target.held.add(key)
-                self.exchanges.fetched(target, key)
+                self.exchanges.mark_fetched(target, key)
         elif ready:
             broker = self.draw.choice(ready)
             broker.orders.popleft()()

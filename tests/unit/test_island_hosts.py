@@ -126,7 +126,7 @@ class Hosts:
         on = [self.islands._hosts[each] for each in hosts]
         ranks = range(hosts[0], hosts[-1] + 1)
         made = RemoteIsland(number, ranks, on, ears, returns=False)
-        made.starts = self.islands._starting(made)
+        made.pending_start = self.islands._starting(made)
         self.islands._islands[number] = made
         return made
 
@@ -174,7 +174,9 @@ def test_what_a_host_that_was_given_up_still_says(remote: IslandRemoteHost) -> N
     rest = {"how": "", "report": None, "progress": None, "alone": True}
     end = {"rank": 0, "code": -9, "time": 1.0, "stopped": True}
     came = {"rank": 0, "number": 7, "size": 1, "label": "a", "alone": False, "resumes": True}
-    remote._hear(protocol.encode("came", **came, data="") + protocol.encode("end", end=end, **rest))
+    remote._hear(
+        protocol.encode("contribution", **came, data="") + protocol.encode("end", end=end, **rest)
+    )
     assert ears.gone == [([0], "it is lost")]
     assert ears.ends == []
     ears.selector.close()
@@ -235,29 +237,29 @@ def test_a_host_that_is_asked_again_leaves_nothing() -> None:
 def test_a_host_is_lost_while_another_listens(hosts: Hosts) -> None:
     """The island does not start where nobody tells of the end of its ranks."""
     island = hosts.spread(0, 0, 1)
-    hosts.islands.go_on()
+    hosts.islands.resume()
     first, second = hosts.remotes[:2]
     assert first.told == ["listen"]
     first.broker.meetings[0] = {"port": 1, "master_port": 2}
     hosts.islands._hosts[1].is_up = False
-    hosts.islands.go_on()
+    hosts.islands.resume()
     assert (first.started, second.started) == ([], [])
     hosts.islands._hosts[1].is_up = True
-    hosts.islands.go_on()
+    hosts.islands.resume()
     assert first.told == ["listen", "listen"]
     first.broker.meetings[0] = {"port": 3, "master_port": 4}
-    hosts.islands.go_on()
+    hosts.islands.resume()
     assert (first.started, second.started) == ([0], [1])
-    assert island.starts is None
+    assert island.pending_start is None
 
 
 def test_a_run_that_has_not_begun_is_asked_to_save(hosts: Hosts) -> None:
     """It begins, as on one host; one that is asked to end does not."""
     island = hosts.spread(0, 0, 1)
     island.ask_to_end(signal.SIGUSR1)
-    assert island.starts is not None
+    assert island.pending_start is not None
     island.ask_to_end(signal.SIGTERM)
-    assert island.starts is None
+    assert island.pending_start is None
     assert hosts.ears.not_begun == [0, 1]
 
 
@@ -347,13 +349,13 @@ def test_numbers_of_two_brokers_differ() -> None:
     found = []
     for _ in range(2):
         told: list[Contribution] = []
-        ears: Any = SimpleNamespace(came=told.append)
+        ears: Any = SimpleNamespace(contribute=told.append)
         with (
             closing(selectors.DefaultSelector()) as selector,
             closing(HostBroker(selector, ears)) as broker,
         ):
             fd = os.memfd_create("brought")
-            broker._take(0, {"come": "a", "alone": False, "resumes": False}, fd)
+            broker._take(0, {"label": "a", "alone": False, "resumes": False}, fd)
         found.append(told[0].key)
     assert found[0] != found[1]
     assert transfers.NOTHING not in {number for _, number in found}

@@ -24,7 +24,7 @@ def test_an_exchange_is_complete_when_all_have_come() -> None:
     assert membership.missing(0) == [3]
     expected = {0: ([0, 1], (2,)), 1: ([0, 1], (3,)), 2: ([0, 1], (0,)), 3: ([0, 1], (1,))}
     assert seen(come(membership, 3)) == expected
-    assert membership.begun
+    assert membership.has_begun
 
 
 def test_ranks_of_one_place_alone() -> None:
@@ -32,7 +32,7 @@ def test_ranks_of_one_place_alone() -> None:
     alone = Arrival(label="a broadcast", alone=True)
     assert come(membership, 2, arrival=alone) == []
     assert set(seen(come(membership, 0, arrival=alone))) == {0, 2}
-    assert not membership.begun
+    assert not membership.has_begun
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -56,10 +56,10 @@ def test_the_end_of_an_island_completes_what_waited_for_it() -> None:
 def test_an_island_comes_back() -> None:
     membership = Membership(count=2, size=2)
     membership.lose(0)
-    membership.ask_back(0)
+    membership.request_return(0)
     answers = come(membership, 2, 3)
     assert [each.words["waiting"] for each in answers] == [[], []]  # rank 1 does not ask yet
-    membership.ask_back(1)
+    membership.request_return(1)
     assert [each.words["waiting"] for each in come(membership, 2, 3)] == [[0], [0]]
     admit = Arrival(label=admission([0], 16))
     answers = come(membership, 2, 3, arrival=admit)
@@ -73,7 +73,7 @@ def test_an_island_comes_back() -> None:
 def test_one_that_ends_on_its_way_is_not_let_in() -> None:
     membership = Membership(count=2, size=1)
     membership.lose(1)
-    membership.ask_back(1)
+    membership.request_return(1)
     come(membership, 0)
     membership.lose(1)
     (answer,) = come(membership, 0, arrival=Arrival(label=admission([1], 16)))
@@ -92,7 +92,7 @@ def test_one_that_has_just_come_back_is_in_the_wrong_call() -> None:
     """The others wait on, until it has ended."""
     membership = Membership(count=2, size=1)
     membership.lose(0)
-    membership.ask_back(0)
+    membership.request_return(0)
     come(membership, 1, arrival=Arrival(label=admission([0], 16)))
     come(membership, 1)
     (answer,) = come(membership, 0, arrival=THERE)

@@ -100,7 +100,7 @@ def test_what_is_not_there_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -
         found.fetches.begin((0, 1), place)
         found.until(lambda: len(found.failed) > 1)
         found.fetches.cancel((0, 1))
-    assert found.failed[0] == ((0, 1), "(0, 1) is not there")
+    assert found.failed[0] == ((0, 1), "(0, 1) is not on this host")
     assert found.came == {}
 
 
@@ -141,7 +141,7 @@ def test_bytes_that_are_changed_on_the_way_are_refused() -> None:
         pool.submit(relay, victim, place).result(10)
         found.until(lambda: bool(found.failed))
         found.fetches.cancel((0, 1))
-        assert found.failed[0] == ((0, 1), "what came was changed on its way")
+        assert found.failed[0] == ((0, 1), "the file was changed in transit")
 
 
 def test_another_host_than_the_one_that_was_meant_is_not_fetched_from() -> None:

@@ -158,8 +158,8 @@ def test_what_cannot_be_had_beside_gradients_that_are_behind(given, flag):
 @pytest.mark.parametrize(
     ("field", "error", "words"),
     [
-        ("step", UsageError, "Island 3 has made 9 steps, and island 1 8: "),
-        ("anchor", ModelMismatch, "is another on island 3 than on island 1, "),
+        ("step", UsageError, "Island 3 has made 9 steps, but island 1 8\\. "),
+        ("anchor", ModelMismatch, "differ between island 3 and island 1, "),
     ],
 )
 def test_islands_that_have_come_apart_are_named_as_users_know_them(field, error, words):

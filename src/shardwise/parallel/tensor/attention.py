@@ -117,11 +117,11 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
         {width: getattr(module, width) // heads * range_length(part) for width in how.widths}
         for part in of_heads
     ]
-    for attribute, several in ((how.heads, of_heads), (how.kv_heads, of_kv)):
+    for attribute, ranges_by_rank in ((how.heads, of_heads), (how.kv_heads, of_kv)):
         # A dotted name is in a config, which describes the whole model and stays unchanged.
         if isinstance(attribute, str) and "." not in attribute:
-            for own, part in zip(local, several, strict=True):
-                own[attribute] = range_length(part)
+            for attributes, part in zip(local, ranges_by_rank, strict=True):
+                attributes[attribute] = range_length(part)
     if any(local):
         group.splits.append(split_rules.local_module(name, module, {}, local))
     return group

@@ -119,7 +119,11 @@ class ParameterUses:
         inside = pipeline is not None and (
             pipeline.within_stage_depth > 0 or torch._C._current_graph_task_id() != -1
         )
-        if func in MEMORY or (inside and all(map(_is_watched_unsplit, types))):
+        # Inside a stage, parameters that tensor parallelism does not split are whole.
+        if func in MEMORY or (
+            inside
+            and all(_is_watched(kind) and not getattr(kind, "is_split", False) for kind in types)
+        ):
             return _call_plain(func, args, kwargs)
         # The engine works on this rank's parts. Only the user's code expects whole parameters.
         # Frame 2 is the caller of `torch_function`.
@@ -244,11 +248,6 @@ def _called_by_this_library(frame: FrameType | None) -> bool:
 
 def _is_watched(kind: type) -> bool:
     return bool(getattr(kind, "is_watched", False))
-
-
-def _is_watched_unsplit(kind: type) -> bool:
-    """Return whether a class is of watched parameters that are whole on their layer's stage."""
-    return _is_watched(kind) and not getattr(kind, "is_split", False)
 
 
 def _call_plain(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
