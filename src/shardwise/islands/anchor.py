@@ -68,11 +68,13 @@ class Anchor:
         self._wire = Wire(rule.wire)
         self._group = group
         self._scattered = scattered
+        # No memory for a tensor that this rule does not use.
         self.keys = [VALUE]
         self.keys += [VELOCITY] if rule.outer.momentum else []
         self.keys += [RESIDUAL] if self._wire.loses else []
         self.keys += [SENT] if rule.late else []
         self.parts: list[Span] = [
+            # With replicated states, the interval that this rank would own if they were sharded.
             interval.own if scattered else interval.bucket.interval(group.rank)
             for interval in optimizer.intervals
         ]
@@ -108,6 +110,7 @@ class Anchor:
             value = storage.loaded()
             for piece in self._bucket(index).pieces(first, end):
                 named = self._parameters.named[piece.parameter]
+                # By parameter, because the new layout may have other buckets.
                 if named.parameter in values:
                     flat = named.flattened(values[named.parameter])[piece.offset :]
                     length = piece.end - piece.start
@@ -216,6 +219,7 @@ class Anchor:
         interval = self._optimizer.intervals[index]
         own = value if self._scattered else self.whole(index, value)
         interval.master.store(own)
+        # Without a separate master, the parameters themselves are the master.
         if interval.has_master:
             interval.target.store(own)
 

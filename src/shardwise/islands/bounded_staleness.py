@@ -166,6 +166,7 @@ class BoundedStaleness(StepHooks):
             )
         step = engine.steps + 1
         with torch.no_grad():
+            # Send first: with --behind 0 the sums of this very step are used.
             self._send(engine, step, totals)
             with span("islands"):
                 flight = self.sums.take_due(step - self._rule.behind)
@@ -219,9 +220,11 @@ class BoundedStaleness(StepHooks):
         reports, used = read_reports(sums.receive_reports(flight), len(totals.used))
         _check(reports)
         sums.receive(flight)
+        # The time that the other islands were late, for the statistics of the step.
         self._waited += time.monotonic() - start
         self._staleness = sums.updates - int(reports[0].updates)
         joined = _join(totals, reports, used, engine.replicas)
+        # All islands had an empty batch, so there is nothing to update with.
         if not joined.weight:
             return joined
         if not math.isfinite(joined.squared_norm):

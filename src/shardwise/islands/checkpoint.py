@@ -168,6 +168,7 @@ class MeanReader(TensorReader):
     def __init__(self, readers: Sequence[TensorReader]) -> None:
         self._readers = readers
         specs: dict[str, TensorSpec] = {}
+        # Reversed, so that the spec of the first reader with a name wins.
         for reader in reversed(readers):
             specs |= reader.specs
         self.specs = specs

@@ -150,6 +150,7 @@ class IslandTensors(BucketTensors):
     def _each(self) -> Iterator[tuple[str, str, int, Storage]]:
         anchor, flying = self._islands.anchor, self._islands.in_transit
         for index in range(self._islands.buckets):
+            # The swapped storage of the anchor has this island's weights.
             if self.moved:
                 yield GROUP, OWN, index, anchor.storages[VALUE][index]
             if RESIDUAL in anchor.keys:

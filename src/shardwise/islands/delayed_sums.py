@@ -251,6 +251,7 @@ class DelayedSums:
         island."""
         for index, total in enumerate(flight.sums):
             assert isinstance(total, Tensor)
+            # A new tensor, because an abandoned step uses the total again.
             value = total * factor
             self._buckets[index].reduced.store(
                 value if self._scattered else self.whole(index, value)

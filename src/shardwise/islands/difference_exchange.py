@@ -175,6 +175,7 @@ class DifferenceExchange:
 
     def _mean_of(self, index: int, rows: Tensor) -> Tensor:
         """Return the weighted mean of the islands' messages `rows`, (islands, bytes)."""
+        # To the CPU in one copy, because each weight would wait for the device.
         heads = rows[:, :_HEADER].contiguous().cpu().view(torch.float64)
         return self.anchor.mean(index, list(rows[:, _HEADER:]), heads.flatten().tolist())
 

@@ -179,7 +179,9 @@ class ParameterAveraging(StepHooks):
             # for ever, because every island moves by the same mean difference.
             checksums = group.gather_plain(anchor.checksum())
         if isinstance(group, ElasticRun):
+            # Only now may an island fail alone: before, there is no anchor to continue from.
             group.begin()
+        # Rank r is compared with its peer in the first island, rank r % length.
         length = self.step_group.size
         for rank, checksum in enumerate(checksums):
             if checksum != checksums[rank % length]:
@@ -201,6 +203,7 @@ class ParameterAveraging(StepHooks):
         """
         self._asked = max(self._asked, totals.asked)
         self._unsaved |= totals.unsaved
+        # A skipped step has changed nothing, so it does not count in the mean.
         self.exchange.count(0.0 if stats.skipped else stats.weight)
         with span("islands"), torch.no_grad():
             reports = self._average(engine, stats)
@@ -215,6 +218,7 @@ class ParameterAveraging(StepHooks):
         )
         if self._rule.late:
             return totals, stats  # the reported losses are of an earlier step
+        # The mean over all islands, as one process would report it.
         weight = sum(report.weight for report in reports)
         shares = [1.0 if totals.divisor else report.weight for report in reports]
         loss = math.nan

@@ -77,6 +77,7 @@ class Wire:
         body = packed[first : first + second]
         if self.name not in CODES:
             stored_dtype = torch.bfloat16 if self.name == "bf16" else dtype
+            # A copy, because callers change the result, and `packed` is the transport's buffer.
             return body.view(stored_dtype).to(dtype, copy=True)
         codes = body.view(torch.int8) if self.name == "int8" else _split_pairs(body, numel)
         scales = packed[:first].view(torch.float32).to(dtype)

@@ -88,6 +88,7 @@ class IslandAgent(Agent):
         """Serve other hosts. This host has `ranks` ranks, of a run of `islands` islands."""
         if self._listener is None:
             raise protocol.ProtocolError("serve before check")
+        # The agent also keeps the files of ranks of other hosts.
         allow_files(ranks, islands, kept=islands)
         known = secret.encode()
         self._broker = HostBroker(self._selector, self)

@@ -104,6 +104,7 @@ class HostBroker:
 
     def open(self, rank: int) -> socket.socket:
         """Open a link to `rank`. Return the end that the rank inherits."""
+        # SEQPACKET keeps message boundaries, and can pass descriptors.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self.shut([rank])
@@ -136,6 +137,7 @@ class HostBroker:
     def write(self, key: Key, data: bytes) -> None:
         """Keep `data` in a file as `key`."""
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
+        # A duplicate, because closing the file object closes its descriptor.
         with os.fdopen(os.dup(fd), "wb") as file:
             file.write(data)
         self.keep(key, fd)

@@ -226,6 +226,7 @@ class ElasticRun(_LinkCollectives):
         if how is not PLAIN:
             self._refuse("a sum in one order")
         self.island.all_reduce(buffer).wait()
+        # The island's sum is in the buffer of each of its ranks. Add those of the other islands.
         parts = self._swap("a sum over all ranks", buffer)
         # Not in place, because the first part may share its memory with `buffer`. In the order of
         # the islands, so that all have the same bits.
@@ -261,6 +262,7 @@ class ElasticRun(_LinkCollectives):
         peers = [
             list(range(each, place.count * place.size, place.size)) for each in range(place.size)
         ]
+        # A group that crosses islands is supported only if it consists of all peers.
         if sorted(map(sorted, groups)) == peers:
             return ElasticPeers(self.island, self.link)
         inside = [
@@ -312,6 +314,7 @@ def join(
         )
     island = range(place.first, place.first + place.size)
     here = ranks_here(island, identity.rank - identity.local_rank, identity.local_size)
+    # In its island, a rank is numbered as in a run of this size.
     island_identity = replace(
         identity,
         rank=island.index(identity.rank),

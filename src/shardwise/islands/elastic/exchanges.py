@@ -124,6 +124,7 @@ class Exchanges:
         if what.resumes:
             # Recorded with every exchange, because the launcher cannot ask a rank that has ended.
             self.resuming.add(what.rank // self.membership.size)
+        # Drop the file of the rank's previous exchange.
         self._settle((), [what.rank])
         held = _HeldFile(what, {broker}, self._readers(what) - {broker})
         self._held[what.rank] = held

@@ -175,6 +175,7 @@ class IslandHosts:
         # nothing of the island, so it must meet again.
         while not island.can_start:
             address = yield from self._meeting(island)
+        # Before the ranks start, because their first messages may arrive at once.
         self._exchanges.link(island.ranks)
         ports = first.broker.meetings[number]
         where = Meeting(address=address, port=ports["port"], master_port=ports["master_port"])

@@ -119,6 +119,7 @@ class IslandLink:
     def _wait_for_answer(self, label: str) -> tuple[dict[str, Any], list[Bytes]]:
         """Wait until the launcher answers that all ranks have contributed. Raises like
         `exchange`."""
+        # In order: print the missing ranks, give up, and wait for the launcher's last answer.
         begun, deadlines = time.monotonic(), [self._warn_after, self._limit, self._limit + LAST]
         longest = WHILE_IT_LOADS * self._limit
         while True:
@@ -142,6 +143,7 @@ class IslandLink:
 
     def _receive(self, seconds: float) -> tuple[dict[str, Any], list[Bytes]] | None:
         """Return the next message and its files, or None if none arrives within `seconds`."""
+        # A time-out of 0 would make the socket non-blocking.
         self._socket.settimeout(max(0.001, seconds))
         try:
             data, fds, flags, _ = self._guarded(
@@ -149,6 +151,7 @@ class IslandLink:
             )
         except TimeoutError:
             return None
+        # The kernel has dropped descriptors, because this process may not open more files.
         if flags & socket.MSG_CTRUNC:
             for fd in fds:
                 os.close(fd)

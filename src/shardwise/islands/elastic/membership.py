@@ -138,6 +138,7 @@ class Membership:
 
     def _completed(self) -> Iterator[Answer]:
         """Yield the answers of all complete exchanges."""
+        # Sorted, so that the order of answers does not depend on the order of arrival.
         for rank in sorted(self._arrived):
             if rank not in self._arrived:
                 continue  # it was answered together with an earlier rank
@@ -151,6 +152,7 @@ class Membership:
 
     def _exchanged(self, rank: int) -> Iterator[Answer]:
         """Complete the exchange that `rank` waits in, and yield its answers."""
+        # `took_part` is read before `_admit`, which adds members for the next exchange.
         label, partners, took_part = self._arrived[rank].label, self._partners(rank), self.members
         self.has_begun |= label.startswith((BEGINS, BOUNDARY))
         admitted = self._admit(label)

@@ -143,6 +143,7 @@ class IslandRemoteHost(RemoteHost):
         """Open the broker of that host, represented by `broker`. Messages of ranks go to
         `supervisor`."""
         self.broker, self._supervisor = broker, supervisor
+        # Ranks count as ended until their island starts.
         self._left.update(self.share.numbers)
         self.send("serve", **values)
 

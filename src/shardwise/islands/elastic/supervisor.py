@@ -180,7 +180,9 @@ class IslandSupervisor(Supervisor):
             return True
         away = failed <= self._away
         if self._asked is not None or self._stopping:
+            # The run is ending. Only failures of islands that are away anyway do not matter.
             return away
+        # Without another member, no island has weights to continue from.
         others = set(self._membership.members) - failed - set(self._failing)
         return self._membership.has_begun and bool(others or (away and self._finished))
 

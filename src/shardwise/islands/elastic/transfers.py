@@ -130,6 +130,7 @@ class Fetches:
             fetch, what = self._results.get()
             if isinstance(what, int):
                 fetch.join()  # this was its last result
+            # It may have been cancelled, or replaced by a later fetch of the same file.
             is_wanted = self._running.get(fetch.key) is fetch
             if isinstance(what, str):
                 if is_wanted:

@@ -104,6 +104,7 @@ def allow_files(ranks: int, islands: int, kept: int = 0) -> None:
 
     Raises LaunchError if the system does not allow it.
     """
+    # An answer holds one file of each other island, for every rank at the same time.
     needed = ranks * (islands - 1 + kept + FILES_OF_A_RANK) + FILES
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)

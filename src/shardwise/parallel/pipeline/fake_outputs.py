@@ -48,6 +48,7 @@ class FakeOutputs:
             leaves: The flattened arguments of the call.
             spec: The pytree specification of the arguments.
         """
+        # All of these can change shapes, dtypes or `requires_grad` of the outputs.
         trained = tuple(p.requires_grad for p in module.parameters())
         key = (
             *(module, module.training, trained, torch.is_grad_enabled(), spec),

@@ -155,6 +155,7 @@ class ParameterOwnership:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
+                    # The state of a parameter that this rank trains is in the optimizer already.
                     if parameter in other_states:
                         optimizer.state[parameter] = other_states[parameter]
 

@@ -114,6 +114,7 @@ def find_layers(
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module, name: str) -> None:
+        # A shared module is one layer, at its first place.
         if module in seen:
             return
         seen.add(module)

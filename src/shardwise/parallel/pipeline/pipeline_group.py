@@ -163,6 +163,7 @@ class PipelineGroup(Stages):
         """Send a value to a later stage."""
         handle = self.channels.send("forward", source, target, value)
         if value.requires_grad and torch.is_grad_enabled():
+            # Only these values get a gradient back.
             run.sent.append((source, target, value))
             run.in_flight.append(handle)
 

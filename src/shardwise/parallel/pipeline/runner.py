@@ -300,6 +300,7 @@ class PipelineRunner:
             return
         # A pass in one piece stays until its "W", which ends the accounting of the stage.
         if not in_one_piece:
+            # The graph of the pass is freed after its backward.
             del batch.passes[stage, action.micro]
         with batch.collect(
             weight,
@@ -375,6 +376,7 @@ class PipelineRunner:
     def _mean_loss(self, batch: _PipelineBatch) -> Tensor:
         """Return the mean loss, broadcast from the rank that has it. Collective."""
         pipeline = self._pipeline
+        # In fp64, so that rounding hardly depends on the number of micro-batches.
         weights = torch.tensor([weight for weight, *_ in batch.parts], dtype=torch.float64)
         losses = torch.zeros(
             len(batch.parts), dtype=torch.float64, device=pipeline.group.small_device

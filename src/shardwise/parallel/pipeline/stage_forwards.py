@@ -95,6 +95,7 @@ class LayerForward(ReplacedForward):
                 "output, values return to the first stage, which --pipeline does not support. "
                 "Use --zero 3 or --tensor to save memory instead."
             )
+        # On every rank, because opening a channel is collective.
         pipeline.tied_weights.send_for_layer(self._module, stage)
         result = run_on_stage(pipeline, stage, self._module, self._original, leaves, spec)
         self._check(result)

@@ -125,6 +125,7 @@ class TiedWeights:
         """Receive the gradients of weights that `stage` owns, one from each rank that uses them."""
         gradients = []
         for parameter in self.owned_by(stage):
+            # On the meta device, because only shape and dtype are needed.
             like = torch.empty(parameter.shape, dtype=_gradient_dtype(parameter), device="meta")
             kind = self._channel_kind("gradient", parameter)
             for receiver in self._receivers(parameter):

@@ -78,6 +78,7 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
     # With grouped queries, each head of keys serves several heads of queries.
     of_heads = [_scaled(each, heads // kv_heads) for each in of_kv]
     out = _child(name, module, how.out)
+    # From the output map, because the heads together may be wider than the model (T5).
     head_dim = split_rules.widths(out)[0] // heads
     group = SplitGroup("attention", name)
     if isinstance(how.qkv, str):
@@ -108,6 +109,7 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
     rows = [_scaled(part, head_dim) for part in of_heads]
     group.splits.append(split_rules.rowwise(f"{name}.{how.out}", out, rows))
     for child in how.per_head:
+        # Only one T5 layer of a stack has the table of relative positions.
         if (table := module._modules.get(child)) is not None:
             tensors = {"weight": (1, of_heads)}
             group.splits.append(
@@ -122,6 +124,7 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
         if isinstance(attribute, str) and "." not in attribute:
             for attributes, part in zip(local, ranges_by_rank, strict=True):
                 attributes[attribute] = range_length(part)
+    # The module reads these attributes in its forward, so each rank needs the values of its heads.
     if any(local):
         group.splits.append(split_rules.local_module(name, module, {}, local))
     return group

@@ -56,6 +56,7 @@ def cross_entropy(
         >>> sw.cross_entropy(scores, target, head, reduction="none").shape
         torch.Size([2, 5])
     """
+    # Scores of a pipeline stage, or split by tokens, must reach their own rules first.
     if has_torch_function((scores, target)):
         return handle_torch_function(
             cross_entropy,
@@ -120,6 +121,7 @@ class _CrossEntropy(torch.autograd.Function):
         gathered = torch.stack(all_gather_tensors(own_terms, group, [own_terms.shape] * group.size))
         top = gathered[:, 0].amax(0)
         total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0)
+        # The softmax over the whole vocabulary, in the memory of `powers`.
         ctx.save_for_backward(powers.mul_(((highest - top).exp() / total).unsqueeze(-1)))
         ctx.own, ctx.elsewhere = own, elsewhere
         return total.log() + top - gathered[:, 2].sum(0)

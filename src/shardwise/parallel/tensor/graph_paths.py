@@ -35,6 +35,7 @@ _MOST_NODES = 1000
 
 def operations_between(value: Tensor, starts: Sequence[Any]) -> set[str]:
     """Return the names of the operations between the nodes `starts` and `value`."""
+    # Autograd numbers nodes in order of creation.
     first = min(node._sequence_nr() for node in starts)
     ends = set(starts)
     names: set[str] = set()

@@ -79,6 +79,8 @@ class SplitTrials:
         self, name: str, module: nn.Module, children: tuple[str, ...], group: SplitGroup, parts: int
     ) -> bool:
         """Return whether `module` computes the same with these children split as in `group`."""
+        # One rank tries, and the others repeat its results. So all split alike, even if a trial
+        # depends on the machine.
         if not self._reported:
             tested = module
             if type(module).forward is nn.Sequential.forward:
@@ -132,6 +134,7 @@ def find(
             name.endswith(".q_proj") and "colwise" in style for name, style in styles
         ) and any(name.endswith(".o_proj") and style == "rowwise" for name, style in styles)
         for path, module in model.named_modules():
+            # torch.compile adds `_orig_mod` to the names of a module.
             name = ".".join(part for part in (prefix, path) if part).replace("_orig_mod.", "")
             if has_own_plan and module not in skip and _is_as_llama(module):
                 groups = _known_attention(name, module, ATTENTION["LlamaAttention"], parts, skip)
@@ -179,8 +182,10 @@ def _groups_of(
         for child, each in module.named_children()
         if split_rules.is_linear(each) and each not in skip
     ]
+    # Attention is tried before pairs, so that no pair takes one of its maps.
     used: set[str] = set()
     for group, children in _candidates(name, module, free, parts):
+        # A child can be in several candidates. The first accepted one keeps it.
         if used & set(children):
             continue
         if trials.accepts(name, module, children, group, parts):

@@ -73,6 +73,8 @@ class SplitMultiheadAttention(TensorParallelModule):
         drop = self.dropout if self.training else 0.0
         weights: Tensor | None = None
         if need_weights:
+            # Scores (N, heads of this rank, L, S). scaled_dot_product_attention does not return
+            # them.
             scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
             weights = F.softmax(scores if mask is None else scores + mask, -1)
             weights = F.dropout(weights, drop) if drop else weights
@@ -92,6 +94,7 @@ class SplitMultiheadAttention(TensorParallelModule):
             # (N, heads of this rank, L, S) becomes (N, L, S), or (N, all heads, L, S).
             group, heads = self._replica.group, self.ranges[-1][1]
             if average_attn_weights:
+                # Each rank adds up its heads, and the average is over all heads.
                 weights = reduce_from_region(weights.sum(1), group) / heads
             else:
                 sharded = ShardedDim(1 - weights.ndim, self.ranges)

@@ -193,6 +193,7 @@ class LocalModule(TensorParallelModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unsplit forward on this rank's part."""
+        # Without split parameters nothing needs this rank's parts.
         own = any(getattr(type(p), "is_split", False) for p in self._parameters.values())
         with on_local_tensors() if own else nullcontext():
             return super().forward(*args, **kwargs)
@@ -255,6 +256,8 @@ def make_tensor_parallel(
         allowed: The operations allowed before it, if a trial accepted the split.
     """
     pairs = {name: (getattr(module, name), value) for name, value in local.items()}
+    # Change the class of the object, and do not replace the object: the user, optimizers and hooks
+    # hold references to it.
     module.__class__ = _tensor_parallel_class(type(module), style)
     module.__dict__.update({"_replica": replica, "_size_attributes": pairs, "ranges": ranges})
     module.__dict__.update({"_gather_output": gather_output, "allowed_operations": allowed})

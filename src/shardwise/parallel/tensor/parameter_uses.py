@@ -131,9 +131,12 @@ class ParameterUses:
             return _call_plain(func, args, kwargs)
         if func in METADATA:
             return self._form(func, args, kwargs)
+        # With ==, because torch returns a new method wrapper for each access to
+        # `Tensor.data.__set__`.
         if func == _SET_DATA:
             parameter, value = args
             with _without_torch_function():
+                # The value replaces this rank's part, so it must have the part's shape.
                 if value.shape != parameter.shape:
                     raise _write_error("p.data = ... replaces", parameter)
                 parameter.data = value
@@ -145,9 +148,11 @@ class ParameterUses:
         target = _write_target(func, args, kwargs)
         if isinstance(target, Sequence) and any(map(_is_watched, map(type, target))):
             return self._write_list(func, target, args, kwargs)
+        # Writes go into the part itself: a gathered copy would be dropped.
         if self._is_split(target):
             return self._write(func, args, kwargs)
         if pipeline is not None and not inside:
+            # A use after a backward belongs to a new run.
             pipeline.renew_run()
             return apply_to_parameters(
                 pipeline, Tensor.detach if func == _GET_DATA else func, args, kwargs
@@ -181,6 +186,7 @@ class ParameterUses:
             place: split.whole_of(leaf) for place, leaf in enumerate(leaves) if self._is_split(leaf)
         }
         leaves = [wholes.get(place, leaf) for place, leaf in enumerate(leaves)]
+        # Other tensor subclasses among the arguments, such as SequenceShard.
         others = [e for e in leaves if isinstance(e, Tensor) and not _is_watched(type(e))]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         if not has_torch_function(others):

@@ -64,6 +64,7 @@ def match_modules(
             matches[module] = PlannedModule(name, module, pattern, plan[pattern])
     for pattern, count in hits.items():
         if not count:
+            # Only modules with parameters, because activations and dropout cannot be split.
             tops = [
                 name
                 for name, module in named_modules

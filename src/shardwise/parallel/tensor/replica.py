@@ -33,6 +33,7 @@ class RegionInput:
 
     def run(self, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the output of `layer` on the value."""
+        # Without gradients nothing is saved, so a plain call is enough.
         if self.regathered is None or not torch.is_grad_enabled():
             return layer(self.whole)
         return self.regathered.run(layer, self.whole)
@@ -90,6 +91,7 @@ class Replica:
         """
         if is_fake(value):
             return layer(value)
+        # From here to the end of the region each rank draws its own random numbers.
         self.randomness.enter_region()
         self.hooks.open()
         recorded = torch.is_grad_enabled() and value.requires_grad
@@ -139,6 +141,7 @@ class Replica:
     def _outputs_tokens(self) -> bool:
         """Return whether the output may stay split by tokens: a forward or a recomputation runs,
         which gathers it at its end."""
+        # Through `once`, because a recomputation must decide as its forward did.
         return self.sequence_parallel and once(
             lambda: self.running_forwards > 0 or torch._C._current_graph_task_id() != -1
         )

@@ -32,6 +32,7 @@ class ReplicaRandomness:
     @property
     def in_region(self) -> bool:
         """Whether a region is open, where each rank computes something different."""
+        # Through `once`, because a recomputation must answer as its forward did.
         return once(lambda: self._common_state is not None)
 
     @property

@@ -122,6 +122,7 @@ class SequenceShard(StandsForPart):
         local = self.local
         with torch._C.DisableTorchFunctionSubclass():
             full = self._full
+            # An operation in place on the wrapper has changed the part since. Gather again.
             if full is None or _version(local) != self._versions[1]:
                 # With gradients even under no_grad: writes into the whole must keep their graph.
                 with torch.set_grad_enabled(local.requires_grad):
@@ -216,6 +217,7 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return func(*args, **kwargs)
     if func in GRAPH:
         return func(args[0].local, *args[1:], **kwargs)
+    # On the part, because the wrapper itself never gets a gradient.
     if func is Tensor.register_hook:
         return args[0].local.register_hook(_GradientHook(args[1], args[0].constructor()))
     if func is Tensor.requires_grad_:
@@ -226,6 +228,7 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
             "tokens (--sequence-parallel). Create a new tensor, or start without "
             "--sequence-parallel."
         )
+    # The remaining functions run on parts if they are token-wise, else on whole tensors.
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tokens = next(leaf for leaf in leaves if isinstance(leaf, SequenceShard))
     if func in CASTS_LIKE and not isinstance(args[0], SequenceShard):
@@ -341,6 +344,7 @@ def _local_arguments(
     replicated: list[int] = []
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, SequenceShard):
+            # Parts of another length, or of another replica, do not match token by token.
             if leaf.group is not tokens.group or leaf.sharded != tokens.sharded:
                 return None
             arguments.append(leaf.local)

@@ -72,6 +72,7 @@ class TensorParallelModels:
         self.groups, self.shards, self._models = list(groups), shards, models
         for optimizer in optimizers:
             state: dict[Any, Any] = optimizer.state
+            # Moments have the shape of their parameter, and are split like it. A step count stays.
             for parameter in [p for p in state if p in shards]:
                 shard = shards[parameter]
                 state[parameter] = _map_state(state[parameter], shard.shape, shard.of)
@@ -85,6 +86,7 @@ class TensorParallelModels:
         for model in models:
             self._handles += [
                 attach(model.register_forward_pre_hook, forwards.begin),
+                # After a failed forward too, because its region must be closed.
                 attach(model.register_forward_hook, forwards.end, always_call=True),
             ]
 
@@ -194,6 +196,7 @@ class TensorParallelModels:
         kept: they are split again at the end. If `group` is given, its first rank's values are
         used.
         """
+        # In the same order on all ranks, because each gather is collective.
         split = [p for p in dict.fromkeys(chosen) if p in self.shards]
         parts = {p: p.data for p in split if is_here(p)}
         with torch.no_grad():
@@ -230,6 +233,7 @@ class TensorParallelModels:
                 # Ranks may have written different values, such as a random initialisation.
                 if group is not None:
                     group.broadcast(value.view(-1)).wait()
+                # Into the old memory of the part, which flat buckets refer to.
                 part.copy_(self.shards[parameter].of(value))
 
     def _set_whole(self, *, whole: bool) -> None:

@@ -100,6 +100,8 @@ def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
         if whole is None:
             return TrialResult(accepted=False)
         features = _width_of(module, split_rules.widths(first)[0])
+        # With a token dimension first. A module that does not accept it fails, and gets the other
+        # shape.
         for shape in ((ROWS, LENGTH, features), (ROWS, features)):
             draw = torch.Generator().manual_seed(0)
             x = torch.randn(shape, generator=draw, dtype=torch.float64)
@@ -167,6 +169,7 @@ class _TrialMode:
             if outputs[rank] is None:
                 barrier.abort()  # otherwise the other threads wait for LIMIT seconds
 
+        # Threads, and not one part after the other, because all-reduces need all parts at once.
         threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(self._parts)]
         for thread in threads:
             thread.start()

@@ -53,6 +53,7 @@ class HookGuard:
                     f"{_WORDS[name.removeprefix('_global')]} on every module",
                     "Register hooks on single modules, or start without --tensor.",
                 )
+        # These hooks are global, so record the thread whose region is open.
         self._thread = get_ident()
         self._handles = [
             of_torch.register_module_forward_pre_hook(self._begins),

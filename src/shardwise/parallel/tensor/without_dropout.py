@@ -62,11 +62,13 @@ class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value, rate, train = args
             self._note(value.shape)
             mask = torch.ones_like(value, dtype=torch.bool)
+            # Scale as dropout does, but drop nothing.
             return (value / (1 - rate) if train and rate < 1 else value.clone()), mask
         fill = _FILLS.get(func.overloadpacket)
         if fill is None:
             return func(*args, **kwargs)
         in_place = func.overloadpacket.__name__.endswith("_")
+        # Run the operation for its shape and dtype. The fixed number replaces its values.
         result: Tensor = args[0] if in_place else func(*args, **kwargs)
         self._note(result.shape)
         return result.fill_(fill)
