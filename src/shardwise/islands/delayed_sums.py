@@ -49,7 +49,7 @@ class Flight:
     step: int
     report: Message | Rows
     sums: list[Message | Tensor]
-    lost: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
     """By bucket, the part of this island's sums that the wire lost in this step. It replaces the
     residual only at `commit`, because an abandoned step is sent again."""
 
@@ -154,17 +154,17 @@ class DelayedSums:
         # If an earlier attempt at this step was abandoned, drop its messages: no island uses them.
         while self.flights and self.flights[-1].step >= step:
             self.flights.pop().wait()
-        lost: list[Tensor] = []
+        losses: list[Tensor] = []
         parts = range(len(self.parts))
         packed = [
             # Zeros and not nothing, because the others wait for a message for every bucket.
-            self._pack(index, factor, lost) if counts else self._zeros(index)
+            self._pack(index, factor, losses) if counts else self._zeros(index)
             for index in parts
         ]
         # The report goes first, because `forget` sends a report that no sums follow.
         report_message = self._send_report(report)
         sums: list[Message | Tensor] = [send(self._peers, part) for part in packed]
-        self.flights.append(Flight(step, report_message, sums, lost))
+        self.flights.append(Flight(step, report_message, sums, losses))
         self._sent += 1
 
     def _send_report(self, report: Tensor) -> Message:
@@ -175,7 +175,7 @@ class DelayedSums:
         (first, end), (dtype, device) = self.parts[index], self._kinds[index]
         return self._wire.pack(torch.zeros(end - first, dtype=dtype, device=device))
 
-    def _pack(self, index: int, factor: float, lost: list[Tensor]) -> Tensor:
+    def _pack(self, index: int, factor: float, losses: list[Tensor]) -> Tensor:
         """Return this rank's part of a bucket's sum, packed. Append the wire's loss to `lost`."""
         (first, end), (dtype, device) = self.parts[index], self._kinds[index]
         own = self._buckets[index].own[0]
@@ -189,7 +189,7 @@ class DelayedSums:
         except ValueError as error:
             raise NonFiniteError(self._refusal(index, error)) from None
         if self._wire.loses:
-            lost.append(value.sub_(self._unpack(index, packed)))
+            losses.append(value.sub_(self._unpack(index, packed)))
         return packed
 
     def _refusal(self, index: int, error: ValueError) -> str:
@@ -240,9 +240,9 @@ class DelayedSums:
 
     def commit(self, step: int) -> None:
         """Commit `step`: drop the sums that it used, and keep the loss of the sums that it sent."""
-        for residual, lost in zip(self.residuals, self.flights[-1].lost, strict=False):
-            residual.store(lost)
-        self.flights[-1].lost = []
+        for residual, loss in zip(self.residuals, self.flights[-1].losses, strict=False):
+            residual.store(loss)
+        self.flights[-1].losses = []
         while self.flights and self.flights[0].step <= step - self._behind:
             self.flights.popleft().wait()
 

@@ -52,14 +52,14 @@ def check(settings: Settings, *, elastic: bool) -> None:
     """Raise ConfigError for a setting that does not work with islands, or with elastic ones."""
     check_contradictions(settings)
     settings.averaging_rule  # noqa: B018 (raises for values that do not fit together)
-    for given, (is_on, why) in _WITHOUT.items():
+    for flag, (is_on, why) in _WITHOUT.items():
         if is_on(settings):
             raise ConfigError(
-                f"--islands {settings.islands} cannot be combined with {given}: {why}. Remove one "
+                f"--islands {settings.islands} cannot be combined with {flag}: {why}. Remove one "
                 "of them."
             )
     if not elastic:
         return
-    for given, value in (("--late", settings.late or None), ("--behind", settings.behind)):
+    for flag, value in (("--late", settings.late or None), ("--behind", settings.behind)):
         if value is not None:
-            raise ConfigError(DELAYS.format(given=f"{given} {value}"))
+            raise ConfigError(DELAYS.format(flag=f"{flag} {value}"))

@@ -67,8 +67,8 @@ class Wire:
             packed[:first] = scales.view(torch.uint8)
             packed[first : first + second] = codes if self.name == "int8" else _pair_codes(codes)
         else:
-            stored = values.bfloat16() if self.name == "bf16" else values
-            packed[:second] = stored.contiguous().view(torch.uint8)
+            encoded = values.bfloat16() if self.name == "bf16" else values
+            packed[:second] = encoded.contiguous().view(torch.uint8)
         return packed
 
     def unpack(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

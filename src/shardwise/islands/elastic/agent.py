@@ -116,12 +116,12 @@ class IslandAgent(Agent):
         started: list[IslandWorkers] = []
 
         def make(*arguments: Any) -> IslandWorkers:
-            *first, left, saves = arguments
+            *first, on_exit, saves = arguments
 
             def ended(rank_exit: RankExit) -> None:
                 # Messages must not arrive after its end, because the island may have restarted.
                 self._broker.shut([rank_exit.end.rank])
-                left(rank_exit)
+                on_exit(rank_exit)
 
             sinks = [ended, saves]
             started.append(IslandWorkers(*first, *sinks, link=self._broker.open, **about))

@@ -105,12 +105,14 @@ class HostBroker:
     def open(self, rank: int) -> socket.socket:
         """Open a link to `rank`. Return the end that the rank inherits."""
         # SEQPACKET keeps message boundaries, and can pass descriptors.
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
+        broker_end, rank_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        broker_end.setblocking(False)
         self.shut([rank])
-        self._links[rank] = ours
-        self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, rank, ours))
-        return theirs
+        self._links[rank] = broker_end
+        self._selector.register(
+            broker_end, selectors.EVENT_READ, partial(self._hear, rank, broker_end)
+        )
+        return rank_end
 
     def shut(self, ranks: Sequence[int]) -> None:
         """Close the links to `ranks`, if they exist."""

@@ -23,7 +23,7 @@ from shardwise.islands.elastic.remote import (
     IslandRemoteHost,
     RemoteBroker,
     RemoteIsland,
-    here,
+    ranks_on_host,
 )
 from shardwise.islands.elastic.supervisor import IslandSupervisor
 from shardwise.launch import failure_report
@@ -113,7 +113,12 @@ class IslandHosts:
             lambda remote: remote.broker is not None and remote.broker.serving,
         )
         # Before any island starts, so that a firewall between two hosts wastes no work.
-        pairs = [(one, other) for one in self._hosts for other in self._hosts if one is not other]
+        pairs = [
+            (client, server)
+            for client in self._hosts
+            for server in self._hosts
+            if client is not server
+        ]
         until = time.monotonic() + START_LIMIT
         for _ in self._reaching(pairs, until):
             if supervisor.is_asked:
@@ -138,12 +143,14 @@ class IslandHosts:
         one cannot."""
         # Not at the first failure: a host that serves many at once rejects some, which try again.
         patient = time.monotonic() + PATIENT
-        for one, other in pairs:
-            one.broker.forget_reached(other.share.first)
-            one.broker.fetch((other.share.first, transfers.NOTHING), other.broker)
+        for client, server in pairs:
+            client.broker.forget_reached(server.share.first)
+            client.broker.fetch((server.share.first, transfers.NOTHING), server.broker)
         try:
             while waiting := [
-                (one, other) for one, other in pairs if other.share.first not in one.broker.reached
+                (client, server)
+                for client, server in pairs
+                if server.share.first not in client.broker.reached
             ]:
                 for host in {host for pair in pairs for host in pair}:
                     _see_no_fault(host, until)
@@ -153,15 +160,15 @@ class IslandHosts:
                 yield
         finally:
             # After a failure too, because an agent repeats a fetch until it is dropped.
-            for one, other in pairs:
-                one.broker.settle((), [(other.share.first, transfers.NOTHING)])
+            for client, server in pairs:
+                client.broker.settle((), [(server.share.first, transfers.NOTHING)])
 
     # -- islands --------------------------------------------------------------------------
 
     def start(self, island: int, returns: bool) -> RemoteIsland:
         """Start an island as soon as all of its hosts are up."""
         ranks = self._exchanges.membership.ranks(island)
-        hosts = [host for host in self._hosts if here(ranks, host)]
+        hosts = [host for host in self._hosts if ranks_on_host(ranks, host)]
         site = RemoteIsland(island, ranks, hosts, self._supervisor, returns=returns)
         site.pending_start = self._starting(site)
         self._islands[island] = site
@@ -183,7 +190,7 @@ class IslandHosts:
             host.broker.unstarted.pop(number, None)
             about = {"island": number, "count": job.parts, "returns": island.returns}
             host.remote.start_island(
-                where, job.streams(self._console), here(island.ranks, host), **about
+                where, job.streams(self._console), ranks_on_host(island.ranks, host), **about
             )
 
     def _meeting(self, island: RemoteIsland) -> Generator[None, None, str]:
@@ -263,8 +270,8 @@ class IslandHosts:
         while not host.broker.serving:
             _see_no_fault(host, until)
             yield
-        pairs = [(host, other) for other in self._hosts if other.is_up]
-        yield from self._reaching([*pairs, *((other, one) for one, other in pairs)], until)
+        pairs = [(host, server) for server in self._hosts if server.is_up]
+        yield from self._reaching([*pairs, *((server, client) for client, server in pairs)], until)
 
     # -- contributions --------------------------------------------------------------------
 
@@ -298,8 +305,8 @@ class IslandHosts:
             blames_source = any(each.broker.cannot_fetch(of_source) for each in others) and not any(
                 broker.cannot_fetch(each.share.numbers) for each in others
             )
-            lost = source if blames_source else host
-            lost.remote.give_up(_unreachable(host, source, why))
+            lost_host = source if blames_source else host
+            lost_host.remote.give_up(_unreachable(host, source, why))
 
 
 def _until(host: IslandHost, word: str, until: float) -> Iterator[None]:
@@ -317,16 +324,16 @@ def _see_no_fault(host: IslandHost, until: float) -> None:
         raise LaunchError(f"{host.name} has not answered for {START_LIMIT:g} s.")
 
 
-def _reason(one: IslandHost, other: IslandHost) -> str:
+def _reason(client: IslandHost, server: IslandHost) -> str:
     """Return why one host's last fetch from another failed, or "" if it did not fail."""
-    return one.broker.unreached.get(other.share.first, "")
+    return client.broker.unreached.get(server.share.first, "")
 
 
-def _unreachable(one: IslandHost, other: IslandHost, why: str = "") -> str:
-    address, port = other.broker.place
+def _unreachable(client: IslandHost, server: IslandHost, why: str = "") -> str:
+    address, port = server.broker.place
     return (
-        f"{one.name} cannot fetch from {other.name}, at port {port} of {address}: "
-        f"{why or _reason(one, other)}. Elastic islands send data directly between hosts. Allow "
-        "connections between them, on a fixed port with --port, or name a network that they share "
-        "with --interface."
+        f"{client.name} cannot fetch from {server.name}, at port {port} of {address}: "
+        f"{why or _reason(client, server)}. Elastic islands send data directly between hosts. "
+        "Allow connections between them, on a fixed port with --port, or name a network that they "
+        "share with --interface."
     )

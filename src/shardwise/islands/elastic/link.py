@@ -107,9 +107,9 @@ class IslandLink:
         # on its descriptor, not its bytes.
         fd = os.memfd_create("shardwise-island", os.MFD_CLOEXEC)
         try:
-            left = memoryview(mine).cast("B") if len(mine) else memoryview(b"")
-            while left:
-                left = left[os.write(fd, left) :]
+            remaining = memoryview(mine).cast("B") if len(mine) else memoryview(b"")
+            while remaining:
+                remaining = remaining[os.write(fd, remaining) :]
             message = json.dumps({"label": label, "alone": alone, "resumes": self.resumes}).encode()
             self._guarded(lambda: socket.send_fds(self._socket, [message], [fd]))
         finally:
@@ -262,11 +262,12 @@ def _named(islands: Sequence[int]) -> str:
 
 
 def _different_calls_error(ranks: Sequence[tuple[int, str]]) -> UsageError:
-    (first, label), (other, theirs) = ranks
+    (first, label), (other, other_label) = ranks
     return UsageError(
-        f"Rank {first} is in {label}, but rank {other} is in {theirs}: all islands must make the "
-        "same calls in the same order. A returning island continues after engine.resume(folder); "
-        "make no collective calls between engine.resume and the training loop."
+        f"Rank {first} is in {label}, but rank {other} is in {other_label}. All islands must make "
+        "the same calls in the same order. A returning island continues after "
+        "engine.resume(folder); make no collective calls between engine.resume and the training "
+        "loop."
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from shardwise.net.environment import JOIN_VARIABLE, PREFIX
 
 DELAYS = (
-    "{given} cannot be combined with --elastic-islands: a failed island may have sent differences "
+    "{flag} cannot be combined with --elastic-islands: a failed island may have sent differences "
     "that the others have not used yet. Remove one of them."
 )
 """The error for --late and --behind with elastic islands."""

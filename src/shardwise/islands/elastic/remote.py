@@ -229,7 +229,7 @@ class RemoteIsland:
             why = None if broker is None else broker.unstarted.pop(self.number, None)
             if why is not None:
                 message = f"island {self.number} could not start on {host.name}: {why}"
-                self._supervisor.lost(here(self.ranks, host), message)
+                self._supervisor.lost(ranks_on_host(self.ranks, host), message)
 
     def reap(self) -> None:
         """Do nothing, because the agents report the ends of ranks."""
@@ -276,6 +276,6 @@ class RemoteIsland:
         return True
 
 
-def here(ranks: range, host: IslandHost) -> range:
+def ranks_on_host(ranks: range, host: IslandHost) -> range:
     """Return the ranks of an island on a host."""
     return ranks_here(ranks, host.share.first, host.share.count)

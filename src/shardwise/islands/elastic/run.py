@@ -118,7 +118,7 @@ def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, di
     for name, is_off in (("behind", ""), ("late", "0")):
         value = settings.get(name, is_off)
         if value != is_off:
-            raise LaunchError(DELAYS.format(given=f"--{name} {value}"))
+            raise LaunchError(DELAYS.format(flag=f"--{name} {value}"))
     return islands, {**settings, "islands": str(islands)}
 
 

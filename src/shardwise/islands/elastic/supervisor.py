@@ -71,8 +71,10 @@ class IslandSupervisor(Supervisor):
     `restarts` limits and counts the restarts of islands.
     """
 
-    def __init__(self, *given: Any, count: int, size: int, restarts: Restarts, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(
+        self, *arguments: Any, count: int, size: int, restarts: Restarts, **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
         self.exchanges = Exchanges(Membership(count=count, size=size), self._exchanged)
         self._size = size
         self._restarts = restarts

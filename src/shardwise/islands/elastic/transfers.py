@@ -259,9 +259,9 @@ def _copy(peer: rpc.Connection, fd: int, size: int) -> None:
             raise ConnectionError(f"the connection ended {size} bytes too early")
         size -= received
         sum_of_all.update(buffer[:received])
-        left = buffer[:received]
-        while left:
-            left = left[os.write(fd, left) :]
+        remaining = buffer[:received]
+        while remaining:
+            remaining = remaining[os.write(fd, remaining) :]
     seal = _exactly(peer.socket, authentication.MAC)
     if not hmac.compare_digest(seal, sum_of_all.digest()):
         raise ConnectionError("the file was changed in transit")
@@ -270,8 +270,8 @@ def _copy(peer: rpc.Connection, fd: int, size: int) -> None:
 def _exactly(peer: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        more = peer.recv(count - len(data))
-        if not more:
+        chunk = peer.recv(count - len(data))
+        if not chunk:
             raise ConnectionError("the connection ended")
-        data += more
+        data += chunk
     return data

@@ -71,8 +71,8 @@ class IslandWorkers(LocalWorkers):
 
     def _identity(self, local_rank: int, listen_fd: int | None) -> Identity:
         """Return the identity of a rank in the run, whose host also has ranks of other islands."""
-        found, host = super()._identity(local_rank, listen_fd), self._host
-        return replace(found, local_rank=found.rank - host.first, local_size=host.count)
+        identity, host = super()._identity(local_rank, listen_fd), self._host
+        return replace(identity, local_rank=identity.rank - host.first, local_size=host.count)
 
     def ended_well(self, rank: int) -> None:
         """Pass on that `rank` has ended, if it is in this island. Its ranks wait for no others."""

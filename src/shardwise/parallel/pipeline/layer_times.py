@@ -100,9 +100,11 @@ class LayerTimes:
         """End a step, and write the medians so far."""
         self._steps.append(self._now)
         self._now = [_Times() for _ in self._layers]
-        taken = self._steps[2:] or self._steps  # the first steps allocate memory and compile
+        measured_steps = (
+            self._steps[2:] or self._steps
+        )  # the first steps allocate memory and compile
         rows: dict[int, list[_Times]] = defaultdict(list)
-        for step in taken:
+        for step in measured_steps:
             for number, times in enumerate(step):
                 rows[number].append(times)
         layers = [
@@ -118,7 +120,7 @@ class LayerTimes:
                 zip(self._layers, partition.adds_parameters(self._layers), strict=True)
             )
         ]
-        self._write(layers, len(taken))
+        self._write(layers, len(measured_steps))
 
     def _write(self, layers: Sequence[dict[str, Any]], steps: int) -> None:
         """Write the file atomically. Raises ConfigError if it cannot be written."""

@@ -139,7 +139,7 @@ def _simulated(
 ) -> list[float]:
     """Return each rank's end time."""
     stages = len(times["F"])
-    done: dict[Action, float] = {}
+    end_times: dict[Action, float] = {}
     clocks, positions = [0.0] * len(rows), [0] * len(rows)
     while any(position < len(row) for position, row in zip(positions, rows, strict=True)):
         has_progressed = False
@@ -147,23 +147,23 @@ def _simulated(
             while positions[rank] < len(row):
                 action = row[positions[rank]]
                 # A rank runs its actions in order, so it waits here for its next one.
-                needs = _needed(action, stages, done)
+                needs = _needed(action, stages, end_times)
                 if needs is None:
                     break
                 clocks[rank] = max(clocks[rank], needs) + times[action.kind][action.stage]
-                done[action] = clocks[rank]
+                end_times[action] = clocks[rank]
                 positions[rank] += 1
                 has_progressed = True
         assert has_progressed, "the schedule has a deadlock"
     return clocks
 
 
-def _needed(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
+def _needed(action: Action, stages: int, end_times: Mapping[Action, float]) -> float | None:
     """Return when the inputs of an action are ready; None if not known yet."""
     stage = action.stage
 
     def end_of(other: int, *kinds: ActionKind) -> float | None:
-        ends = (done.get(Action(other, kind, action.micro)) for kind in kinds)
+        ends = (end_times.get(Action(other, kind, action.micro)) for kind in kinds)
         return next((end for end in ends if end is not None), None)
 
     if action.kind == "F":

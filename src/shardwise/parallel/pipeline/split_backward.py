@@ -151,10 +151,10 @@ def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> No
     adds up the gradients of all outputs.
     """
     pairs = zip(group["intermediates"], group["grads"], strict=True)
-    kept = [(node, grads) for node, grads in pairs if grads is not None]
+    node_grads = [(node, grads) for node, grads in pairs if grads is not None]
     edges = [
         (GradientEdge(node, place), grad)
-        for node, grads in kept
+        for node, grads in node_grads
         for place, grad in enumerate(grads)
         if grad is not None
     ]
@@ -163,7 +163,7 @@ def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> No
     parameters = [owners[node] for node in group["params"]]
     # If one node of the boundary leads to another one, autograd would add its contribution. The
     # kept gradient already includes it, so a hook replaces the sum.
-    handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in kept]
+    handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in node_grads]
     try:
         parameter_grads = torch.autograd.grad(
             [edge for edge, _ in edges],

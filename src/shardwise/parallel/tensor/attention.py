@@ -76,7 +76,7 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
     kv_heads = heads if how.kv_heads is None else _number(name, module, how.kv_heads)
     of_kv = split_rules.even_split(f"{name} of {kv_heads} heads", kv_heads, parts)
     # With grouped queries, each head of keys serves several heads of queries.
-    of_heads = [_scaled(each, heads // kv_heads) for each in of_kv]
+    of_heads = [_scale(each, heads // kv_heads) for each in of_kv]
     out = _child(name, module, how.out)
     # From the output map, because the heads together may be wider than the model (T5).
     head_dim = split_rules.widths(out)[0] // heads
@@ -87,9 +87,9 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
         # The output features of the map: all queries, then all keys, then all values.
         ranges = [
             (
-                *_scaled(own, head_dim),
-                *_shifted(_scaled(kv, head_dim), query),
-                *_shifted(_scaled(kv, head_dim), query + key),
+                *_scale(own, head_dim),
+                *_shift(_scale(kv, head_dim), query),
+                *_shift(_scale(kv, head_dim), query + key),
             )
             for own, kv in zip(of_heads, of_kv, strict=True)
         ]
@@ -104,9 +104,9 @@ def split_attention(name: str, module: nn.Module, how: Attention, parts: int) ->
         for child, own in zip(how.qkv, (of_heads, of_kv, of_kv), strict=True):
             linear = _child(name, module, child)
             each = split_rules.widths(linear)[1] // (heads if own is of_heads else kv_heads)
-            ranges = [_scaled(part, each) for part in own]
+            ranges = [_scale(part, each) for part in own]
             group.splits.append(split_rules.colwise(f"{name}.{child}", linear, ranges))
-    rows = [_scaled(part, head_dim) for part in of_heads]
+    rows = [_scale(part, head_dim) for part in of_heads]
     group.splits.append(split_rules.rowwise(f"{name}.{how.out}", out, rows))
     for child in how.per_head:
         # Only one T5 layer of a stack has the table of relative positions.
@@ -155,9 +155,9 @@ def _child(name: str, module: nn.Module, child: str) -> nn.Module:
     return linear
 
 
-def _scaled(ranges: Ranges, by: int) -> Ranges:
+def _scale(ranges: Ranges, by: int) -> Ranges:
     return tuple((first * by, end * by) for first, end in ranges)
 
 
-def _shifted(ranges: Ranges, by: int) -> Ranges:
+def _shift(ranges: Ranges, by: int) -> Ranges:
     return tuple((first + by, end + by) for first, end in ranges)

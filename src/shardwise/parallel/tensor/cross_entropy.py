@@ -109,13 +109,13 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, target: Tensor, first: int, group: Collectives) -> Tensor:
         # scores: (tokens, classes of this rank); target: (tokens,).
-        own = target - first
-        elsewhere = (own < 0) | (own >= scores.shape[-1])
-        own = own.masked_fill(elsewhere, 0).unsqueeze(-1)
+        local_target = target - first
+        elsewhere = (local_target < 0) | (local_target >= scores.shape[-1])
+        local_target = local_target.masked_fill(elsewhere, 0).unsqueeze(-1)
         # Log-sum-exp in two steps: first with this rank's maximum, then rescaled to the global one.
         highest = scores.amax(-1)
         powers = (scores - highest.unsqueeze(-1)).exp_()
-        target_scores = scores.gather(-1, own).squeeze(-1).masked_fill(elsewhere, 0.0)
+        target_scores = scores.gather(-1, local_target).squeeze(-1).masked_fill(elsewhere, 0.0)
         own_terms = torch.stack([highest, powers.sum(-1), target_scores])
         # (ranks, 3, tokens)
         gathered = torch.stack(all_gather_tensors(own_terms, group, [own_terms.shape] * group.size))
@@ -123,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
         total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0)
         # The softmax over the whole vocabulary, in the memory of `powers`.
         ctx.save_for_backward(powers.mul_(((highest - top).exp() / total).unsqueeze(-1)))
-        ctx.own, ctx.elsewhere = own, elsewhere
+        ctx.local_target, ctx.elsewhere = local_target, elsewhere
         return total.log() + top - gathered[:, 2].sum(0)
 
     @staticmethod
@@ -131,6 +131,6 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (probabilities,) = ctx.saved_tensors
         # The gradient of a score is its probability, minus 1 for the target.
-        hits = (~ctx.elsewhere).to(probabilities.dtype).unsqueeze(-1)
-        grad_scores = probabilities.scatter_add(-1, ctx.own, -hits)
+        is_target = (~ctx.elsewhere).to(probabilities.dtype).unsqueeze(-1)
+        grad_scores = probabilities.scatter_add(-1, ctx.local_target, -is_target)
         return grad_scores.mul_(grad.unsqueeze(-1)), None, None, None

@@ -216,12 +216,12 @@ def _signature(module: nn.Module) -> object:
     (a function, a buffer) count by identity.
     """
     return tuple(
-        (path, type(each), each.extra_repr(), *(_value(kept) for kept in _kept(each)))
+        (path, type(each), each.extra_repr(), *map(_value, _attributes_of(each)))
         for path, each in module.named_modules()
     )
 
 
-def _kept(module: nn.Module) -> Iterator[object]:
+def _attributes_of(module: nn.Module) -> Iterator[object]:
     for name, value in vars(module).items():
         if name == "_parameters":
             yield {key: None if p is None else tuple(p.shape) for key, p in value.items()}
@@ -229,14 +229,14 @@ def _kept(module: nn.Module) -> Iterator[object]:
             yield name, value
 
 
-def _value(kept: object) -> object:
-    if isinstance(kept, int | float | str | type(None)):
-        return type(kept), kept
-    if isinstance(kept, dict):
-        return type(kept), tuple((_value(key), _value(value)) for key, value in kept.items())
-    if isinstance(kept, tuple | list | set):
-        return type(kept), tuple(map(_value, kept))
-    return type(kept), id(kept)
+def _value(value: object) -> object:
+    if isinstance(value, int | float | str | type(None)):
+        return type(value), value
+    if isinstance(value, dict):
+        return type(value), tuple((_value(key), _value(item)) for key, item in value.items())
+    if isinstance(value, tuple | list | set):
+        return type(value), tuple(map(_value, value))
+    return type(value), id(value)
 
 
 def _candidates(

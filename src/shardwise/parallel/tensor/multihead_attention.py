@@ -68,7 +68,7 @@ class SplitMultiheadAttention(TensorParallelModule):
                 "nn.Transformer.generate_square_subsequent_mask(length)."
             )
         batched = query.ndim == 3
-        q, k, v = self._projected((query, key, value))
+        q, k, v = self._project((query, key, value))
         mask = self._mask(q, k, key_padding_mask, attn_mask, batched=batched)
         drop = self.dropout if self.training else 0.0
         weights: Tensor | None = None
@@ -102,7 +102,7 @@ class SplitMultiheadAttention(TensorParallelModule):
             weights = weights if batched else weights.squeeze(0)
         return out, weights
 
-    def _projected(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _project(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return queries, keys and values, each (N, heads of this rank, length, head_dim)."""
         if self._qkv_same_embed_dim:
             matrices = self.in_proj_weight.chunk(3)
@@ -132,18 +132,18 @@ class SplitMultiheadAttention(TensorParallelModule):
         """Join both masks into one that is added to the scores of this rank's heads."""
         joined: Tensor | None = None
         if mask is not None:
-            joined = _added(mask, q.dtype)
+            joined = _additive(mask, q.dtype)
             if joined.ndim == 3:  # (N * all heads, L, S)
                 first, end = self.ranges[self._replica.group.rank]
                 joined = joined.view(q.shape[0], -1, *joined.shape[1:])[:, first:end]
         if padding is not None:
-            rows = _added(padding if batched else padding.unsqueeze(0), q.dtype)
+            rows = _additive(padding if batched else padding.unsqueeze(0), q.dtype)
             rows = rows.view(q.shape[0], 1, 1, k.shape[2])
             joined = rows if joined is None else joined + rows
         return joined
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))

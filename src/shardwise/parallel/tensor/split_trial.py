@@ -133,7 +133,7 @@ class _TrialMode:
         self.allowed = RecordedOperations()
 
     @property
-    def reached(self) -> set[str]:
+    def reached_parameters(self) -> set[str]:
         """Names of the parameters that get a gradient."""
         assert self.expected is not None
         return {name for name, grad in self.expected.grads.items() if grad is not None}
@@ -181,7 +181,7 @@ class _TrialMode:
 
 def _compare(modes: Sequence[_TrialMode]) -> TrialResult:
     assert modes[0].expected is not None
-    reached = set().union(*(mode.reached for mode in modes))
+    reached = set().union(*(mode.reached_parameters for mode in modes))
     # Parameters without a dot are the module's own. It may have parameters that nothing uses.
     if any("." in name and name not in reached for name in modes[0].expected.grads):
         return TrialResult(accepted=False, why=NOT_RUN)
@@ -309,16 +309,16 @@ def _matches(actual: _TrialOutputs, expected: _TrialOutputs) -> bool:
         *zip(actual.outputs, expected.outputs, strict=True),
         *((grad, expected.grads[name]) for name, grad in actual.grads.items()),
     ]
-    for value, wanted in pairs:
-        if value is None or wanted is None:
-            if value is not wanted:
+    for value, reference in pairs:
+        if value is None or reference is None:
+            if value is not reference:
                 return False
             continue
         # In fp64, so that rounding cannot explain a difference. Sums may
         # cancel, so the tolerance scales with the largest value.
-        scale = wanted.abs().max().item() if wanted.numel() else 0.0
-        if value.shape != wanted.shape:
+        scale = reference.abs().max().item() if reference.numel() else 0.0
+        if value.shape != reference.shape:
             return False
-        if not torch.allclose(value, wanted, rtol=1e-8, atol=1e-10 * (1.0 + scale)):
+        if not torch.allclose(value, reference, rtol=1e-8, atol=1e-10 * (1.0 + scale)):
             return False
     return True
