@@ -307,7 +307,6 @@ class Anchor:
 
 
 def _keep(storage: Storage, value: Tensor) -> None:
-    """Store `value`."""
     # In memory, `loaded` returned the storage's own tensor, which was changed in place.
     if storage.memory is None or storage.memory.data_ptr() != value.data_ptr():
         storage.store(value)

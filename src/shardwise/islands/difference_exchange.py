@@ -57,7 +57,7 @@ def send(peers: Collectives, mine: Tensor) -> Message:
 
 
 class DifferenceExchange:
-    """The differences to `anchor` in transit over `peers`, the ranks with this position in all
+    """Exchanges differences to `anchor` over `peers`, the ranks with this position in all
     islands."""
 
     def __init__(self, anchor: Anchor, peers: Collectives, *, begun: bool) -> None:

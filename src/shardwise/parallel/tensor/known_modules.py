@@ -123,7 +123,7 @@ def find(
     skip: set[nn.Module],
     trials: SplitTrials | None = None,
 ) -> list[SplitGroup]:
-    """Find the splits of `models` into `parts`. Modules in `skip` are ignored, and added to."""
+    """Find the splits of `models` into `parts`. Ignores modules in `skip`, and adds split ones."""
     groups_found: list[SplitGroup] = []
     trials = trials or SplitTrials()
     for model, prefix in zip(models, prefixes, strict=True):

@@ -26,7 +26,7 @@ from shardwise.parallel.tensor.user_hooks import HookGuard
 
 @dataclass(frozen=True)
 class RegionInput:
-    """A value for different use by each rank, with the way to save it for backward."""
+    """The input of a layer at the start of a region, saved for backward whole or by tokens."""
 
     whole: Tensor
     regathered: RegatheredInput | None = None
