@@ -270,6 +270,7 @@ class Anchor:
         """Swap anchor and weights. Collective over the island."""
         self.meet()
         for index in range(len(self.parts)):
+            # A clone, because `write` overwrites the master.
             weights, value = self._master(index).clone(), self._value(VALUE, index)
             self.write(index, value)
             self.storages[VALUE][index].store(weights)

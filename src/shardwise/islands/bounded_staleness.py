@@ -234,6 +234,7 @@ class BoundedStaleness(StepHooks):
         # Before the sums are stored, because they have the unit of the step that computed them.
         engine.weighting.follow_step(joined)
         sums.use(flight, engine.weighting.divisor(1.0))
+        # The norm of the total, by which the step is clipped.
         return replace(joined, squared_norm=engine.squared_norm())
 
     def after_update(

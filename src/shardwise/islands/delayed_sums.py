@@ -276,6 +276,7 @@ class DelayedSums:
         if self._group.size == 1:
             return part
         layout, (first, end) = self._buckets[index].layout, self.parts[index]
+        # An all-gather in place: each rank fills its interval first.
         flat = part.new_zeros(layout.numel)
         flat[first:end] = part
         self._group.all_gather(flat, layout.cuts).wait()

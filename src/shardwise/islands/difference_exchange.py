@@ -93,6 +93,7 @@ class DifferenceExchange:
 
     def count(self, weight: float) -> None:
         """Add the weight of a step of this island."""
+        # Of all buckets: each one counts the steps since it was sent itself.
         self.weights = [before + weight for before in self.weights]
 
     def send(self, index: int, due: int) -> None:

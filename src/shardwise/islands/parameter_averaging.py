@@ -249,6 +249,8 @@ class ParameterAveraging(StepHooks):
                 exchange.send(index, step + rule.late)
         elif is_boundary and self.peers.comes_and_goes:
             report = self._pack_report(buffers, step, stats)
+            # Elastic islands exchange a whole boundary in one message, because one may fail at any
+            # time.
             rows = exchange.gather_at_once(sent, step, report)
             reports = self._read_reports(rows, buffers)
             exchange.arrive(sent)

@@ -155,6 +155,7 @@ class HostBroker:
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
         """Deliver messages and files to ranks, then drop the files `dropped`."""
+        # Deliver first, because a delivery may contain a file that is dropped now.
         for delivery in deliveries:
             self._send(delivery)
         with self._lock:

@@ -218,6 +218,7 @@ class ElasticRun(_LinkCollectives):
         return [each for row in rows for each in row]
 
     def gather_plain(self, value: Any) -> list[Any]:
+        # As JSON, which cannot run code and so needs no seal.
         inside = json.dumps(self.island.gather_plain(value)).encode()
         rows = self.link.exchange("an exchange of all ranks", inside)[1]
         return [each for row in rows for each in json.loads(bytes(row))]
@@ -243,6 +244,7 @@ class ElasticRun(_LinkCollectives):
         if source:
             self._refuse(f"a broadcast from rank {source}")
 
+        # If islands change meanwhile, another island may be the first one, and all repeat.
         def broadcast_first() -> Handle:
             if self.link.index == 0:
                 self.island.broadcast(buffer).wait()

@@ -120,6 +120,7 @@ class IslandHosts:
             if client is not server
         ]
         until = time.monotonic() + START_LIMIT
+        # Both directions of each pair, because a firewall may block only one of them.
         for _ in self._reaching(pairs, until):
             if supervisor.is_asked:
                 return
@@ -215,6 +216,7 @@ class IslandHosts:
         """Resume all operations. Return the seconds until the next call, or None to wait for a
         message."""
         for host in self._hosts:
+            # The host was lost since the last turn.
             if host.is_up and host.remote.fault is not None:
                 host.is_up = False
                 host.recovery = self._coming_up(host)

@@ -89,6 +89,7 @@ class IslandLink:
         one does not call it in time, and UsageError if one calls it with another `label`.
         """
         if self.outside:
+            # Until the others admit this island, its exchanges are with itself only.
             return self.members, [mine]
         answer, files = self._contribute(label, mine, alone=alone)
         islands, other_files = tuple(answer["islands"]), iter(files)

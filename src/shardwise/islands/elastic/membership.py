@@ -104,6 +104,7 @@ class Membership:
     def lose(self, island: int) -> list[Answer]:
         """Remove `island`. Return the answers that are due, because others may have waited only for
         this island."""
+        # A new list, because answers in transit refer to the old one.
         self.members = [each for each in self.members if each != island]
         self.fresh.discard(island)
         for rank in self.ranks(island):

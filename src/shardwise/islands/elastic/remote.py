@@ -272,6 +272,7 @@ class RemoteIsland:
         if self.pending_start is None:
             return False
         self.pending_start = None
+        # Nobody will report the end of ranks that never start.
         self._supervisor.not_started(self.ranks)
         return True
 

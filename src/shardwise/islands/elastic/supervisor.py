@@ -306,6 +306,7 @@ class IslandSupervisor(Supervisor):
     def _end_unneeded(self) -> None:
         """Kill returning islands if no island takes part any more."""
         taking_part = [rank for each in self._membership.members for rank in self._living(each)]
+        # A returning island needs a running member that admits it.
         if taking_part or self._unneeded:
             return
         self._unneeded |= {each for each in self._away if self._living(each)}

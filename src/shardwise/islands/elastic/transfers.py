@@ -54,6 +54,7 @@ def serve(
         """Send a peer the file that it requests. If the peer has left, it will ask again."""
         peer.socket.settimeout(STALL)
         rank, number = _REQUEST.unpack(_message(peer))
+        # A duplicate of the broker's descriptor, because the broker may drop the file meanwhile.
         fd = os.memfd_create("nothing") if number == NOTHING else copy((rank, number))
         if fd is None:
             peer.send(_SIZE.pack(_NOT_HERE))

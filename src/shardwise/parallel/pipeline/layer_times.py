@@ -127,6 +127,7 @@ class LayerTimes:
         aside = self._path.with_name(f".{self._path.name}.part")
         try:
             aside.write_text(json.dumps({"layers": layers, "steps": steps}))
+            # A reader sees the old file or the new one, never a part.
             aside.replace(self._path)
         except OSError as error:
             raise ConfigError(

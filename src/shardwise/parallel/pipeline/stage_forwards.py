@@ -46,6 +46,7 @@ class ReplacedForward(ABC):
 
     def undo(self) -> None:
         """Restore the module's own forward."""
+        # Not if user code has replaced the forward since.
         if vars(self._module).get("forward") is self:
             del self._module.forward
             if self._before is not None:

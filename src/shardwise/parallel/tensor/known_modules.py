@@ -308,6 +308,7 @@ def disable_fused_inference(
             inside = [group_of[each] for each in module.modules() if each in group_of]
             if inside and hasattr(module, "activation_relu_or_gelu"):
                 name = ".".join(part for part in (prefix, path) if part)
+                # With 0, torch's encoder layer takes its plain path.
                 plain = [{"activation_relu_or_gelu": 0}] * parts
                 inside[0].splits.append(split_rules.local_module(name, module, {}, plain))
 

@@ -107,6 +107,7 @@ def reduce_scattered(value: Tensor, group: Collectives, sharded: ShardedDim) -> 
     own = torch.empty_like(shards[group.rank], memory_format=torch.contiguous_format)
     if is_fake(value):
         return own
+    # In rank order, because a shard of a middle dimension is not contiguous in the whole.
     flat = torch.cat([shard.reshape(-1) for shard in shards])
     edges = _edges([shard.shape for shard in shards])
     group.reduce_scatter(flat, edges, into=own.view(-1)).wait()

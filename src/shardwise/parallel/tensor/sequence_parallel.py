@@ -312,10 +312,12 @@ def _is_token_wise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     second = args[1] if len(args) > 1 else None
     if func in NORMS:
         shape = kwargs.get("normalized_shape", second)
+        # A norm over more dimensions would mix tokens.
         return isinstance(shape, Sequence) and len(shape) == 1
     if func in FEATURE_REDUCTIONS:
         dim = kwargs.get("dim", second)
         keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+        # Without keepdim, the token dimension would have another position.
         return keepdim is True and dim in (-1, (-1,), [-1])
     return func in CASTS_LIKE
 

@@ -112,7 +112,12 @@ def rowwise(name: str, module: nn.Module, parts: Sequence[Ranges]) -> ModuleSpli
         {attribute: range_length(part)} if hasattr(module, attribute) else {} for part in parts
     ]
     return ModuleSplit(
-        name, module, RowwiseParallel, {"weight": (0 if columns else 1, parts)}, local
+        # The bias is not split: every rank adds it once, after the sum.
+        name,
+        module,
+        RowwiseParallel,
+        {"weight": (0 if columns else 1, parts)},
+        local,
     )
 
 

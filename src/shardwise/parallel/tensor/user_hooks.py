@@ -104,6 +104,7 @@ def _has_user_hooks(hooks: Any) -> bool:
 
 def _is_user_hook(hook: Any) -> bool:
     package = (getattr(hook, "__module__", None) or "").partition(".")[0]
+    # Hooks of torch and of this library know about parts.
     return hook is silent_hook or package not in ("torch", "shardwise")
 
 
