@@ -111,14 +111,9 @@ def rowwise(name: str, module: nn.Module, parts: Sequence[Ranges]) -> ModuleSpli
     local = [
         {attribute: range_length(part)} if hasattr(module, attribute) else {} for part in parts
     ]
-    return ModuleSplit(
-        # The bias is not split: every rank adds it once, after the sum.
-        name,
-        module,
-        RowwiseParallel,
-        {"weight": (0 if columns else 1, parts)},
-        local,
-    )
+    # The bias is not split: every rank adds it once, after the sum.
+    weight = {"weight": (0 if columns else 1, parts)}
+    return ModuleSplit(name, module, RowwiseParallel, weight, local)
 
 
 def embedding(name: str, module: nn.Module, parts: int) -> ModuleSplit:
