@@ -1,4 +1,4 @@
-"""Exchanges of elastic islands that start and end in the device's memory."""
+"""Exchanges of elastic islands copy data from the device, and back to it."""
 
 import selectors
 import sys
@@ -26,7 +26,7 @@ def carry(selector, over):
 
 
 def run_of(broker, island, group):
-    """Return all ranks from the view of the one of `island`."""
+    """Return the group of all ranks, as seen by the one of `island`."""
     place = IslandPlace(
         island=island, count=2, size=1, fd=broker.open(island).detach(), returns=False
     )
@@ -34,7 +34,7 @@ def run_of(broker, island, group):
 
 
 def exchange(run, device, island, found):
-    """Return the results of a sum, a broadcast, rows and the bytes of a boundary on an island."""
+    """Return an island's results of a sum, a broadcast, rows, and the bytes of a boundary."""
     value = torch.full((3,), 1.5 + island, dtype=torch.bfloat16, device=device)
     summed, given = value.clone(), value.clone()
     run.all_reduce(summed).wait()
@@ -47,7 +47,7 @@ def exchange(run, device, island, found):
 
 
 def both(world):
-    """Return the same results with one island on the device and one on the CPU."""
+    """Return the results of an island on the device and of another island on the CPU."""
     selector, over = selectors.DefaultSelector(), Event()
     exchanges = Exchanges(Membership(count=2, size=1), lambda islands: None)
     broker = HostBroker(selector, exchanges)

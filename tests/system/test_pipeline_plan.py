@@ -1,4 +1,4 @@
-"""`shardwise pipeline-plan` as a user types it, and the pipeline-parallel run that it advises."""
+"""`shardwise pipeline-plan`, and a pipeline-parallel run with the flags that it recommends."""
 
 import json
 import re
@@ -25,7 +25,7 @@ MODEL = [
 ]
 
 
-def test_shows_stages_and_the_advised_command_runs(shardwise: Launcher) -> None:
+def test_shows_stages_and_the_recommended_command_runs(shardwise: Launcher) -> None:
     """The losses equal one worker's."""
     example = str(EXAMPLES / "language_model.py")
     shown = shardwise.run("pipeline-plan", "--pipeline", "2", example, *MODEL, env=QUICK)
@@ -45,7 +45,7 @@ def test_shows_stages_and_the_advised_command_runs(shardwise: Launcher) -> None:
     assert len(losses["one"]) >= 6
 
 
-def test_layer_names_are_complete_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shows_whole_layer_names_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     name = "model.language_model.layers."
     layers = [
         command.TimedLayer(f"{name}{n}", 1_234_567, 0.01, 0.02, 1e6, adds_parameters=True)
@@ -65,7 +65,7 @@ def test_layer_names_are_complete_at_80_columns(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.full
-def test_leaves_checkpoints_of_the_script_unchanged(shardwise: Launcher) -> None:
+def test_leaves_the_scripts_checkpoints_alone(shardwise: Launcher) -> None:
     words = (script("resumes"), "checkpoints", "--every")
     assert shardwise.run("run", "-n", "1", *words, "4", "--epochs", "1", env=QUICK).code == 0
     saved = sorted((shardwise.folder / "checkpoints").rglob("*"))
@@ -85,7 +85,7 @@ def test_refuses_scripts_without_steps_or_layers(shardwise: Launcher) -> None:
     assert "fewer than 9 stages" in ran.err
 
 
-def test_old_command_name_works_and_names_the_new_one(shardwise: Launcher) -> None:
+def test_old_command_name_works_and_prints_the_new_one(shardwise: Launcher) -> None:
     ran = shardwise.run("split", "--pipeline", "2", env=QUICK)
     assert ran.code == 2
     assert "`shardwise split` is now called `shardwise pipeline-plan`." in ran.err

@@ -35,21 +35,21 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--nproc-per-node", "0"], "--nproc-per-node takes a whole number of 1 or more"),
         (["-n", "99999"], "99999 ranks on one host: the limit is"),
         (["-H", "a", "--ssh", "'x"], "--ssh 'x cannot be read as a command: no closing quot"),
-        (["--elastic-islands"], "--elastic-islands with --islands 1: say how many"),
-        (["--elastic-islands", "--islands", "host"], "with --islands host: say how many"),
+        (["--elastic-islands"], "--elastic-islands with --islands 1: write the number"),
+        (["--elastic-islands", "--islands", "host"], "with --islands host: write the number"),
         (["-n", "3", "--elastic-islands", "--islands", "2"], "--islands 2 does not divide 3"),
-        (["-n", "300", "--elastic-islands", "--islands", "300"], "no more than 253 islands"),
+        (["-n", "300", "--elastic-islands", "--islands", "300"], "at most 253 islands"),
         (
             ["-n", "2", "--elastic-islands", "--islands", "2", "--behind", "1"],
-            "--behind 1 and --elastic-islands cannot be had together",
+            "--behind 1 cannot be combined with --elastic-islands",
         ),
         (
             ["-n", "2", "--elastic-islands", "--islands", "2", "--late", "3"],
-            "--late 3 and --elastic-islands cannot be had together",
+            "--late 3 cannot be combined with --elastic-islands",
         ),
         (
             ["-H", "a:2,b:1", "--elastic-islands", "--islands", "host"],
-            "--islands host needs as many workers on every host; these have 2, 1",
+            "--islands host needs the same number of workers on every host, but these have 2, 1",
         ),
         (
             ["--nnodes", "1", "--elastic-islands"],

@@ -8,16 +8,16 @@ import re
 RIGHT: dict[str, str] = {
     r"needs whole tensors, but (with --off|--tensor)": "each worker, or span of a file, has a part",
     r"found nothing to split": "without a layer to split, --tensor would train copies",
-    r"zero-bubble splits backward in two": "the other half would gather, or recompute, again",
-    r"several stages on each worker .* write loss = engine.forward_backward": "in a plain loop "
-    "it is not known which of a worker's stages is next",
-    r"stand in the model in the order in which they run": "a stage would wait for a later one",
-    r"depends on its values, which the ranks of other stages do not have": "shapes must be known "
-    "on ranks without the tensor",
-    r"Stage \d+ .* has nothing to train": "its worker would never update anything",
+    r"zero-bubble runs backward in two": "the other half would gather, or recompute, all anew",
+    r"several stages on each worker .* Write loss = engine.forward_backward": "in a plain loop "
+    "nobody knows which of a worker's stages is next",
+    r"Register the modules in the order of their use": "a stage would wait for a later one",
+    r"depends on values, which the ranks of other stages do not have": "shapes must be known "
+    "where a tensor is not",
+    r"Stage \d+ .* has nothing to train": "its worker would have no part in any update",
     r"engine.uneven\(\) with --pipeline": "no worker has all layers",
-    r"add_param_group after sw.Engine\(...\) with --pipeline": "stages are already assigned",
-    r"gradients inside of a loss .* cannot be had with --pipeline": "each worker has a part of the "
+    r"add_param_group after sw.Engine\(...\) with --pipeline": "whose layers they are is settled",
+    r"Start without --pipeline to use gradients inside of a loss": "each worker has a part of the "
     "graph",
     r"PlacementError: The row .* is not legal": "the table of rows says so",
     r"hold tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
@@ -26,10 +26,10 @@ RIGHT: dict[str, str] = {
     r"gave this worker a stand-in that does not count": "rows that are cut by hand",
     r"was written (while sharded|\(\w+\) while it is sharded)": "whole parameters are written in "
     "full_parameters(write=True)",
-    r"ParameterAccess: .* was read \(\w+\) while it is sharded": "a worker has a part",
-    r"copy_: a tensor that all ranks have is written to with what one stage has made": "an average "
-    "by user code over stages",
-    r"--activations recomputed runs Model, .* but with --pipeline it is several layers": "a unit "
+    r"ParameterAccess: .* was read \(\w+\) while it is sharded": "a worker holds a part",
+    r"copy_ writes a value that only one stage has into a tensor that all ranks have": "an average "
+    "by hand of what other workers have",
+    r"--activations recomputed runs Model, .* and with --pipeline it is several layers": "a unit "
     "that is on several workers cannot be run again as one",
     r"--exact \d+: the gradient of .* Write --no-overlap": "sums have already started",
 }
