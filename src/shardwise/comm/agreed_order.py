@@ -190,11 +190,11 @@ class AgreedOrder:
 
         Each is inserted before the first entry that ranks would choose later.
         """
-        lacking = [entry for entry in dict.fromkeys(self._taken) if entry not in order.last]
-        if not lacking:
+        missing = [entry for entry in dict.fromkeys(self._taken) if entry not in order.last]
+        if not missing:
             return order
         entries, place = list(order.entries), {entry: n for n, entry in enumerate(self._choice)}
-        for entry in lacking:
+        for entry in missing:
             later = (n for n, each in enumerate(entries) if place[each] > place[entry])
             entries.insert(next(later, len(entries)), entry)
         return _KnownOrder(entries)

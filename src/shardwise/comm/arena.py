@@ -172,7 +172,7 @@ class Segment:
             _map_over(self.start, self.size, mmap.MAP_SHARED, fd)
         except OSError as error:
             os.close(fd)
-            raise _refused(self.size, error) from error
+            raise _refusal(self.size, error) from error
         os.close(self.fd)
         self.number, self.fd, self.is_private = number, fd, False
 
@@ -235,7 +235,7 @@ class Arena:
         assert taken is not None
         return taken
 
-    def alone(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_alone(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a tensor in its own segment, because others may use it longer than this rank."""
         segment, memory = self._open(numel * dtype.itemsize)
         segment.is_full = True
@@ -300,7 +300,7 @@ class Arena:
             memory = _map_file(fd, size)
         except OSError as error:
             os.close(fd)
-            raise _refused(size, error) from error
+            raise _refusal(size, error) from error
         segment = self._segments[number] = Segment(number, fd, memory, forkable=forkable)
         finalize(memory, _end_segment, ref(self), segment).atexit = False
         return segment, memory
@@ -349,7 +349,7 @@ _LIMITS = {
 }
 
 
-def _refused(size: int, error: OSError) -> LaunchError:
+def _refusal(size: int, error: OSError) -> LaunchError:
     hint = _LIMITS.get(error.errno or 0, "the system refuses it")
     return LaunchError(
         f"{size:,} bytes of memory that ranks share cannot be had ({error.strerror or error}): "
@@ -386,12 +386,12 @@ def _open_file(number: int, size: int) -> int:
     try:
         fd = os.memfd_create(f"shardwise-{number}")
     except OSError as error:
-        raise _refused(size, error) from error
+        raise _refusal(size, error) from error
     try:
         os.ftruncate(fd, size)
     except OSError as error:
         os.close(fd)
-        raise _refused(size, error) from error
+        raise _refusal(size, error) from error
     return fd
 
 

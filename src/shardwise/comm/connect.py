@@ -62,7 +62,7 @@ LOOPBACK = "127.0.0.1"
 OUTSIDE = "192.0.2.1"
 """An address that no host has: the route there is that of the whole network."""
 
-_met: Rendezvous | None = None
+_rendezvous: Rendezvous | None = None
 """The rendezvous of this run, kept open until all groups are closed."""
 
 
@@ -189,8 +189,8 @@ def address_of(identity: Identity) -> str:
 def disconnect() -> None:
     """Close the store on which the ranks met."""
     # Last, when all groups are closed: torch's groups look up addresses in the store until then.
-    global _met
-    met, _met = _met, None
+    global _rendezvous
+    met, _rendezvous = _rendezvous, None
     if met is not None:
         met.close()
 
@@ -208,7 +208,7 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
         # Over the store, because no transport exists yet: it needs the device, and that the place.
         store = _meet_others(identity, timeout, rendezvous).store
         host = host_key() or gethostname()
-        names = _told_by_all(identity, store, "host", host)
+        names = _exchange_texts(identity, store, "host", host)
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(identity, error) from error
     here = [rank for rank, name in enumerate(names) if name == host]
@@ -227,18 +227,18 @@ def check_all(identity: Identity, refusal: str) -> None:
     A missing device is such a reason. Raises LaunchError if another rank cannot take part, because
     this one would wait for it.
     """
-    if _met is None:
+    if _rendezvous is None:
         return
     try:
-        said = _told_by_all(identity, _met.store, "refusal", refusal)
+        refusals = _exchange_texts(identity, _rendezvous.store, "refusal", refusal)
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(identity, error) from error
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(refusals):
         if text and not refusal:  # the caller raises its own
             raise LaunchError(f"Rank {rank} cannot take part: {text}").blaming([rank])
 
 
-def _told_by_all(identity: Identity, store: Store, key: str, text: str) -> list[str]:
+def _exchange_texts(identity: Identity, store: Store, key: str, text: str) -> list[str]:
     """Return every rank's `text` under `key`, through rank 0."""
     # If every rank asked for every text, the store would answer size * size questions.
     # `get` blocks until the key exists, so no barrier is needed.
@@ -252,16 +252,16 @@ def _told_by_all(identity: Identity, store: Store, key: str, text: str) -> list[
 
 def _meet_others(identity: Identity, timeout: float, rendezvous: str | None) -> Rendezvous:
     """Meet the other ranks, once: under torchrun on the store of its agent."""
-    global _met
-    if _met is None:
+    global _rendezvous
+    if _rendezvous is None:
         if dist.is_initialized():
-            _met = torchrun_store.adopt(identity, timeout)
+            _rendezvous = torchrun_store.adopt(identity, timeout)
         elif identity.launcher == "torchrun" and torchrun_store.has_store():
-            _met = torchrun_store.meet(identity, timeout)
+            _rendezvous = torchrun_store.meet(identity, timeout)
         else:
             place = None if identity.launcher == "torchrun" else rendezvous
-            _met = meet(identity, timeout, place)
-    return _met
+            _rendezvous = meet(identity, timeout, place)
+    return _rendezvous
 
 
 def _join(

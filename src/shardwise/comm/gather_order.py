@@ -176,17 +176,17 @@ class GatherOrder:
 
     def _run(self, entry: int, *, wanted: bool) -> None:
         over, first = self._order.over() if self._descending else None, self._firsts[entry]
-        if over is not None and (member := self._of(over)) is not None:
+        if over is not None and (member := self._member_of(over)) is not None:
             member.is_past(over - self._firsts[over])
-        if (member := self._of(entry)) is not None:
+        if (member := self._member_of(entry)) is not None:
             member.run_entry(entry - first, wanted=wanted)
         # After every entry, even on a rank that only catches up: all ranks must start gathers and
         # sums of gradients in one order, because NCCL may deadlock otherwise.
         following = self._order.next()
-        if following is not None and (member := self._of(following)) is not None:
+        if following is not None and (member := self._member_of(following)) is not None:
             member.start_ahead(following - self._firsts[following])
 
-    def _of(self, entry: int) -> Member | None:
+    def _member_of(self, entry: int) -> Member | None:
         """Return the member of an entry; None if it has been collected."""
         return self._members.get(self._firsts[entry])
 
@@ -205,15 +205,15 @@ class GatherOrder:
         A rank that leaves the block runs the entries that others need until all have left. Blocks
         may be nested.
         """
-        back = [member.set_aside() for member in list(self._members.values())]
+        restorers = [member.set_aside() for member in list(self._members.values())]
         self._uneven += 1
         try:
             yield
         finally:
             self.end_dead_pass()
             self._uneven -= 1
-            for bring in back:
-                bring()
+            for restore in restorers:
+                restore()
             if not self.is_uneven:
                 for entry in self._order.serve():
                     self._run(entry, wanted=False)

@@ -152,14 +152,14 @@ class Gloo(Collectives):
         parts = zip(torch.split(target, lengths), *in_order, strict=True)
         received = self.messages.start("reduce-scatter", call, sends, rows)
 
-        def came(number: int) -> None:
+        def sum_if_complete(number: int) -> None:
             """Sum a piece that all have sent, while it is still in the processor's cache."""
             if number % len(others) == 0:
                 out, *terms = next(parts)
                 sum_in_rank_order(terms, out, how)
 
         def finish() -> None:
-            received(came)
+            received(sum_if_complete)
             for out, *terms in parts:  # an empty interval, or a group of one: no message arrives
                 sum_in_rank_order(terms, out, how)
             self.give_back(scratch)  # not earlier: Gloo receives into it until the end

@@ -21,7 +21,7 @@ from shardwise.comm import gloo_messages
 from shardwise.comm.base import GroupRanks
 from shardwise.comm.mismatched_calls import mismatch_error
 from shardwise.comm.progress_thread import PendingWork, ProgressThread
-from shardwise.comm.torch_backend import explained, is_timeout, real_view, timeout_error
+from shardwise.comm.torch_backend import explain, is_timeout, real_view, timeout_error
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.watch.status_server import StatusServer
 
@@ -217,10 +217,10 @@ class GlooExchange:
         speaker = self._group_ranks.speaker(self._rank)
         if (theirs := self._status_server.error_of_another(speaker)) is not None:
             return theirs
-        found = explained(error, speaker, call, self._group_ranks.named([other]))
+        found = explain(error, speaker, call, self._group_ranks.named([other]))
         if isinstance(found, PeerLost):
             lost = self._group_ranks.named({other, *self._unreachable()})
-            found = explained(error, speaker, call, lost)
+            found = explain(error, speaker, call, lost)
         elif is_timeout(error):
             seconds = self._timeout.total_seconds() if self._timeout else 0.0
             found = timeout_error(self._status_server, speaker, call, self._ranks([other]), seconds)

@@ -108,8 +108,8 @@ class Hierarchical(MappedMemory):
             # First the ranks of this host, then the peers, who have waited for theirs.
             self._inside.post(begin)
             yield READY
-            came = {peer: torch.empty(1) for peer in self._others}
-            yield self._send_between("barrier", call, dict.fromkeys(came, torch.zeros(1)), came)
+            messages = {peer: torch.empty(1) for peer in self._others}
+            yield self._send_between("barrier", call, dict.fromkeys(messages, torch.zeros(1)), messages)
 
         self._inside.start(begin, steps()).wait()
 
@@ -153,13 +153,13 @@ class Hierarchical(MappedMemory):
     ) -> Steps:
         public = self._inside.buffers.publish(begin, buffer, written=True)
         own = interval(buffer, cuts, self.rank)
-        came = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
+        messages = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
         # The peers' intervals may be overwritten now: nobody else reads them here before HALFWAY.
         yield self._fetch(calls[1], buffer, cuts)
         self._copy_peers(buffer, public, cuts)
         self._inside.announce(begin, HALFWAY)
         yield HALFWAY
-        for place, message in came.items():
+        for place, message in messages.items():
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
                 part.copy_(self._inside.buffers.read(place, message, cuts[rank], part))
@@ -183,14 +183,14 @@ class Hierarchical(MappedMemory):
 
         `last`: this call reads nothing more of the ranks of this host.
         """
-        came = yield READY
+        messages = yield READY
         dtype = how.wide(buffer.dtype)
         # In fp32 for 16-bit floats, between hosts too, so that the result is rounded once.
         sums = []
         for rank in self._peers:
             part = own if rank == self.rank else interval(buffer, cuts, rank)
             sums.append(self._between.borrow(part.numel(), dtype))
-            rows = self._inside.buffers.rows(came, part, cuts[rank])
+            rows = self._inside.buffers.rows(messages, part, cuts[rank])
             sum_in_rank_order(rows, sums[-1], how.partial)
         if last:
             # Before the messages between hosts: this host's buffers are free while they are sent.
@@ -205,7 +205,7 @@ class Hierarchical(MappedMemory):
         sum_in_rank_order(rows, target, how)
         for scratch in [*sums, *(rows[place] for place in self._others)]:
             self._between.give_back(scratch)
-        return came
+        return messages
 
     def _all_gather(self, begin: MeshMessage, call: int, buffer: Tensor, cuts: Cuts) -> Steps:
         # Between hosts first: then each interval crosses the network once per host.
@@ -217,8 +217,8 @@ class Hierarchical(MappedMemory):
         public = self._inside.buffers.place_for(buffer)
         self._copy_peers(buffer, public, cuts)
         public = self._inside.buffers.publish(begin, public)
-        came = yield READY
-        for place, message in came.items():
+        messages = yield READY
+        for place, message in messages.items():
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
                 part.copy_(self._inside.buffers.read(place, message, cuts[rank], part))
@@ -230,8 +230,8 @@ class Hierarchical(MappedMemory):
         """Finish a small all-gather: the message itself carries what the peers have sent."""
         parts = [interval(buffer, cuts, rank) for rank in self._peers]
         self._inside.post(begin._replace(payload=b"".join(map(as_bytes, parts))))
-        came = yield READY
-        for place, message in came.items():
+        messages = yield READY
+        for place, message in messages.items():
             first = 0
             for rank in self._columns[place]:
                 part = interval(buffer, cuts, rank)
@@ -244,8 +244,8 @@ class Hierarchical(MappedMemory):
         small = buffer.nbytes <= INLINE
         if self._inside.rank != column:
             self._inside.post(begin)
-            came = yield READY
-            buffer.copy_(self._inside.buffers.read(column, came[column], 0, buffer))
+            messages = yield READY
+            buffer.copy_(self._inside.buffers.read(column, messages[column], 0, buffer))
             if not small:
                 self._inside.announce(begin, HALFWAY, only=column)
             return

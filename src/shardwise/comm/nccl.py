@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Collectives, Counts, Cuts, GroupRanks, Handle, column, interval
 from shardwise.comm.ordered_sums import PLAIN, Sum, sum_in_tree
-from shardwise.comm.torch_backend import explained, real_view, split_group
+from shardwise.comm.torch_backend import explain, real_view, split_group
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.watch.status_server import StatusServer
 
@@ -114,9 +114,9 @@ class Nccl(Collectives):
                 sum_in_tree(list(terms), out, wide, how.scale)
             else:  # in one kernel
                 out.copy_(how.scaled(terms.sum(0, dtype=wide)))
-            came: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            came.record()
-        return _Summing(_SumUnderWay(came, rows, stream))
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return _Summing(_SumUnderWay(event, rows, stream))
 
     def _stream_for(self, what: str) -> torch.cuda.Stream:
         if what not in self._streams:
@@ -216,7 +216,7 @@ class Nccl(Collectives):
             work.wait()
         except RuntimeError as error:
             speaker = self._group_ranks.speaker(self.rank)
-            raise explained(error, speaker, "collective") from error
+            raise explain(error, speaker, "collective") from error
 
 
 class _Working(Handle):
@@ -231,20 +231,20 @@ class _Working(Handle):
 
 
 class _SumUnderWay:
-    """A sum of `rows` on `stream`; the event `came` is its end."""
+    """A sum of `rows` on `stream`; the event `event` is its end."""
 
     # Holds the rows until a wait. If they were freed at once, the allocator would need
     # `record_stream`, and would reuse their memory only when the device has reached that point. The
     # further the host runs ahead, the more memory the sums of a backward would take.
 
-    def __init__(self, came: Any, rows: Tensor, stream: torch.cuda.Stream) -> None:
-        self.came = came
+    def __init__(self, event: Any, rows: Tensor, stream: torch.cuda.Stream) -> None:
+        self.event = event
         self._rows: Tensor | None = rows
         self._stream = stream
 
     def await_(self) -> None:
         """Make the current stream wait for the sum."""
-        torch.cuda.current_stream().wait_event(self.came)
+        torch.cuda.current_stream().wait_event(self.event)
 
     def end(self) -> None:
         """Wait, and free the rows."""
@@ -273,7 +273,7 @@ class _Summing(Handle):
         self._under_way.await_()
 
     def is_there(self) -> bool:
-        return super().is_there() or bool(self._under_way.came.query())
+        return super().is_there() or bool(self._under_way.event.query())
 
 
 def _used_here(made: Tensor) -> None:

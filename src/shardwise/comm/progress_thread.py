@@ -60,11 +60,11 @@ class ProgressThread:
         self._bell = -1
         if poll is not None:
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            poll.hear(self._bell)
+            poll.add_bell(self._bell)
         self._begun: SimpleQueue[tuple[PendingWork, Callable[[], None]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._dismissed = False
-        self._door = threading.Lock()
+        self._lock = threading.Lock()
 
     def follow(self, wait: Callable[[], None]) -> PendingWork:
         """Queue `wait`; the returned work is over when `wait` has returned or raised.
@@ -78,7 +78,7 @@ class ProgressThread:
 
         pending = PendingWork(missing)
         # Without the lock, work could be queued behind the end and never be done.
-        with self._door:
+        with self._lock:
             self.refuse_if_dismissed()
             if self._thread is None:
                 # A daemon, because the end of a process must not wait for a rank that never sends.
@@ -97,7 +97,7 @@ class ProgressThread:
 
     def dismiss(self) -> None:
         """End the thread after the work that is queued."""
-        with self._door:
+        with self._lock:
             self._dismissed = True
             self._begun.put(None)
 

@@ -38,11 +38,11 @@ def share_memory(group: Collectives, timeout: float, *, required: bool) -> Colle
     counts = {len(ranks) for ranks in hosts}
     if None in keys or counts == {1} or len(counts) > 1:
         if required:
-            raise LaunchError(_apart(keys, hosts))
+            raise LaunchError(_explain_refusal(keys, hosts))
         if None not in keys and len(counts) > 1:
             group.name += f" (hosts have {_listed(hosts)} ranks, so none shares memory)"
         return group
-    found = _try(group, hosts, timeout)
+    found = _set_up(group, hosts, timeout)
     if not isinstance(found, str):
         return found
     if required:
@@ -76,7 +76,7 @@ def host_key() -> str | None:
     return f"{socket.gethostname()} {boot} {network}"
 
 
-def _apart(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
+def _explain_refusal(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
     """Return why ranks cannot share memory, for users who asked for it."""
     if None in keys:
         return (
@@ -96,30 +96,30 @@ def _apart(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
     )
 
 
-def _try(
+def _set_up(
     group: Collectives, hosts: Sequence[Sequence[int]], timeout: float
 ) -> SharedMemory | Hierarchical | str:
     """Return the transport, or why there is none: the same on all ranks."""
-    drawn = group.gather_plain(secrets.token_hex(8))[0]
+    token = group.gather_plain(secrets.token_hex(8))[0]
     mine = next(ranks for ranks in hosts if group.rank in ranks)
     name, arena = f"{drawn}-{mine[0]}", Arena()
     place = mine.index(group.rank), len(mine), timeout
 
     def prepare() -> socket.socket:
         try:
-            arena.alone(1, torch.uint8)  # one that the system refuses is refused here
+            arena.allocate_alone(1, torch.uint8)  # one that the system refuses is refused here
         except LaunchError as error:
             raise (error.__cause__ or error) from None
         return listen(name, *place)
 
     # Two phases, with an agreement after each: no rank may connect before all listen, and no rank
     # may use shared memory if another could not set it up.
-    listener, fault = _on_all_ranks(group, prepare)
+    listener, fault = _attempt_on_all_ranks(group, prepare)
     if listener is None:
         return fault
     with listener:
-        known = group.status_server.secret
-        sockets, fault = _on_all_ranks(group, lambda: connect(listener, name, known, *place))
+        secret = group.status_server.secret
+        sockets, fault = _attempt_on_all_ranks(group, lambda: connect(listener, name, secret, *place))
     if sockets is None:
         return fault
     of_run = group.group_ranks if isinstance(group, Gloo) else GroupRanks.whole(group.size)
@@ -139,7 +139,7 @@ def _try(
     return Hierarchical(inside, between, hosts, group.rank, group)
 
 
-def _on_all_ranks(group: Collectives, attempt: Callable[[], Sockets]) -> tuple[Sockets | None, str]:
+def _attempt_on_all_ranks(group: Collectives, attempt: Callable[[], Sockets]) -> tuple[Sockets | None, str]:
     """Open sockets on all ranks; returns them, or closes them and returns the first failure."""
     made, fault = None, ""
     try:

@@ -84,10 +84,10 @@ class SharedBuffers:
         offset = message.offset + first * like.itemsize
         return self._work.segments.view(rank, message.segment, offset, like.numel(), like.dtype)
 
-    def rows(self, came: dict[int, MeshMessage], own: Tensor, first: int) -> list[Tensor]:
+    def rows(self, messages: dict[int, MeshMessage], own: Tensor, first: int) -> list[Tensor]:
         """Return all ranks' values of this rank's interval, which starts at element `first`."""
         return [
-            own if rank == self._rank else self.read(rank, came[rank], first, own)
+            own if rank == self._rank else self.read(rank, messages[rank], first, own)
             for rank in range(self._size)
         ]
 
@@ -102,7 +102,7 @@ class SharedBuffers:
                 return self._spare.pop(index)
         # A segment of its own, which ends with the call, or the arena would keep its size.
         if size > POOLED:
-            return self.arena.alone(size, torch.uint8)
+            return self.arena.allocate_alone(size, torch.uint8)
         # Rounded up to a power of two, so that tensors of similar size use the same places.
         return self.arena.allocate(1 << (size - 1).bit_length(), torch.uint8)
 

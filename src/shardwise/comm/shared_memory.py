@@ -185,22 +185,22 @@ class SharedMemory(MappedMemory):
     def _exchange(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
         """Small all-reduce in one exchange: every rank sends its values to all and sums all."""
         self._work.post(begin._replace(payload=as_bytes(buffer)))
-        came = yield READY
-        rows = self.buffers.rows(came, buffer, 0)
+        messages = yield READY
+        rows = self.buffers.rows(messages, buffer, 0)
         sum_in_rank_order(rows, buffer, how)
 
     def _all_reduce(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
         cuts = even_cuts(buffer.numel(), self.size)
         public = self.buffers.publish(begin, buffer, written=True)
-        came = yield READY
+        messages = yield READY
         own = interval(public, cuts, self.rank)
-        rows = self.buffers.rows(came, own, cuts[self.rank])
+        rows = self.buffers.rows(messages, own, cuts[self.rank])
         sum_in_rank_order(rows, own, how)
         self._work.announce(begin, HALFWAY)
         # A rank that is halfway has read its interval of this buffer, and its own interval holds
         # the sum. So the copies below read finished sums, and overwrite values that nobody needs.
         yield HALFWAY
-        for rank, message in came.items():
+        for rank, message in messages.items():
             part = interval(buffer, cuts, rank)
             part.copy_(self.buffers.read(rank, message, cuts[rank], part))
         if public is not buffer:
@@ -213,9 +213,9 @@ class SharedMemory(MappedMemory):
         self, begin: MeshMessage, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum
     ) -> Steps:
         public = self.buffers.publish(begin, buffer)
-        came = yield READY
+        messages = yield READY
         # No other rank reads this rank's interval of its buffer, so the sum may overwrite it.
-        rows = self.buffers.rows(came, own, cuts[self.rank])
+        rows = self.buffers.rows(messages, own, cuts[self.rank])
         sum_in_rank_order(rows, target, how)
         self._work.announce(begin, DONE)
         yield DONE
@@ -226,8 +226,8 @@ class SharedMemory(MappedMemory):
         # By the largest interval, which all ranks know: they must choose the same way.
         small = max(b - a for a, b in pairwise(cuts)) * buffer.itemsize <= INLINE
         public = self.buffers.publish(begin, own, small=small)
-        came = yield READY
-        for rank, message in came.items():
+        messages = yield READY
+        for rank, message in messages.items():
             part = interval(buffer, cuts, rank)
             part.copy_(self.buffers.read(rank, message, 0, part))
         if not small:
@@ -239,10 +239,10 @@ class SharedMemory(MappedMemory):
         self, begin: MeshMessage, sent: Tensor, counts: Counts, received: Tensor
     ) -> Steps:
         public = self.buffers.publish(begin, sent)
-        came = yield READY
+        messages = yield READY
         mine = column(counts, self.rank)
         received[slice_of(mine, self.rank)] = sent[slice_of(counts[self.rank], self.rank)]
-        for rank, message in came.items():
+        for rank, message in messages.items():
             part = received[slice_of(mine, rank)]
             part.copy_(
                 self.buffers.read(rank, message, slice_of(counts[rank], self.rank).start, part)
@@ -262,20 +262,20 @@ class SharedMemory(MappedMemory):
                 self.buffers.take_back(public, buffer)
             return
         self._work.post(begin)
-        came = yield READY
-        buffer.copy_(self.buffers.read(source, came[source], 0, buffer))
+        messages = yield READY
+        buffer.copy_(self.buffers.read(source, messages[source], 0, buffer))
         if not small:
             self._work.announce(begin, HALFWAY, only=source)
 
     def _common(self, begin: MeshMessage, like: Tensor, made: list[Tensor]) -> Steps:
         if self.rank == 0:
-            made.append(self.buffers.arena.alone(like.numel(), like.dtype))
+            made.append(self.buffers.arena.allocate_alone(like.numel(), like.dtype))
             self.buffers.publish(begin, made[0])
         else:
             self._work.post(begin)
-        came = yield READY
+        messages = yield READY
         if self.rank != 0:
-            made.append(self.buffers.read(0, came[0], 0, like))
+            made.append(self.buffers.read(0, messages[0], 0, like))
 
     # -- for calls of a larger group ------------------------------------------------------
 

@@ -177,18 +177,18 @@ class GroupWork:
 
     def until(self, call: SharedWork, stage: int) -> None:
         """Block until `call` has reached `stage`."""
-        if call.stage < stage and not self._comes_soon(call, stage):
+        if call.stage < stage and not self._poll_briefly(call, stage):
 
             def missing() -> Collection[int]:
                 """Return the ranks of the run that the call waits for, for hang reports."""
                 if call.pending is not None:
                     return call.pending.missing()
-                return [self._group_ranks.ranks[place] for place in self._unheard(call)]
+                return [self._group_ranks.ranks[place] for place in self._missing(call)]
 
             with self._process_work.status_server.waits.noted(call.name, missing):
                 self._sleep(call, stage)
 
-    def _comes_soon(self, call: SharedWork, stage: int) -> bool:
+    def _poll_briefly(self, call: SharedWork, stage: int) -> bool:
         """Poll for a moment: an answer within microseconds costs less than a sleep."""
         until = time.monotonic() + self._spin
         while True:
@@ -199,7 +199,7 @@ class GroupWork:
                 return False
 
     def _sleep(self, call: SharedWork, stage: int) -> None:
-        begun = time.monotonic()
+        start = time.monotonic()
         while call.stage < stage:
             if self._process_work.error is not None:
                 self._failure = self._process_work.error  # the others know of it as well
@@ -208,10 +208,10 @@ class GroupWork:
                 self.progress(self._timeout)  # what it waits for has a limit of its own
                 continue
             # Only peers that are still needed: one that ended after its last message is no error.
-            missing = self._unheard(call)
+            missing = self._missing(call)
             if lost := missing & self._mesh.gone:
                 raise self._lost(call, lost)
-            waited = time.monotonic() - begun
+            waited = time.monotonic() - start
             if waited > self._timeout:
                 raise self._late(call, missing)
             self.progress(self._timeout - waited + 1e-3)
@@ -252,9 +252,9 @@ class GroupWork:
             self._compare(call, rank, message)
 
     def _move(self, call: SharedWork) -> None:
-        while (came := self._due(call)) is not None:
+        while (messages := self._collect_messages(call)) is not None:
             try:
-                call.reach(call.steps.send(came))
+                call.reach(call.steps.send(messages))
                 call.note_end()
             except StopIteration:
                 call.stage, call.pending = OVER, None
@@ -264,22 +264,22 @@ class GroupWork:
             except CollectiveError as error:
                 raise self._cut_off(call, error) from error
 
-    def _due(self, call: SharedWork) -> Messages | None:
+    def _collect_messages(self, call: SharedWork) -> Messages | None:
         """Return the messages that a call waits for once all are here; None until then."""
         if call.pending is not None:
             if call.pending.error is not None:
                 raise self._cut_off(call, call.pending.error)
             return {} if call.pending.is_over else None
-        if len(came := self._heard(call)) < self._size - 1:
+        if len(messages := self._arrived(call)) < self._size - 1:
             return None
         self._inbox.pop((call.opening.call, call.stage), None)
-        return came
+        return messages
 
-    def _heard(self, call: SharedWork) -> Messages:
+    def _arrived(self, call: SharedWork) -> Messages:
         return self._inbox.get((call.opening.call, call.stage), {})
 
-    def _unheard(self, call: SharedWork) -> set[int]:
-        return set(self._mesh.peers) - self._heard(call).keys()
+    def _missing(self, call: SharedWork) -> set[int]:
+        return set(self._mesh.peers) - self._arrived(call).keys()
 
     def _compare(self, call: SharedWork, rank: int, message: MeshMessage) -> None:
         """Raise CollectiveError if a rank is in another collective at this call."""

@@ -84,7 +84,7 @@ class MeshPoll:
         self._owners[fd] = mesh, rank
         self._poll.register(fd, select.POLLIN | (select.POLLOUT if room else 0))
 
-    def hear(self, bell: int) -> None:
+    def add_bell(self, bell: int) -> None:
         """Let an eventfd wake `look`."""
         self._bells.add(bell)
         self._poll.register(bell, select.POLLIN)
@@ -201,32 +201,32 @@ def connect(
     the kernel reports, and to the run that has `secret`.
     """
     # One direction per pair: if both ends connected, a pair would have two sockets.
-    found: dict[int, socket.socket] = {}
-    word, until = authentication.mac(secret, b"mesh", name.encode()), time.monotonic() + timeout
+    sockets: dict[int, socket.socket] = {}
+    proof, until = authentication.mac(secret, b"mesh", name.encode()), time.monotonic() + timeout
     try:
         for lower in range(rank):
-            peer = found[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            peer = sockets[lower] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             peer.settimeout(timeout)
             _reach(peer, _address(name, lower), until)
             if not _is_ours(peer):
                 raise PermissionError(f"another user listens in the place of rank {lower}")
-            peer.send(_HELLO.pack(word, rank))
-        while len(found) < size - 1:
+            peer.send(_HELLO.pack(proof, rank))
+        while len(sockets) < size - 1:
             listener.settimeout(max(0.001, until - time.monotonic()))
             peer, _ = listener.accept()
-            higher = _greeted(peer, word)
+            higher = _receive_greeting(peer, proof)
             if higher is not None and rank < higher < size:
-                found[higher] = peer
+                sockets[higher] = peer
             else:
                 peer.close()
     except BaseException:
-        for peer in found.values():
+        for peer in sockets.values():
             peer.close()
         raise
-    return dict(sorted(found.items()))
+    return dict(sorted(sockets.items()))
 
 
-def _greeted(peer: socket.socket, word: bytes) -> int | None:
+def _receive_greeting(peer: socket.socket, proof: bytes) -> int | None:
     """Return the rank that has connected; None if it is not of this run."""
     if not _is_ours(peer):
         return None
@@ -237,14 +237,14 @@ def _greeted(peer: socket.socket, word: bytes) -> int | None:
         return None
     if len(hello) != _HELLO.size:
         return None
-    given, rank = _HELLO.unpack(hello)
-    return int(rank) if hmac.compare_digest(given, word) else None
+    their_proof, rank = _HELLO.unpack(hello)
+    return int(rank) if hmac.compare_digest(their_proof, proof) else None
 
 
 def _is_ours(peer: socket.socket) -> bool:
     """Return whether a process of this user is at the other end."""
-    found = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(found)[1]) == os.geteuid()
+    sockets = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(sockets)[1]) == os.geteuid()
 
 
 def _reach(peer: socket.socket, address: str, until: float) -> None:

@@ -91,7 +91,7 @@ def split_group(
 _GONE = ("closed by peer", "connection reset", "broken pipe", "connection refused", "eof")
 
 
-def explained(
+def explain(
     error: RuntimeError, speaker: str, what: str, other: str | None = None
 ) -> CollectiveError:
     """Turn an error of the backend into the error that the user reads.
