@@ -48,7 +48,7 @@ def test_a_host_that_refuses_memory_is_said_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "shardwise: no shared memory, so Gloo is used: rank 0: Function not implemented\n"
     )
-    with pytest.raises(LaunchError, match="--transport gloo does without"):
+    with pytest.raises(LaunchError, match="Write --transport gloo"):
         same_host.share_memory(group, 1.0, required=True)
 
 

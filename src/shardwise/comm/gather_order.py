@@ -1,11 +1,11 @@
-"""Runs collectives inside forwards and backwards in one order, the gather order, on all ranks.
+"""The gather order: one order, on all ranks, of the collectives inside forwards and backwards.
 
-Ranks may skip what others need, so a rank that waits in one collective must not be waited for in
-another. Sharded units of several engines meet in one backward (a loss of one model that goes
-through another one's), models are called inside of models, and BatchNorm over all ranks exchanges
-statistics between two units. So there is one list of entries for all of a process
-(agreed_order.py), and one pass at a time: a forward or backward that begins inside of another is a
-part of it.
+A rank may skip a collective that others need. Two ranks deadlock if each waits for the other in a
+different collective. This could happen across engines: a backward may run through sharded units of
+several engines (the loss of one model passes through another), models call other models, and
+BatchNorm over all ranks exchanges statistics between two units. So each process has a single list
+of entries (agreed_order.py) and runs one pass at a time. A forward or backward that begins inside
+another is part of that pass.
 
     backward of engine A's loss     A opens ─ B's units ─ B's BatchNorm ─ A's units ─ A closes
 """
@@ -42,12 +42,12 @@ class Member(Protocol):
         """Raise, on all ranks, if entries since the last call were out of order."""
 
     def mode(self) -> Hashable:
-        """Return what distinguishes passes of one kind besides the key; equal on all ranks."""
+        """Return a value that distinguishes passes with the same key; it is equal on all ranks."""
 
     def set_aside(self) -> Callable[[], None]:
-        """Forget for now what passes of this rank alone will change.
+        """Save the state that this rank's uneven passes will change.
 
-        Returns a function that brings it back.
+        Returns a function that restores it.
         """
 
 
@@ -93,8 +93,8 @@ class GatherOrder:
     ) -> int:
         """Give `member` an entry for each of `names`; see AgreedOrder.join.
 
-        Returns the number of the first one, which `leave` takes. `reach` takes its sum with the
-        member's own number of an entry.
+        Returns the number of its first entry. Pass that number to `leave`, and that number plus the
+        place of a name to `reach`.
         """
         first = self._order.join(names, staying=staying, exchanges=exchanges)
         self._members[first] = member
@@ -112,7 +112,7 @@ class GatherOrder:
 
     @property
     def is_open(self) -> bool:
-        """Whether a pass is under way."""
+        """Whether a pass is running."""
         return self._opener is not None
 
     @property
@@ -121,7 +121,7 @@ class GatherOrder:
         return self._uneven > 0
 
     def end_dead_pass(self) -> None:
-        """End a pass that has failed unnoticed: a backward of the user's own."""
+        """End a pass that has failed unnoticed, in a backward that the user's code called."""
         if self._opener is not None:
             self._opener.end_dead_pass()
 
@@ -192,7 +192,8 @@ class GatherOrder:
 
     def check(self) -> None:
         """Raise, on all ranks, if entries since the last call were out of order."""
-        # Only the accelerator's memory tells. A step calls this once the host has waited anyway.
+        # On an accelerator the check reads device memory, for which the host must wait. A step
+        # calls this when the host has waited anyway.
         for member in list(self._members.values()):
             member.check()
 

@@ -1,13 +1,13 @@
 """The transport of CPU ranks on one host, through memory that all of them map.
 
-Ranks only send small messages about what is ready (shared_work.py). Each rank reads what it needs
+Ranks only send small messages that announce the stages of a call (shared_work.py). Each rank reads
 directly from the others' buffers (shared_buffers.py).
 
     reduce-scatter   all ready ─▶ sum the own interval ─▶ done
     all-reduce       all ready ─▶ sum the own interval ─▶ all halfway ─▶ copy the rest ─▶ done
     all-gather       all ready ─▶ copy the others' intervals ─▶ done
 
-A result may be read when this rank is done, a buffer written again when all are.
+A result may be read when this rank is done. A buffer may be written again when all ranks are done.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class MappedMemory(Collectives):
 class SharedMemory(MappedMemory):
     """CPU ranks of one host, over shared memory.
 
-    `under` is the group over which the ranks agreed on this transport; it is closed with it.
-    `group_ranks` says which ranks of the run these are, if there are others. `buffers` are the
-    tensors that these ranks show each other.
+    `under` is the group that agreed on this transport; `close` closes it too. `group_ranks` are
+    the numbers of these ranks in the run, if there are other ranks. `buffers` are the tensors that
+    these ranks publish to each other.
     """
 
     name = "shared memory"
@@ -130,7 +130,8 @@ class SharedMemory(MappedMemory):
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert device.type == "cpu", device
-        made: list[Tensor] = []  # the steps of a call return nothing
+        # The steps append the tensor to a list, because a call's generator returns nothing.
+        made: list[Tensor] = []
         like = torch.empty(numel, dtype=dtype, device="meta")
         begin = self.opening("common memory", like)
         self._work.start(begin, self._common(begin, like, made)).wait()
@@ -138,7 +139,7 @@ class SharedMemory(MappedMemory):
 
     @property
     def under(self) -> Collectives | None:
-        """The group over which these ranks agreed on this one; None where it was split off."""
+        """The group that agreed on this transport. None if `split` made this group."""
         return self._under
 
     # -- the verbs ------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class SharedMemory(MappedMemory):
 
     def _all_gather(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
         own = interval(buffer, cuts, self.rank)
-        # By the largest interval, which all ranks know: they must choose the same way.
+        # Decide by the largest interval, which all ranks know: they must decide the same.
         small = max(b - a for a, b in pairwise(cuts)) * buffer.itemsize <= INLINE
         public = self.buffers.publish(begin, own, small=small)
         messages = yield READY
@@ -252,7 +253,7 @@ class SharedMemory(MappedMemory):
         self.buffers.take_back(public, sent)
 
     def _broadcast(self, begin: MeshMessage, buffer: Tensor, source: int) -> Steps:
-        """Send from the source, which waits until all have read: users may write to its buffer."""
+        """Copy from the source, which waits until all have read, as its user may then write."""
         small = buffer.nbytes <= INLINE
         if self.rank == source:
             public = self.buffers.publish(begin, buffer, small=small)
@@ -281,7 +282,7 @@ class SharedMemory(MappedMemory):
 
     @property
     def poll(self) -> MeshPoll:
-        """Poll object on which this process waits for messages."""
+        """The poll object that delivers this process's messages."""
         return self._process_work.poll
 
     def start(self, begin: MeshMessage, steps: Steps) -> Handle:
@@ -293,11 +294,11 @@ class SharedMemory(MappedMemory):
         self._work.post(message)
 
     def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
-        """Tell all others, or `only` one, that this rank has reached `stage` of a call."""
+        """Announce to all others, or to `only` one, that this rank reached `stage` of a call."""
         self._work.announce(begin, stage, only)
 
     def opening(self, kind: str, buffer: Tensor, check: int = 0) -> MeshMessage:
-        """Return the message that opens the next call; all ranks must have the same `check`."""
+        """Return the message that opens the next call. All ranks must pass the same `check`."""
         assert buffer.is_contiguous()
         self.status_server.refuse_after_failure()
         self._calls += 1
@@ -308,24 +309,25 @@ class SharedMemory(MappedMemory):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         check_groups(groups, self.size)
-        # A fresh name for the sockets of every split: abstract names are visible to the whole host.
+        # A new random name for the sockets of every split: abstract names are visible to the whole
+        # host, so other runs and other splits must not have the same.
         name = self.gather_plain(secrets.token_hex(8))[0]
         mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
         place, size = mine.index(self.rank), len(mine)
         if size == 1:
-            self.barrier()  # the one that the others make below
+            self.barrier()  # the barrier that the other ranks enter below
             return Solo()
         try:
             listener = listen(f"{name}-{mine[0]}", place, size, self._timeout)
             with listener:
-                self.barrier()  # all listen now
+                self.barrier()  # now all ranks listen
                 known = self.status_server.secret
                 sockets = connect(listener, f"{name}-{mine[0]}", known, place, size, self._timeout)
         except OSError as error:
             raise CollectiveError(
                 f"{self._group_ranks.speaker(self.rank)} cannot open sockets to "
-                f"{self._group_ranks.named(mine)}: {error.strerror or error}. "
-                "--transport gloo does without."
+                f"{self._group_ranks.named(mine)}: {error.strerror or error}. Write --transport "
+                "gloo, which does not need them."
             ) from error
         made = (sockets, self._process_work, self.buffers.arena, place, size, self._timeout)
         child = SharedMemory(*made, group_ranks=self._group_ranks.part(mine))
@@ -339,7 +341,8 @@ class SharedMemory(MappedMemory):
         parent = self._parent() if self._parent is not None else None
         if parent is not None and self in parent._children:
             parent._children.remove(self)
-        # Other ranks may read this rank's buffers after it has left; a wait for them could hang.
+        # Other ranks may still read this rank's buffers. Leave the memory to them instead of
+        # waiting: they may have failed, and the wait would hang.
         if not self._work.is_over():
             self.buffers.arena.leave_to_others()
         self._work.close()
