@@ -131,7 +131,7 @@ def launched_case(world):
     accelerator.free_memory()
     with pytest.raises(ConfigError, match=r"gradient_accumulation_steps 4, and Accelerator 2: wri"):
         refused(JSON | {"gradient_accumulation_steps": 4}, gradient_accumulation_steps=2)
-    with pytest.raises(ConfigError, match="computes in fp32, and Accelerator has mixed_precisio"):
+    with pytest.raises(ConfigError, match="computes in fp32, but Accelerator has mixed_precisio"):
         refused(JSON | {"bf16": {"enabled": False}}, mixed_precision="bf16")
     fresh()
 
@@ -163,18 +163,18 @@ def both_case(world, folder):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    with pytest.raises(ConfigError, match=r"optimizer\.type, and prepare\(\) is .*DummyOptim"):
+    with pytest.raises(ConfigError, match=r"optimizer\.type, .* to prepare\(\).*DummyOptim"):
         refused(JSON | {"optimizer": OPTIMIZER}).prepare(model, optimizer)
-    with pytest.raises(ConfigError, match=r"scheduler\.type, and prepare\(\) is .*DummyScheduler"):
+    with pytest.raises(ConfigError, match=r"scheduler\.type, .* to prepare\(\).*DummyScheduler"):
         refused(JSON | {"scheduler": SCHEDULER}).prepare(model, schedule)
     tree = JSON | {"gradient_clipping": "auto"}
     for section, given in (("optimizer", (optimizer, None)), ("scheduler", (None, schedule))):
         more = {section: {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}[section]}
-        with pytest.raises(ConfigError, match=rf"{section}\.type, and the Trainer is given one"):
+        with pytest.raises(ConfigError, match=rf"{section}\.type, .* to the Trainer"):
             trainer_of(folder, tree | more, 4, given)
-    with pytest.raises(ConfigError, match="gradient_allreduce_op sum, and here losses"):
+    with pytest.raises(ConfigError, match="gradient_allreduce_op sum, but this loop averages"):
         refused(JSON | {"gradient_allreduce_op": "sum"})
-    with pytest.raises(ConfigError, match="gradient_allreduce_op sum, and here losses"):
+    with pytest.raises(ConfigError, match="gradient_allreduce_op sum, but this loop averages"):
         trainer_of(folder, tree | {"gradient_allreduce_op": "sum"}, 4)
     plain = arguments(folder, deepspeed=tree)
     assert without_effect(job_of(plain)) == ""

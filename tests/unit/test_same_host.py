@@ -26,7 +26,7 @@ class Told(Solo):
     [
         (lambda key: "elsewhere boot 1", "rank 1 elsewhere (elsewhere)"),
         (lambda key: key + "2", "in one network namespace"),
-        (lambda key: None, "needs Linux and a readable /proc on every host, which rank 1 has not"),
+        (lambda key: None, "needs Linux and a readable /proc on every host, and rank 1 lacks them"),
     ],
 )
 def test_ranks_apart_keep_their_group(other, said, capsys):
