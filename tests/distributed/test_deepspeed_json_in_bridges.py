@@ -146,7 +146,7 @@ def accumulation_case(world):
         assert accelerator.gradient_accumulation_steps == 3
         assert not accelerator.gradient_state.sync_with_dataloader
     plugin = GradientAccumulationPlugin(num_steps=2)
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps 3, and Accelerator 2"):
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps 3, but Accelerator has 2"):
         refused(JSON | {"gradient_accumulation_steps": 3}, gradient_accumulation_plugin=plugin)
     fresh()
 

@@ -65,7 +65,7 @@ def test_what_hvd_init_refuses(solo: World) -> None:
         said = refusal_sentence(raised(hvd.init, process_sets=[[7]]))
     finally:
         hvd.shutdown()
-    assert said.startswith("ProcessSet([7]): a process set has ranks from 0 to 0")
+    assert said.startswith("ProcessSet([7]) needs at least one rank, and only ranks from 0 to 0")
 
 
 def test_a_row_that_cannot_be(solo: World) -> None:
