@@ -109,7 +109,7 @@ def _left(world):
         hvd.barrier()
         if world.rank == 2:
             return
-        with pytest.raises(RuntimeError, match="'x' cannot be done: rank 2 has shut down, or has reached"):
+        with pytest.raises(RuntimeError, match="'x' cannot be done: rank 2 has shut down"):
             hvd.allreduce(torch.ones(1), name="x")
         total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=others)
         assert total.item() == 2.0

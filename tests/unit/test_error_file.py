@@ -59,7 +59,7 @@ def test_a_setting_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_hvd_init_refuses(solo: World) -> None:
     assert refusal_sentence(raised(hvd.init, comm=[3])).startswith(
-        "hvd.init([3]): start the ranks that"
+        "hvd.init([3]) is not the list of all 1 ranks"
     )
     try:
         said = refusal_sentence(raised(hvd.init, process_sets=[[7]]))
