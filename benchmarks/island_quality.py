@@ -115,7 +115,7 @@ SIZES = ("tokens", "batch_size", "context", "vocabulary", "layers", "width", "he
 def _read_text(folder: Path, options: argparse.Namespace) -> Path:
     """The text and its tokens, made once for all trials."""
     sys.path.insert(0, str(EXAMPLES))
-    import corpus
+    from helpers import corpus
 
     path = folder / "corpus.pickle"
     path.write_bytes(pickle.dumps(corpus.read(options.data, vocabulary=options.vocabulary)))

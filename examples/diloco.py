@@ -30,10 +30,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import corpus
-import gpt
-import islands_plot
 import shardwise as sw
+from helpers import corpus, gpt, islands_plot
 
 EVERY_30 = ("--islands", "2", "--equal-every", "30")
 WAYS = {

@@ -24,11 +24,9 @@ from rich.panel import Panel
 from rich.text import Text
 from torch import Tensor
 
-import corpus
-import gpt
-import report
 import shardwise as sw
-from log import HeldOut, Log, resident_bytes
+from helpers import corpus, gpt, report
+from helpers.log import HeldOut, Log, resident_bytes
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from sysconfig import get_path
 import torch
 from torch import Tensor
 
-import gpt
 import shardwise as sw
+from helpers import gpt
 
 
 def main() -> None:

@@ -24,12 +24,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import accuracy
-import batches
-import images
 import shardwise as sw
-from screen import Screen
-from sizes import add_flags, run_each
+from helpers import accuracy, batches, images
+from helpers.screen import Screen
+from helpers.sizes import add_flags, run_each
 
 
 class Network(nn.Module):

@@ -29,11 +29,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import corpus
 import diloco
-import gpt
 import shardwise as sw
-import staleness_plot
+from helpers import corpus, gpt, staleness_plot
 from shardwise.engine import StepStats
 
 BEHIND = (0, 1, 3)

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import shardwise as sw
-from screen import Screen
-from sizes import add_flags, run_each
+from helpers.screen import Screen
+from helpers.sizes import add_flags, run_each
 
 BLOCK = 50_000
 """Points that are drawn at once."""

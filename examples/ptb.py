@@ -29,11 +29,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-import batches
-import lanes
 import shardwise as sw
-from screen import Screen
-from sizes import add_flags, run_each
+from helpers import batches, lanes
+from helpers.screen import Screen
+from helpers.sizes import add_flags, run_each
 
 State = tuple[Tensor, Tensor]
 

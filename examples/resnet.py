@@ -26,11 +26,11 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import batches
 import shardwise as sw
-from screen import Screen
+from helpers import batches
+from helpers.screen import Screen
+from helpers.sizes import add_flags, run_each
 from shardwise.tools.scale.estimates import rate
-from sizes import add_flags, run_each
 
 STAGES = (3, 4, 6, 3)
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}

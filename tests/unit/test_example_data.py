@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.test_example_text import imported
+from tests.unit.test_example_text import import_example
 
-images = imported("images")
-lanes = imported("lanes")
+images = import_example("helpers.images")
+lanes = import_example("helpers.lanes")
 
 
 def idx(array: torch.Tensor) -> bytes:
@@ -84,7 +84,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_size_of_nothing_is_refused(
     name: str, flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = imported(name)
+    script = import_example(name)
     monkeypatch.setattr("sys.argv", [name, flag, "0"])
     with pytest.raises(SystemExit):
         script.arguments()

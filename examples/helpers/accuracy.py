@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from report import BLUE, GREY, ORANGE, STYLE
+from helpers.report import BLUE, GREY, ORANGE, STYLE
 
 COLUMNS = 2
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-import bpe
+from helpers import bpe
 
 # Tests repeat themselves; encodings and pydoc_data are tables and manuals, hardly code.
 LEFT_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data"}

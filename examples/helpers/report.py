@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from rich.table import Table
 
-from log import Curves
+from helpers.log import Curves
 
 INK, GREY, FAINT, BLUE, ORANGE = "#22272e", "#6b7480", "#d5dae1", "#2563a8", "#d9622b"
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console, RenderableType
 
 import shardwise as sw
-from log import bar
+from helpers.log import bar
 
 
 class Screen:
