@@ -1,16 +1,16 @@
-"""Which batches the flags of a run ask for, against those that a script makes itself."""
+"""A check of the batch settings of a run."""
 
 import sys
 
 import shardwise as sw
 
 
-def refuse_those_of_each(world: sw.World, script: str, why: str) -> None:
-    """Exit where --batch worker multiplies the batch_size of every Loader; `why` not that of
-    `script`."""
+def refuse_batch_per_worker(world: sw.World, script: str, why: str) -> None:
+    """Exit if --batch worker would multiply the batch size of `script`; `why` is the reason."""
     if world.settings.batch == "worker":
         world.print(
-            f"{script}: {why}: leave --batch worker out, or of shardwise scale --kind weak.",
+            f"{script}: {why}. Leave --batch worker out; with shardwise scale, leave --kind weak "
+            "out.",
             file=sys.stderr,
         )
         sys.exit(2)

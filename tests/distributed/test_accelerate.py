@@ -753,7 +753,7 @@ def test_another_accelerator_takes_a_model_over(group):
 
 
 def parts_case(world):
-    with pytest.raises(UsageError, match="Accelerator with --tensor 2: it gives every worker"):
+    with pytest.raises(UsageError, match="cannot be combined with --tensor 2: it gives every"):
         ours()
 
 

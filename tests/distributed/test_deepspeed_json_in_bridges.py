@@ -129,7 +129,7 @@ def launched_case(world):
     assert engine.placement.level == 3
     assert engine.placement.tier("optimizer").kind == "cpu"
     accelerator.free_memory()
-    with pytest.raises(ConfigError, match=r"gradient_accumulation_steps 4, and Accelerator 2: wri"):
+    with pytest.raises(ConfigError, match="accumulation_steps 4, but Accelerator has 2: wri"):
         refused(JSON | {"gradient_accumulation_steps": 4}, gradient_accumulation_steps=2)
     with pytest.raises(ConfigError, match="computes in fp32, but Accelerator has mixed_precisio"):
         refused(JSON | {"bf16": {"enabled": False}}, mixed_precision="bf16")
@@ -294,7 +294,7 @@ def test_copies_of_arguments_keep_the_json(group, tmp_path):
 
 
 SAYS = [
-    ({"gradient_clipping": 0.5}, {"max_grad_norm": 2.0}, r"gradient_clipping 0.5, and .*says 2"),
+    ({"gradient_clipping": 0.5}, {"max_grad_norm": 2.0}, r"gradient_clipping 0.5, but .*has 2"),
     ({"lr": 1e-2}, {"learning_rate": 3e-4}, r"optimizer.params.lr 0.01, and .*rate=.*says 0.0003"),
     ({"betas": [0.9, 0.95]}, {}, r"betas \[0.9, 0.95\], and .*adam_beta1=.*says \[0.9, 0.999\]"),
     ({"eps": 1e-6}, {}, r"eps 1e-06, and .*adam_epsilon=.*says 1e-08"),
@@ -343,7 +343,7 @@ def optimizer_case(world, folder):
     assert rates[-1] == pytest.approx(0.01)
     assert rates == sorted(rates)
     trainer.accelerator.free_memory()
-    with pytest.raises(ConfigError, match=r"gradient_clipping 0.5, and .*max_grad_norm=.*says 2"):
+    with pytest.raises(ConfigError, match=r"gradient_clipping 0.5, but .*max_grad_norm=.*has 2"):
         trainer_of(folder, tree, 4, max_grad_norm=2.0)
     fresh()
 

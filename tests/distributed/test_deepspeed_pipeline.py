@@ -174,7 +174,7 @@ def saved_case(world, folder):
     engine = made(world, 2, json_of())
     with pytest.raises(UsageError, match="has no batches on worker"):
         engine.train_batch()
-    with pytest.raises(UsageError, match=r"write engine\.train_batch"):
+    with pytest.raises(UsageError, match=r"Write engine\.train_batch"):
         engine.step()
     data = batches(0)
     engine.train_batch(data)

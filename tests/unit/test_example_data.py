@@ -46,9 +46,9 @@ def test_the_files_of_mnist(tmp_path: Path, packed: bool) -> None:
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (b"\x00\x00\x0d\x01" + bytes(8), "no IDX file of bytes"),
-        (idx(torch.zeros(7, dtype=torch.uint8))[:-1], "cut short"),
-        (b"", "no IDX file"),
+        (b"\x00\x00\x0d\x01" + bytes(8), "not an IDX file of bytes"),
+        (idx(torch.zeros(7, dtype=torch.uint8))[:-1], "has the wrong length"),
+        (b"", "not an IDX file"),
     ],
 )
 def test_files_that_are_something_else_are_refused(

@@ -90,7 +90,7 @@ def test_a_window_is_tokens_and_the_tokens_after() -> None:
     windows = corpus.Windows(corpus.array("H", range(10)), 4)
     assert len(windows) == 2
     assert [part.tolist() for part in windows[1]] == [[4, 5, 6, 7], [5, 6, 7, 8]]
-    with pytest.raises(corpus.CorpusError, match="10 tokens where one window takes 11"):
+    with pytest.raises(corpus.CorpusError, match="10 tokens, but one window needs 11"):
         corpus.Windows(corpus.array("H", range(10)), 10)
 
 

@@ -54,13 +54,13 @@ def on_main(
             fault = error
         except OSError as error:
             fault = CheckpointNotWritten(
-                f"Cannot write {folder}: {error.strerror or error}. Earlier checkpoints are "
+                f"{folder} cannot be written: {error.strerror or error}. Earlier checkpoints are "
                 "intact. Make room, or choose a writable folder, and save again."
             )
         except Exception as error:
             fault = CheckpointNotWritten(
-                f"Cannot write {folder}: {type(error).__name__}: {error}. Earlier checkpoints are "
-                "intact."
+                f"{folder} cannot be written: {type(error).__name__}: {error}. Earlier checkpoints "
+                "are intact."
             )
     # The other ranks wait here. If only the main rank raised its error, they would wait forever.
     if (fault := world.broadcast_object(fault)) is not None:

@@ -168,7 +168,7 @@ def load(
         except CheckpointError as error:  # raised below, because the other ranks wait for a result
             found = error
         except (OSError, ValueError) as error:
-            found = CheckpointError(f"Cannot read {folder}: {error}.")
+            found = CheckpointError(f"{folder} cannot be read: {error}.")
     found = world.broadcast_object(found)
     if found is None:
         world.say_once(f"load_checkpoint: {folder} has no file {LATEST}: nothing is loaded.")
@@ -261,7 +261,7 @@ def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
     except CheckpointError as error:
         fault = error
     except Exception as error:  # reading a file of another library may raise anything
-        fault = CheckpointError(f"Cannot read {place}: {type(error).__name__}: {error}.")
+        fault = CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error}.")
     for each in engine.world.gather(fault):
         if each is not None:
             raise each
