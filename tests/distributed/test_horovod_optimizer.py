@@ -179,7 +179,7 @@ def _order(world):
             ({"named_parameters": [("a", extra)]}, "lacks 9 of the optimizer's"),
             ({"named_parameters": [("a", p) for p in model.parameters()]}, "names twice: a"),
             ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "needs op=hvd.Average"),
-            ({"backward_passes_per_step": 0}, "is 1 or more, not 0"),
+            ({"backward_passes_per_step": 0}, "must be 1 or more, not 0"),
             ({"groups": [[extra], [extra]]}, "twice, or one"),
             ({}, "already a DistributedOptimizer"),
         ):

@@ -106,7 +106,7 @@ def _mention_one_process(world: sw.World) -> None:
 
 
 def _set_environment(world: sw.World) -> None:
-    """Set the variables from which Accelerate and torch's libraries read rank and device."""
+    """Set the variables that Accelerate and torch's libraries read rank and device from."""
     if world.device.type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:

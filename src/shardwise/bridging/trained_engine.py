@@ -128,7 +128,7 @@ class TrainedEngine:
         if again is None and items.batch is not None:
             again = (items.batch is self._batch and self.engine.has_gradients) or None
         self._batch, number = items.batch, items.number
-        # Only if `items` are those of the batch, and the script has not passed their number.
+        # Only if the items were counted in the batch, and the script has not passed their number.
         if items.rows and items.batch is not None:
             main = read(loss, items.rows).main
             # Another loss of the batch has the weight of the first one.

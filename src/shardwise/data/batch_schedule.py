@@ -176,9 +176,9 @@ def _check_same_dataset(world: World, dataset: Any) -> None:
             raise DataError(
                 f"Ranks hold different datasets: rank 0 has a {one}, rank {rank} a {other}"
                 f"{' with other contents' if one == other else ''}. Pass the same whole dataset on "
-                "every rank: the Loader takes the rank's share. Split it, and draw its random "
-                "values, before the first forward in training, inside world.alike(), or with a "
-                "separate torch.Generator of a fixed seed."
+                "every rank, because the Loader takes the rank's share. Random splits and random "
+                "values must be the same too: draw them before the first forward in training, "
+                "inside world.alike(), or with a torch.Generator of a fixed seed."
             )
 
 

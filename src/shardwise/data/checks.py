@@ -125,8 +125,8 @@ class LoaderArguments:
             )
         if self.shuffle:
             raise DataError(
-                f"shuffle=True needs a map-style dataset, and {kind} is iterable with an order of "
-                "its own. Shuffle inside it, for example in a buffer: torch's generator has the "
+                f"shuffle=True needs a map-style dataset, but {kind} is iterable and defines its "
+                "own order. Shuffle inside it, for example in a buffer: torch's generator has the "
                 "same seed there on all ranks."
             )
 

@@ -54,8 +54,8 @@ class JoinedParts(WrappedStream):
         """Return a function that reads the samples of `rank`'s part for the next step."""
         count = self._part_order.parts
         first, end = order.share(self._part_order.batch, count, rank)
-        # This process reads the parts in turns, but each must draw what it would draw on its own
-        # rank. So each has its own state of the generators.
+        # This process reads the parts in turns, but each must draw the numbers that its own rank
+        # would draw. So each has its own state of the generators.
         draws = SavedGenerators(seed_from(self._seed, "stream", rank, self._epoch))
         with draws.resume():
             part = part_of(self.dataset, count, rank)

@@ -197,7 +197,8 @@ class StreamSource:
         elif not newest:
             raise DataError(
                 f"The stream {type(self.dataset).__name__} gave no sample in epoch "
-                f"{request.epoch}: check what it reads, and that it can be iterated again."
+                f"{request.epoch}. Check its input files, and that its __iter__ can be called "
+                "again."
             )
 
     def _chunks(self, request: StreamRequest, newest: deque[Any]) -> Iterator[list[Any]]:
@@ -298,7 +299,7 @@ def _preserve_generators() -> AbstractContextManager[None]:
 class SavedGenerators:
     """The state of torch's, random's and numpy's generators for one purpose.
 
-    Each `resume` block continues from the state in which the previous one ended.
+    Each `resume` block continues from the state at the end of the previous one.
     """
 
     def __init__(self, seed: int) -> None:

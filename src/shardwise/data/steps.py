@@ -95,14 +95,14 @@ class LoaderPass:
         return data
 
     def sit_out(self, item: Item) -> None:
-        """Skip a batch of an evaluation in which this rank has no samples."""
+        """Skip a batch of an evaluation if this rank has no samples in it."""
         self._check_open()
         self._world.current_batch.sat_out += 1
         if item[0].last:
             self._stepped(item[0].total)
 
     def some_sit_out(self) -> AbstractContextManager[None]:
-        """Return a context manager in which ranks may run different numbers of forwards."""
+        """Return a context manager that lets ranks run different numbers of forwards."""
         return self._world.current_batch.some_sit_out()
 
     def next_item(self) -> Item:
@@ -118,7 +118,7 @@ class LoaderPass:
             return next(self._items, None)
 
     def skip_step(self, micro: MicroBatch, left: int) -> None:
-        """Skip a whole step, of which `left` micro-batches have not been read."""
+        """Skip a whole step. `left` of its micro-batches have not been read yet."""
         for _ in range(left):
             self.next_item()
         self._stepped(micro.total)

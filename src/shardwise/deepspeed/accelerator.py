@@ -93,7 +93,7 @@ class DeepSpeedAccelerator:
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes in which models may be trained."""
+        """Return the dtypes that models may be trained in."""
         return [torch.float, torch.bfloat16, torch.half]
 
     def communication_backend_name(self) -> str:

@@ -233,19 +233,19 @@ class Configured(nn.Module):
         return self.fp16_enabled() and not self._job.scaling.static
 
     def optimizer_name(self) -> str | None:
-        """Return the name of the JSON's optimizer in lower case, None if it has none."""
+        """Return the name of the JSON's optimizer in lower case, or None."""
         return None if self._job.optimizer is None else self._job.optimizer.name.lower()
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Return the keywords of the JSON's optimizer, None if it has none."""
+        """Return the keywords of the JSON's optimizer, or None."""
         return None if self._job.optimizer is None else dict(self._job.optimizer.params)
 
     def scheduler_name(self) -> str | None:
-        """Return the name of the JSON's schedule, None if it has none."""
+        """Return the name of the JSON's schedule, or None."""
         return None if self._job.schedule is None else self._job.schedule.name
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Return the keywords of the JSON's schedule, None if it has none."""
+        """Return the keywords of the JSON's schedule, or None."""
         return None if self._job.schedule is None else dict(self._job.schedule.params)
 
     @property
@@ -262,6 +262,7 @@ class Configured(nn.Module):
 
     def get_mom(self) -> list[Any]:
         """Return the momentum, or the betas, of each group."""
+        # As in DeepSpeed, which asks by the name in the JSON and not by the groups' entries.
         return self._of_groups("momentum" if self.optimizer_name() in _BY_MOMENTUM else "betas")
 
     def get_type(self) -> list[Any]:

@@ -190,8 +190,9 @@ class DeepSpeedEngine(Configured):
         self._unmanaged_backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        # Only the last backward of an update starts communication, unless the script decides when
-        # to step: then `step` communicates.
+        # Only the last backward of an update starts communication, which overlaps with the rest of
+        # that backward. If the script decides when to step, no backward is known to be the last:
+        # then `step` communicates.
         last = self._job.manages_accumulation and self.is_gradient_accumulation_boundary()
         engine.backward(
             loss,

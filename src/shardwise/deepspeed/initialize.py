@@ -238,6 +238,7 @@ def _optimizers(
                 "deepspeed.initialize(optimizer=...) needs a torch optimizer, or a function that "
                 f"returns one, not {type(each).__name__}."
             )
+        # Scripts make groups with and without weight decay, and one of them may be empty.
         each.param_groups[:] = [group for group in each.param_groups if group["params"]]
     return made
 
@@ -246,6 +247,7 @@ def _scaler(job: DeepSpeedJob, world: sw.World) -> GradScaler:
     scaling = job.scaling
     scale = scaling.static or float(2**scaling.power)
     scaler = GradScaler(world.device.type, init_scale=scale, growth_interval=scaling.window)
+    # GradScaler has no static scale: factors of 1 keep it constant.
     if scaling.static:
         scaler.set_growth_factor(1.0)
         scaler.set_backoff_factor(1.0)

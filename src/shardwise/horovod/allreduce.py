@@ -126,7 +126,7 @@ def _take_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
 def allreduce_async_(tensor: Tensor, *how: Any, **named: Any) -> OperationHandle:
     """Request the reduction of every rank's tensor in place.
 
-    The arguments are those of `allreduce_async`.
+    Takes the arguments of `allreduce_async`.
     """
     return _start([tensor], *how, **named, in_place=True, finish=lambda _: tensor)
 
@@ -135,7 +135,7 @@ def allreduce_async_(tensor: Tensor, *how: Any, **named: Any) -> OperationHandle
 def allreduce_(tensor: Tensor, *how: Any, **named: Any) -> Tensor:
     """Reduce every rank's tensor in place, and return it.
 
-    The arguments are those of `allreduce_async`.
+    Takes the arguments of `allreduce_async`.
     """
     return wait(allreduce_async_(tensor, *how, **named))  # type: ignore[no-any-return]
 
@@ -144,7 +144,7 @@ def allreduce_(tensor: Tensor, *how: Any, **named: Any) -> Tensor:
 def grouped_allreduce_async(tensors: Sequence[Tensor], *how: Any, **named: Any) -> OperationHandle:
     """Request the reduction of several tensors in one operation. The result is a list.
 
-    The other arguments are those of `allreduce_async`.
+    Takes the other arguments of `allreduce_async`.
     """
     return _start(as_group("allreduce", tensors), *how, **named)
 
@@ -153,7 +153,7 @@ def grouped_allreduce_async(tensors: Sequence[Tensor], *how: Any, **named: Any) 
 def grouped_allreduce_async_(tensors: Sequence[Tensor], *how: Any, **named: Any) -> OperationHandle:
     """Request the reduction of several tensors in one operation, in place.
 
-    The other arguments are those of `allreduce_async`.
+    Takes the other arguments of `allreduce_async`.
     """
     group = as_group("allreduce", tensors)
     return _start(group, *how, **named, in_place=True, finish=lambda _: group)
@@ -163,7 +163,7 @@ def grouped_allreduce_async_(tensors: Sequence[Tensor], *how: Any, **named: Any)
 def grouped_allreduce_(tensors: Sequence[Tensor], *how: Any, **named: Any) -> list[Tensor]:
     """Reduce several tensors in one operation, in place, and return them.
 
-    The other arguments are those of `allreduce_async`.
+    Takes the other arguments of `allreduce_async`.
     """
     return wait(grouped_allreduce_async_(tensors, *how, **named))  # type: ignore[no-any-return]
 
@@ -200,7 +200,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Reduce several tensors in one operation, and return new ones. Differentiable.
 
-    The other arguments are those of `allreduce`.
+    Takes the other arguments of `allreduce`.
     """
     scale = prescale_factor, postscale_factor
     reduce = partial(_Allreduce.apply, name, resolve_op(op, average), scale, process_set)

@@ -1,4 +1,4 @@
-"""The timeline: what each rank did when, in one file of Chrome's trace format.
+"""The timeline: the events of each rank, in one file of Chrome's trace format.
 
     recorder.py    records events of this process on the rows of a rank
     encoding.py    encodes events as lines of JSON

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON of TrainingArguments, in which "auto" is the value of another argument.
+"""The DeepSpeed JSON of TrainingArguments. "auto" stands for the value of another argument.
 
     TrainingArguments(deepspeed="ds.json", ...)     # DeepSpeed need not be installed
 
@@ -66,7 +66,7 @@ def check_plugin(plugin: Any) -> None:
     """Raise UsageError if TrainingArguments have a `plugin` that transformers itself has made."""
     if plugin is not None:
         raise UsageError(
-            "TrainingArguments have a deepspeed_plugin, with which DeepSpeed would train. Import "
+            "TrainingArguments have a deepspeed_plugin, so DeepSpeed would train. Import "
             "shardwise.transformers before making them, and pass the JSON as deepspeed=."
         )
 

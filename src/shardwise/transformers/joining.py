@@ -37,7 +37,7 @@ def check_arguments(arguments: Any, workers: int) -> None:
     """Raise UsageError for arguments that a Trainer over engines cannot follow."""
     if arguments.n_gpu > 1:
         raise UsageError(
-            f"This single process sees {arguments.n_gpu} GPUs, for which Trainer would use "
+            f"This single process sees {arguments.n_gpu} GPUs, and Trainer would use "
             f"nn.DataParallel. Start one worker per GPU: shardwise run -n {arguments.n_gpu} "
             "script.py; or make only one visible: CUDA_VISIBLE_DEVICES=0."
         )

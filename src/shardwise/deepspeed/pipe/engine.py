@@ -52,6 +52,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.num_stages, self.stage_id = self.module.num_stages, self.module.stage_id
         self.agg_train_loss: Tensor | None = None
         self._data: Batches | None = None
+        # Only the first batches are compared: a wrong sampler shows there, and a collective in
+        # every update would cost time.
         self._compared = self.world.mesh.replica == 1
         self._batch_fn: Callable[[Any], Any] | None = None
 
@@ -140,6 +142,8 @@ class PipelineEngine(DeepSpeedEngine):
         def loss(inputs: Any, labels: Any) -> Any:
             return self.module.loss_of(inputs, labels) / count
 
+        # `cut=False`: the batches are micro-batches already. The loss is divided by their number
+        # because the engine sums the gradients of micro-batches.
         engine.forward_backward(loss, *batches, reduction=reduction, cut=False)
         stats = engine.step(self._job.clipping or None)
         self._grad_norm, self.losses = stats.grad_norm, stats.loss
