@@ -3,9 +3,9 @@
     shardwise run -n 2 --zero 2 benchmarks/plan_measure.py FILE gpt2 [--save FOLDER]
 
 Each rank writes FILE.RANK: {"private": ..., "shared": ...}, in bytes. The measurement starts before
-sw.Engine, and does not count tensors that exist then, except parameters (so not the dataset).
-Private is the peak of living tensors that operators have made, plus the buffers for files. Shared is
-this rank's part (Pss) of memory that several ranks map.
+sw.Engine. Of the tensors that exist then, it counts only the parameters, and not the dataset.
+Private is the peak of living tensors that operators have made, plus the buffers for files. Shared
+is this rank's part (Pss) of memory that several ranks map.
 
 It does not use the resident set, which also contains Python, libraries, workspaces of kernels and
 free blocks of the C library.
