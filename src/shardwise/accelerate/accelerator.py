@@ -102,6 +102,7 @@ class Accelerator(Clipping, Stock):
             self._json.say(self.world)
         with deepspeed_plugin.without_deepspeed_variable():
             super().__init__(**stock_arguments)
+        # Again, because Accelerate may have read the precision from a variable.
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
         refusals.check_compiler(self.state.dynamo_plugin)
         refusals.refuse_local_steps(Accelerator)
@@ -133,6 +134,7 @@ class Accelerator(Clipping, Stock):
 
     def _check_ranks(self) -> None:
         if self.num_processes != self.world.size:
+            # So that a second attempt, for example in a notebook, starts from a clean state.
             PartialState._reset_state()
             AcceleratorState._reset_state()
             raise UsageError(

@@ -130,6 +130,7 @@ class TorchState:
 
         Returns whether there is a commit.
         """
+        # Hosts may have different commits: a host that joined after a restart has none.
         number, state = self._commit_file.read() or (0, {})
         numbers = allgather_object(number)
         newest = max(numbers)

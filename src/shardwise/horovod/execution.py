@@ -58,7 +58,7 @@ def execute(operation: AgreedOperation) -> list[Tensor]:
         return run(operation)
     moved = [tensor.detach().to(there) for tensor in operation.tensors]
     results = run(replace(operation, tensors=moved))
-    if operation.in_place:
+    if operation.in_place:  # the results are in the copies
         pairs = zip(operation.tensors, results, strict=True)
         return [tensor.detach().copy_(result) for tensor, result in pairs]
     # An alltoall has an additional result: the numbers of rows.
@@ -106,6 +106,7 @@ def _reduce(operation: AgreedOperation, flat: Tensor) -> None:
     before, after = operation.request.scale
     if operation.request.op in _REDUCED_ROWS:  # ops that the transport cannot reduce
         _scale(flat, before)
+        # In chunks, because each rank holds the rows of all ranks at the same time.
         for part in torch.split(flat, CHUNK):
             rows = part.new_empty((operation.size, part.numel()))
             rows[operation.rank] = part

@@ -158,6 +158,7 @@ class FlatBucket(HorovodBucket):
             buffer = group.allocate(layout.numel, dtype, first.device)
             return buffer, StreamEvent.record([buffer])
 
+        # On the communication thread, because only that thread may use the transport.
         self._buffer, zeroed = background.call(allocate)
         zeroed.wait()  # the thread's stream zeroes the buffer before this stream fills it
         record_use([self._buffer])
