@@ -1138,7 +1138,7 @@ def uneven_hosts_case(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrid_shard, "host_key", lambda: f"host {world.rank // 2}")
-        with pytest.raises(ConfigError, match=r"as many ranks on every host.*have 2, 1"):
+        with pytest.raises(ConfigError, match=r"same number of ranks on every host.*have 2, 1"):
             sw.Engine(model, optimizer, zero=2, shard_within="host")
 
 

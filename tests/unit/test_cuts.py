@@ -33,7 +33,7 @@ def test_the_cut(rows, count, workers, parts):
 def test_rows_of_all_ranks_by_micro_batch(rows, size, micro):
     cuts = [ShareCut(size, rank, micro, rows) for rank in range(size)]
     sizes = [[end - first for first, end in cut.parts(rows)] for cut in cuts]
-    assert cuts[0].wholes(rows) == [sum(part) for part in zip(*sizes, strict=True)]
+    assert cuts[0].total_rows(rows) == [sum(part) for part in zip(*sizes, strict=True)]
 
 
 @pytest.mark.parametrize(("workers", "wholes"), [(1, [1, 1, 1, 2]), (2, [2, 3]), (4, [5])])
@@ -106,7 +106,7 @@ def test_a_stream_is_sliced_and_draws_by_micro_shard(exact):
 def test_refuses_batches_that_cannot_be_cut(exact):
     with pytest.raises(DataError, match="batch_size=3 cannot be cut into the 4 micro-shards"):
         Loader(TensorDataset(torch.arange(10)), 3)
-    with pytest.raises(DataError, match='sharding="dataset" gives each worker a part of its own'):
+    with pytest.raises(DataError, match='sharding="dataset" each worker reads a separate part'):
         Loader(Numbers(), 8, sharding="dataset")
     with pytest.raises(UsageError, match=r"world\.share returns one contiguous share"):
         exact.share(torch.arange(4))

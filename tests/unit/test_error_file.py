@@ -59,13 +59,13 @@ def test_invalid_setting_is_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_error_of_hvd_init_is_refusal(solo: World) -> None:
     assert refusal_sentence(raised(hvd.init, comm=[3])).startswith(
-        "hvd.init([3]): start the ranks that"
+        "hvd.init([3]) is not the list of all 1 ranks"
     )
     try:
         said = refusal_sentence(raised(hvd.init, process_sets=[[7]]))
     finally:
         hvd.shutdown()
-    assert said.startswith("ProcessSet([7]): a process set has ranks from 0 to 0")
+    assert said.startswith("ProcessSet([7]) needs at least one rank, and only ranks from 0 to 0")
 
 
 def test_illegal_row_is_refusal(solo: World) -> None:

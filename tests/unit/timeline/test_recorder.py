@@ -299,7 +299,7 @@ def test_a_run_of_one_rank_from_start_to_stop(tmp_path: Path) -> None:
             pass
         recording.stop()
     assert [one["name"] for one in reading.read([path]) if one["ph"] == "X"] == ["first", "second"]
-    with pytest.raises(ConfigError, match="is there already and is no timeline of ours"):
+    with pytest.raises(ConfigError, match="exists and is no timeline of Shardwise"):
         recording.start(Path(__file__), StatusServer(0, 1))
     assert recorder.active is None
 
