@@ -37,7 +37,7 @@ class Metrics:
         self._sums: dict[str, _Sum] = {}
         self._weights: dict[str, _Sum] = {}
         self._training = False  # whether autograd recorded when something was added last
-        self._skipped_before = self._world.current_batch.sat_out
+        self._skipped_before = self._world.current_batch.skipped_batches
 
     def add(self, n: Number | None = None, **means: Any) -> None:
         """Add means over `n` items of this rank.
@@ -95,14 +95,14 @@ class Metrics:
         own = {name: (self._sums[name].parts(), self._weights[name].parts()) for name in self._sums}
         # A rank without a batch in an uneven evaluation measured nothing. It counts with weight 0,
         # not as a rank that forgot a name.
-        idle = not own and self._world.current_batch.sat_out > self._skipped_before
+        idle = not own and self._world.current_batch.skipped_batches > self._skipped_before
         gathered = self._world.gather(None if idle else own)
         names = next((rank for rank in gathered if rank is not None), {})
         ranks = [dict.fromkeys(names, NOTHING) if rank is None else rank for rank in gathered]
         _check_names(ranks)
         _check_weights(ranks)
         self._sums, self._weights = {}, {}
-        self._skipped_before = self._world.current_batch.sat_out
+        self._skipped_before = self._world.current_batch.skipped_batches
         # The ranks of a replica have measured the same batches, which count once.
         counted = ranks[:: self._world.mesh.replica]
         means = {name: _mean([rank[name] for rank in counted]) for name in ranks[0]}

@@ -83,7 +83,7 @@ def test_tries_both_modes_without_randomness(kind, is_found, parts):
     assert model.training
     assert torch.equal(before, torch.get_rng_state())
     why = {"0": "some of its layers did not run in the trial"}
-    assert trials.left_whole() == (why if kind == "joins later" else {})
+    assert trials.reasons_unsplit() == (why if kind == "joins later" else {})
 
 
 class ByInput(nn.Module):
@@ -111,14 +111,14 @@ def test_attention_that_stays_whole_is_named():
     model = nn.Sequential(ByInput(2), ByAll(2))
     found = known_modules.find([model], [""], 2, set(), trials)
     assert [(group.kind, group.name) for group in found] == [("attention", "0")]
-    assert "write -1 for that in view" in trials.left_whole()["1"]
+    assert "write -1 for that in view" in trials.reasons_unsplit()["1"]
 
 
 def test_pair_around_layers_that_did_not_run_stays_whole():
     model = nn.Sequential(nn.Linear(8, 8), Block("joins later"), nn.Linear(8, 1))
     trials = known_modules.SplitTrials()
     assert known_modules.find([model], [""], 2, set(), trials) == []
-    assert set(trials.left_whole()) == {"", "1"}
+    assert set(trials.reasons_unsplit()) == {"", "1"}
 
 
 # -- changes after the trial ---------------------------------------------------------------------

@@ -89,7 +89,7 @@ def test_resume_restores_which_engine_stepped_last(
     both = sw.Engines(one=engines[0], other=engines[1])
     step(engines[0])
     both.save(tmp_path)
-    solo.stepped_last = -1
+    solo.last_stepped_engine = -1
     both.resume(tmp_path)
     both.save(tmp_path / "copy")
     assert told(tmp_path / "copy" / "together-2.json")["last"] == "one"

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.errors import LaunchError
 from shardwise.launch.flags import ADOPTED
 from shardwise.layout import fingerprints
-from shardwise.model.module_records import tensors_beside
+from shardwise.model.module_records import other_tensors
 from shardwise.testing import _import_function, _train_plain
 from shardwise.tools.verify import (
     causes,
@@ -243,7 +243,7 @@ class TestRecords:
         module.register_buffer("sparse", torch.eye(3).to_sparse())
         module.register_buffer("dense", torch.ones(3))
         module.plain = torch.eye(3).to_sparse()
-        assert [part.name for part in tensors_beside([("", module)], 0)] == ["dense"]
+        assert [part.name for part in other_tensors([("", module)], 0)] == ["dense"]
         counted = tensor_log.FeedTotals()
         counted.add([torch.eye(3).to_sparse(), torch.ones(3)])
         assert (counted.elements, counted.rows) == (3, 3)

@@ -68,11 +68,11 @@ class Checkpoints:
         self, folder: str | PathLike[str], keep: int | None, *, background: bool, split_gb: float
     ) -> Path | None:
         """See Engine.save."""
-        path = self.save_and_stay(folder, keep, background=background, split_gb=split_gb)
+        path = self.save_without_leaving(folder, keep, background=background, split_gb=split_gb)
         self._world.preemption.leave_between_steps()
         return path
 
-    def save_and_stay(
+    def save_without_leaving(
         self,
         target: str | PathLike[str],
         keep: int | None,
@@ -165,7 +165,7 @@ class Checkpoints:
         if self._saved != self._moment():
             # Other ranks load this save, and repeat the draws since the boundary.
             with self.saver.at_boundary():
-                path = self.save_and_stay(folder, options.keep, split_gb=options.split / 1e9)
+                path = self.save_without_leaving(folder, options.keep, split_gb=options.split / 1e9)
         if path is None:
             return None
         record = {"home": str(folder), "path": str(path.resolve())}

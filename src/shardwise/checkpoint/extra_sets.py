@@ -4,7 +4,7 @@ A run without the feature uses it too, to load checkpoints of runs with the feat
 
     save    tensors ─▶ specs, spans, reordered    the sets
             fields                                 fields of checkpoint.json
-    load    read_as                                which sets and fields this rank reads
+    load    select_sets                                which sets and fields this rank reads
             before_model ─▶ (the model is read) ─▶ after_model, or start_again
 
 Here a *group* is the ranks that share one optimizer state; without the feature, all ranks.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import TensorReader
-from shardwise.checkpoint.tensor_spans import TensorSpan
+from shardwise.checkpoint.tensor_spans import StoredTensors
 
 Places = Mapping[bool, tuple[int, int]]
 """This rank's position among the ranks with the same elements, and their number. The key says
@@ -42,7 +42,7 @@ class ExtraTensors(ABC):
         """Return the tensors of this rank's layers, by kind."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[TensorSpan]:
+    def __iter__(self) -> Iterator[StoredTensors]:
         """Yield all spans, bucket by bucket."""
 
     @abstractmethod
@@ -102,20 +102,20 @@ class ExtraSets:
         return None
 
     def fields(
-        self, mine: Mapping[str, Any], of_all_layers: Callable[[Any], list[Any]]
+        self, mine: Mapping[str, Any], gather_from_layers: Callable[[Any], list[Any]]
     ) -> dict[str, Any]:
         """Return additional fields of checkpoint.json; schema.py must list them. Collective.
 
         Args:
             mine: The fields `state`, `borders` and `scaling` of this group.
-            of_all_layers: Gathers a value from the pipeline's ranks.
+            gather_from_layers: Gathers a value from the pipeline's ranks.
         """
-        del mine, of_all_layers
+        del mine, gather_from_layers
         return {}
 
     # -- loading --------------------------------------------------------------------------
 
-    def read_as(
+    def select_sets(
         self, sets: Sets, fields: Mapping[str, Any], buffers: Set[str], *, model_only: bool
     ) -> SetsToRead:
         """Return the sets and fields that this rank reads, out of all groups' sets.
@@ -140,12 +140,12 @@ class ExtraSets:
         source: SetsToRead,
         step: int,
         places: Mapping[str, Places],
-        fill: Callable[[Iterable[TensorSpan]], None],
+        fill: Callable[[Iterable[StoredTensors]], None],
     ) -> None:
         """Restore the feature's tensors and numbers, after the model's tensors are read.
 
         Args:
-            source: The result of `read_as`.
+            source: The result of `select_sets`.
             step: Step of the checkpoint.
             places: As for `tensors`.
             fill: Reads the elements of spans from the checkpoint.

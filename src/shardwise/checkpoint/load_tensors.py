@@ -23,7 +23,7 @@ from shardwise.checkpoint.tensor_spans import (
     MODEL,
     OPTIMIZER,
     OUTER,
-    TensorSpan,
+    StoredTensors,
     state_name,
 )
 from shardwise.checkpoint.tensors import EngineTensors
@@ -73,7 +73,7 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
         states.parameters.settle()
 
 
-def _is_of_model(held: TensorSpan) -> bool:
+def _is_of_model(held: StoredTensors) -> bool:
     """Return whether a span has parameters, averages or masters, not other optimizer state."""
     master = f".{MASTER}"
     return held.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in held.extents)
@@ -168,7 +168,7 @@ def _state_entries(
 
 
 def fill_spans(
-    engine_tensors: EngineTensors, source: CheckpointSource, spans: Iterable[TensorSpan]
+    engine_tensors: EngineTensors, source: CheckpointSource, spans: Iterable[StoredTensors]
 ) -> None:
     """Read all elements of `spans`. Tensors that the checkpoint lacks keep their values."""
     parameters, window = engine_tensors.states.parameters, HostWindow()
@@ -198,7 +198,10 @@ def fill_spans(
 
 
 def _fill_function(
-    held: TensorSpan, name: str, source: CheckpointSource, reordered: Mapping[str, NamedParameter]
+    held: StoredTensors,
+    name: str,
+    source: CheckpointSource,
+    reordered: Mapping[str, NamedParameter],
 ) -> Fill | None:
     """Return a function that fills memory with elements of a tensor, or None if the checkpoint
     lacks it.

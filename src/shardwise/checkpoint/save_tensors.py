@@ -25,7 +25,7 @@ from shardwise.checkpoint.tensor_spans import (
     MODEL,
     OPTIMIZER,
     ReportedState,
-    TensorSpan,
+    StoredTensors,
 )
 from shardwise.checkpoint.tensors import (
     EngineTensors,
@@ -75,7 +75,7 @@ def plan(
 ) -> SavePlan:
     """Plan the files, of at most `limit` bytes each. Collective."""
     spec, states, inventory = engine_tensors.spec, engine_tensors.states, engine_tensors.inventory
-    of_all_layers = engine_tensors.of_all_layers
+    gather_from_layers = engine_tensors.gather_from_layers
     reported = engine_tensors.trained.reported()
     # Ranks may disagree on the shape of a buffer that grows: the rank that writes it decides.
     buffers: dict[str, TensorSpec] = {}
@@ -91,19 +91,19 @@ def plan(
         for number, entries in sorted(reported.states.items())
     }
     singles |= {e.name: e.numbers for e in engine_tensors.frozen_states if e.numbers or e.tensors}
-    for part in of_all_layers(singles):
+    for part in gather_from_layers(singles):
         numbers |= part
     # A segment is cut at a parameter without a gradient. A load must make the same cuts, because
     # optimizers keep one step count per segment.
     borders = _concatenate(
-        of_all_layers([named[number].name for number in sorted(reported.borders)])
+        gather_from_layers([named[number].name for number in sorted(reported.borders)])
     )
     specs = {
         MODEL: [
             inventory.parameters[name] if name in inventory.parameters else buffers[name]
             for name in inventory.names
         ],
-        AVERAGE: _concatenate(of_all_layers(average_specs(states))),
+        AVERAGE: _concatenate(gather_from_layers(average_specs(states))),
         ATTRIBUTES: engine_tensors.attribute_specs,
     } | _specs_of_groups(engine_tensors, reported)
     # The order of these sets and of the names in them must be the same on all ranks, because each
@@ -118,7 +118,7 @@ def plan(
     # A value that no file can hold is an error on all ranks, but only after the next collective.
     state, failure = optimizer_fields.encode_state(numbers)
     extra = extra_sets.fields(
-        {"state": state, "borders": borders, "scaling": scaling}, of_all_layers
+        {"state": state, "borders": borders, "scaling": scaling}, gather_from_layers
     )
     return SavePlan(sets, reported, state, borders, extra, failure)
 
@@ -131,7 +131,7 @@ def _specs_of_groups(
     own_specs = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
     if extra is not None:
         own_specs |= extra.specs()
-    specs_by_layer = engine_tensors.of_all_layers(own_specs)
+    specs_by_layer = engine_tensors.gather_from_layers(own_specs)
     specs_by_kind = {
         kind: _concatenate(layer_specs[kind] for layer_specs in specs_by_layer)
         for kind in own_specs
@@ -168,7 +168,7 @@ def lend(engine_tensors: EngineTensors, save_plan: SavePlan, sink: TensorSink) -
 
 
 def _lend_span(
-    held: TensorSpan,
+    held: StoredTensors,
     kind: str,
     wanted: Set[TensorKey],
     sink: TensorSink,

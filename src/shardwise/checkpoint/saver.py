@@ -68,7 +68,7 @@ class CheckpointSaver:
         group = self._spec.world_group
         # With elastic groups, write in the foreground: if a group left during a background save,
         # its part would be missing, and the save would have to start again.
-        in_background = background and not group.comes_and_goes
+        in_background = background and not group.has_changing_ranks
 
         def save() -> Path:
             return self._save(folder, keep=keep, background=in_background, split=split)

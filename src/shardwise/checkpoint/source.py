@@ -142,7 +142,7 @@ def open_source(
     match = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
     _check(path, engine_tensors, sets[MODEL], match, strict=strict)
     buffers = engine_tensors.inventory.buffers.keys()
-    read = extra_sets.read_as(sets, fields, buffers, model_only=model_only)
+    read = extra_sets.select_sets(sets, fields, buffers, model_only=model_only)
     return CheckpointSource(read, match.found, save, sets)
 
 

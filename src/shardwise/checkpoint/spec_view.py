@@ -47,7 +47,7 @@ class SpecView(Protocol):
     @property
     def tensor_rank(self) -> int: ...
     @property
-    def steps_apart(self) -> bool:
+    def has_separate_steps(self) -> bool:
         """True if groups of ranks make separate updates (islands)."""
 
     # Groups of ranks, as in engine/engine_spec.py.

@@ -1,7 +1,7 @@
 """Maps intervals of buckets to named tensors, so that checkpoints can read and write them.
 
 The states store intervals of flat buckets. A checkpoint stores tensors by name, and
-each rank holds some of their elements. A TensorSpan connects the two.
+each rank holds some of their elements. A StoredTensors connects the two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.states.optimizer.ema import Averages
 from shardwise.states.optimizer.existing_optimizer_state import Blank
 from shardwise.states.optimizer.interval_gather import gather_bucket, on_host
 from shardwise.states.optimizer.optimizer_state import OptimizerState
-from shardwise.states.optimizer.update_interval import UpdateSegment
+from shardwise.states.optimizer.update_interval import UpdatedTensor
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
@@ -41,7 +41,7 @@ MASTER = "master"
 
 
 @dataclass(frozen=True)
-class TensorSpan:
+class StoredTensors:
     """A flat interval with tensors of one set. `copies` ranks hold it; this rank is number `copy`.
 
     Elements outside all extents are padding. With `as_counted`, elements are in the order of their
@@ -127,7 +127,7 @@ class TensorSpans:
             }
         )
 
-    def _entry(self, index: int, segment: UpdateSegment, number: int, key: str, value: Any) -> Any:
+    def _entry(self, index: int, segment: UpdatedTensor, number: int, key: str, value: Any) -> Any:
         if not self._optimizer.is_tensor(index, segment, key, value):
             return value
         flat = self._optimizer.is_flat(index, segment, key, value)
@@ -146,7 +146,7 @@ class TensorSpans:
             if segment.first > interval.own[0] and segment.pieces[0].offset == 0
         }
 
-    def __iter__(self) -> Iterator[TensorSpan]:
+    def __iter__(self) -> Iterator[StoredTensors]:
         """Yield all spans, bucket by bucket."""
         for index in range(len(self._optimizer.intervals)):
             for kind, key, storage in self._intervals(index):
@@ -163,7 +163,7 @@ class TensorSpans:
         if self._averages is not None:
             yield AVERAGE, None, self._averages.storages[index]
 
-    def _states(self, index: int) -> Iterator[TensorSpan]:
+    def _states(self, index: int) -> Iterator[StoredTensors]:
         interval = self._optimizer.intervals[index]
         # Moments cover the whole interval, but some parameters may have none yet.
         for key, storage in interval.moments.items():
@@ -204,12 +204,14 @@ class TensorSpans:
         name = self._parameters.named[number].name
         return name if key is None else state_name(name, key)
 
-    def _span(self, index: int, kind: str, storage: Storage, parts: Sequence[Extent]) -> TensorSpan:
+    def _span(
+        self, index: int, kind: str, storage: Storage, parts: Sequence[Extent]
+    ) -> StoredTensors:
         # Tensors of a bucket are either all whole or all parts, so the first slot decides.
         slots = self._optimizer.intervals[index].bucket.slots
         among = self._among_own if kind == OPTIMIZER else self._among
         copy, copies = among[slots[0].parameter in self._shards]
-        return TensorSpan(kind, storage, parts, copy, copies)
+        return StoredTensors(kind, storage, parts, copy, copies)
 
     # -- tensors whose memory order differs from their element order ------------------------
 
@@ -281,13 +283,15 @@ class TensorSpans:
         return gather_bucket(interval.bucket, interval.own, value, group)
 
 
-def of_sharded_bucket(bucket: ShardedBucket, among: Mapping[bool, tuple[int, int]]) -> TensorSpan:
+def of_sharded_bucket(
+    bucket: ShardedBucket, among: Mapping[bool, tuple[int, int]]
+) -> StoredTensors:
     """Return the span of a sharded bucket of frozen parameters; `among` is as in TensorSpans."""
     slots = list(zip(bucket.layout.slots, bucket.named, strict=True))
     names = {slot.parameter: named.name for slot, named in slots}
     shards = {slot.parameter: t.shard for slot, t in slots if t.shard is not None}
     parts = extents(bucket.layout.pieces(*bucket.own), bucket.own[0], names, shards)
-    return TensorSpan(MODEL, bucket.storage, parts, *among[bool(shards)])
+    return StoredTensors(MODEL, bucket.storage, parts, *among[bool(shards)])
 
 
 def of_tensor(
@@ -297,11 +301,11 @@ def of_tensor(
     copies: int,
     kind: str = MODEL,
     shard: Shard | None = None,
-) -> TensorSpan:
+) -> StoredTensors:
     """Return the span of a whole tensor that `copies` ranks hold, or of its part `shard`."""
     whole = Extent(name, 0, value.numel(), 0)
     parts = [whole] if shard is None else of_whole(whole, shard)
-    return TensorSpan(kind, MemoryStorage(_flat(value)), parts, copy, copies)
+    return StoredTensors(kind, MemoryStorage(_flat(value)), parts, copy, copies)
 
 
 def reordered_bucket(

@@ -19,7 +19,7 @@ from shardwise.checkpoint.tensor_spans import (
     GROUP,
     OUTER,
     ReportedState,
-    TensorSpan,
+    StoredTensors,
     TensorSpans,
 )
 from shardwise.layout.shards import Shard
@@ -304,7 +304,7 @@ class EngineTensors:
         values = self._attribute_tensors
         everywhere = run.gather_objects([spec_of(name, value) for name, value in values.items()])
         first = everywhere[0]
-        if self.spec.steps_apart or any(
+        if self.spec.has_separate_steps or any(
             values_of_optimizer != first for values_of_optimizer in everywhere
         ):
             # Ranks disagree: write the values of one rank, which are consistent with each other.
@@ -353,17 +353,17 @@ class EngineTensors:
         homes = self.inventory.homes
         return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
 
-    def of_all_layers(self, value: T) -> list[T]:
+    def gather_from_layers(self, value: T) -> list[T]:
         """Gather `value` from the pipeline's ranks, in order of their layers. Collective."""
         pipeline = self.spec.pipeline
         return [value] if pipeline is None else pipeline.group.gather_objects(value)
 
-    def frozen(self) -> Iterator[TensorSpan]:
+    def frozen(self) -> Iterator[StoredTensors]:
         """Yield the spans of sharded frozen parameters."""
         for slab in self.states.parameters.frozen:
             yield tensor_spans.of_sharded_bucket(slab, self._among)
 
-    def beside(self) -> Iterator[TensorSpan]:
+    def beside(self) -> Iterator[StoredTensors]:
         """Yield the spans of all tensors that are not trained.
 
         These are frozen parameters and their state, attributes of optimizers, buffers, and extra
@@ -389,7 +389,7 @@ class EngineTensors:
 
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
-    ) -> TensorSpan:
+    ) -> StoredTensors:
         """Return the span of a tensor that belongs to `parameter` and is whole on every rank."""
         shard = self.spec.shard_of(parameter)
         return tensor_spans.of_tensor(name, value, *self._copies(kind, shard), kind, shard)
@@ -407,7 +407,7 @@ class EngineTensors:
         apart = set() if self.extra is None else self.extra.out_of_order()
         return self.trained.out_of_order(reported) | odd | apart
 
-    def reordered(self, reported: ReportedState) -> Iterator[TensorSpan]:
+    def reordered(self, reported: ReportedState) -> Iterator[StoredTensors]:
         """Yield spans of these tensors in element order. Collective."""
         # A part of a tensor (tensor parallelism) is always in element order.
         beside = () if self.extra is None else self.extra.reordered()

@@ -122,7 +122,7 @@ class Collectives(ABC):
     looks = False
     """Whether `Handle.advance` polls. If False, it blocks until the other ranks have sent."""
 
-    comes_and_goes = False
+    has_changing_ranks = False
     """Whether ranks may leave the group and return."""
 
     in_one_order = False

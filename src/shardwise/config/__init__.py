@@ -43,7 +43,7 @@ from shardwise.config.sources import (
     resolve,
     sources,
     unknown_key,
-    winning,
+    winning_values,
 )
 
 __all__ = [
@@ -72,5 +72,5 @@ __all__ = [
     "resolve",
     "sources",
     "unknown_key",
-    "winning",
+    "winning_values",
 ]

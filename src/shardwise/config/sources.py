@@ -149,7 +149,7 @@ def json_of_deepspeed(environ: Mapping[str, str]) -> str | None:
     return _passed_flags(environ).get("deepspeed") or environ.get(PREFIX + "DEEPSPEED") or None
 
 
-def winning(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
+def winning_values(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
     """Return each setting's value and the name of its source, given `found` (strongest first)."""
     winners: dict[str, tuple[Any, str]] = {}
     for source in found:
@@ -160,7 +160,7 @@ def winning(found: list[SettingsSource]) -> dict[str, tuple[Any, str]]:
 
 def resolve(found: list[SettingsSource]) -> tuple[Settings, list[str]]:
     """Merge `found` (strongest first) into Settings. Also return lines about overrides."""
-    winners = winning(found)
+    winners = winning_values(found)
     chosen = {name: value for name, (value, _) in winners.items()}
     # Equal values are compared in their types, so that --zero 2 does not "override" zero = 2.
     overrides = [

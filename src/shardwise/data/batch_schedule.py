@@ -225,7 +225,7 @@ def _comparison_group(world: World) -> Collectives:
     # An elastic island that has rejoined begins its epoch while the others are in the middle of
     # theirs: they would not enter this collective.
     world.current_batch.check_even("world.gather")
-    return world.step_group if world.collectives.comes_and_goes else world.collectives
+    return world.step_group if world.collectives.has_changing_ranks else world.collectives
 
 
 def _as_index(index: Any) -> Any:

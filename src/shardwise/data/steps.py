@@ -97,13 +97,13 @@ class LoaderPass:
     def sit_out(self, item: Item) -> None:
         """Skip a batch of an evaluation if this rank has no samples in it."""
         self._check_open()
-        self._world.current_batch.sat_out += 1
+        self._world.current_batch.skipped_batches += 1
         if item[0].last:
             self._stepped(item[0].total)
 
-    def some_sit_out(self) -> AbstractContextManager[None]:
+    def some_ranks_skip(self) -> AbstractContextManager[None]:
         """Return a context manager that lets ranks run different numbers of forwards."""
-        return self._world.current_batch.some_sit_out()
+        return self._world.current_batch.some_ranks_skip()
 
     def next_item(self) -> Item:
         """Return the next micro-batch of a step that has begun."""
@@ -178,7 +178,7 @@ class LoaderStep:
     def _uneven(self, item: Item) -> Iterator[Any]:
         """Yield a batch of an evaluation if this rank has rows in it; some other ranks have not."""
         # No stand-in here, unlike in training: the loop's own sums (hits, losses) would count it.
-        with self._pass.some_sit_out():
+        with self._pass.some_ranks_skip():
             if item[0].samples:
                 yield self._pass.hand_out(item)
             else:

@@ -63,12 +63,12 @@ class EngineSpec:
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)
         if self.has_peers:
-            island_hooks.check(self.settings, elastic=self.peers.comes_and_goes)
+            island_hooks.check(self.settings, elastic=self.peers.has_changing_ranks)
 
     @property
     def has_peers(self) -> bool:
         """True if there are several islands, or an elastic one that is currently alone."""
-        return self.peers.size > 1 or self.peers.comes_and_goes
+        return self.peers.size > 1 or self.peers.has_changing_ranks
 
     @cached_property
     def hooks(self) -> StepHooks | None:
@@ -88,7 +88,7 @@ class EngineSpec:
         return self.settings.staleness_rule if self.has_peers else None
 
     @property
-    def steps_apart(self) -> bool:
+    def has_separate_steps(self) -> bool:
         """True if each island updates its own weights."""
         return self.has_peers and self.staleness is None
 

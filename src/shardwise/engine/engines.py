@@ -91,7 +91,7 @@ class Engines:
         # One more, because the checkpoints of the previous save must outlive a failure in this one.
         kept = None if keep is None else keep + 1
         paths = {
-            name: each._checkpoints.save_and_stay(home / name, kept)
+            name: each._checkpoints.save_without_leaving(home / name, kept)
             for name, each in self._engines.items()
         }
         joined = None
@@ -136,7 +136,7 @@ class Engines:
             engine._checkpoints.resume_from(home / name, found.paths.get(name))
         last = self._engines.get(fields.get("last", ""))
         if last is not None:
-            self._world.stepped_last = last._state.number
+            self._world.last_stepped_engine = last._state.number
             last._randoms.reseed()  # as after a step of the engine that stepped last
         self.saves, self._resumes = number, True
         self._settle_in(home)
@@ -169,7 +169,7 @@ class Engines:
         # The engines' steps differ, so the file records each, and which engine stepped last.
         steps = {name: engine.steps for name, engine in self._engines.items()}
         named = {engine._state.number: name for name, engine in self._engines.items()}
-        fields = {"steps": steps, "last": named.get(self._world.stepped_last, "")}
+        fields = {"steps": steps, "last": named.get(self._world.last_stepped_engine, "")}
         path, failure = home / f"together-{self.saves + 1}.json", None
         if self._world.is_main:
             try:

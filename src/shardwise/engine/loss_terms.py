@@ -29,7 +29,7 @@ from torch.autograd.function import BackwardCFunction
 
 from shardwise.engine.step_statistics import Number
 from shardwise.model.activation_offload import Kept
-from shardwise.model.unit_hooks import unpack_of_others
+from shardwise.model.unit_hooks import find_outer_unpack
 
 Kind = Literal["mean", "sum", "unread"]
 
@@ -534,7 +534,7 @@ def _kept(raw: Any) -> Tensor | None:
     kept: Any = raw.data
     if isinstance(kept, Kept):  # our own hooks kept the tensor as it is
         return kept.tensor
-    is_hooked = unpack_of_others(raw.unpack_hook) is not None
+    is_hooked = find_outer_unpack(raw.unpack_hook) is not None
     return kept if isinstance(kept, Tensor) and not is_hooked else None
 
 

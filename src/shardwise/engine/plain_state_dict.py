@@ -30,7 +30,7 @@ from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import UsageError
 from shardwise.model.optimizer_access import held
-from shardwise.model.precision import NARROW, widened_state
+from shardwise.model.precision import NARROW, widen_state
 from shardwise.states.optimizer.optimizer_kind import common_state, placed, state_shape
 
 MASTERS = "fp32_master_weights"
@@ -105,7 +105,7 @@ def _whole(
 ) -> dict[Any, dict[str, Any]]:
     """Return the state of all layers and whole tensors, from this rank's part. Collective."""
     if spec.pipeline is not None:
-        held = held | spec.pipeline.ownership.states_of_others(held, spec.optimizers)
+        held = held | spec.pipeline.ownership.gather_other_states(held, spec.optimizers)
     if spec.tensor is not None:
         order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
         held = {p: spec.tensor.whole_state(p, held[p]) for p in order}
@@ -196,7 +196,7 @@ def _as_updated(
     # With masters the state was saved by an engine, which keeps it in fp32 already.
     mastered = _masters(optimizer, state)
     return {
-        parameter: entries if parameter in mastered else widened_state(parameter, entries)
+        parameter: entries if parameter in mastered else widen_state(parameter, entries)
         for parameter, entries in _by_parameter(optimizer, state, state["state"]).items()
     }
 

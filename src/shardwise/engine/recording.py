@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.spec_view import SpecView
-from shardwise.checkpoint.tensor_spans import ReportedState, TensorSpan, state_name
+from shardwise.checkpoint.tensor_spans import ReportedState, StoredTensors, state_name
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import EngineState
-from shardwise.model.module_records import ForwardInputs, Named, tensors_beside
+from shardwise.model.module_records import ForwardInputs, Named, other_tensors
 from shardwise.states.step_totals import StepStats
 from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
@@ -80,13 +80,13 @@ def _parts(tensors: EngineTensors, reported: ReportedState) -> Iterator[Part]:
         yield from _of_holding(span, odd)
     buffers = tensors.inventory.buffers
     for span in tensors.beside():
-        # Buffers are recorded by `tensors_beside`, under their names in the model.
+        # Buffers are recorded by `other_tensors`, under their names in the model.
         kept = {e.tensor for e in span.extents} - buffers.keys()
         yield from _of_holding(span, odd, kept)
     for span in tensors.reordered(reported):
         yield from _of_holding(span, set())
     spec = tensors.spec
-    yield from tensors_beside(_named(spec), spec.stage_group.rank, spec.runs)
+    yield from other_tensors(_named(spec), spec.stage_group.rank, spec.runs)
 
 
 def _named(spec: SpecView) -> Named:
@@ -94,7 +94,7 @@ def _named(spec: SpecView) -> Named:
 
 
 def _of_holding(
-    span: TensorSpan, odd: set[tuple[str, str]], kept: set[str] | None = None
+    span: StoredTensors, odd: set[tuple[str, str]], kept: set[str] | None = None
 ) -> Iterator[Part]:
     extents = [
         e

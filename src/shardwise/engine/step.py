@@ -414,7 +414,7 @@ class StepRunner:
         state, world = self._state, self._world
         usage_checks.mark_schedulers(self._spec.optimizers)
         state.steps += 1
-        world.stepped_last = state.number
+        world.last_stepped_engine = state.number
         world.steps_made += 1
         world.progress.stepped(state.number, state.steps)
         world.collectives.status_server.step = state.steps

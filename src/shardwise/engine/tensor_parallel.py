@@ -41,7 +41,7 @@ def find_and_split(
     different splits.
     """
     parts = split_models.group.size
-    groups, split_models.left_whole = _agree_on_splits(spec, parts, plan or {})
+    groups, split_models.reasons_unsplit = _agree_on_splits(spec, parts, plan or {})
     if not groups:
         left = "".join(f" Not split: {words}." for words in describe_unsplit(split_models))
         raise ModelError(
@@ -79,7 +79,7 @@ def _agree_on_splits(
                 )
     if isinstance(splits, ModelError):
         raise splits
-    return splits, trials.left_whole()
+    return splits, trials.reasons_unsplit()
 
 
 def _find_splits(
@@ -88,8 +88,8 @@ def _find_splits(
     """Return the splits that this rank finds, or its error, which all ranks raise together."""
     try:
         planned = plans.match_modules(spec.models, spec.prefixes, plan)
-        groups = plans.planned_groups(planned, parts)
-        claimed = plans.claimed_modules(planned) | {
+        groups = plans.split_by_plan(planned, parts)
+        claimed = plans.modules_in_plan(planned) | {
             cut.module for group in groups for cut in group.splits
         }
         groups += known_modules.find(spec.models, spec.prefixes, parts, claimed, trials)
@@ -122,7 +122,7 @@ def describe_split(split_models: TensorParallelModels) -> str:
 def describe_unsplit(split_models: TensorParallelModels) -> list[str]:
     """Return layers that stay whole, and why: "0.block (2): its layers did not run in a trial"."""
     names_by_reason: dict[str, list[str]] = {}
-    for name, reason in split_models.left_whole.items():
+    for name, reason in split_models.reasons_unsplit.items():
         names_by_reason.setdefault(reason, []).append(_starred(name) or "the model")
     return [f"{', '.join(_counted(names))}: {reason}" for reason, names in names_by_reason.items()]
 

@@ -223,7 +223,7 @@ class UserObjects:
         """Free the layers of other pipeline ranks, and their optimizer state."""
         if (line := self.spec.pipeline) is None:
             return
-        line.ownership.free_others()
+        line.ownership.free_other_parameters()
         self._fresh = {p: value for p, value in self._fresh.items() if line.owns(p)}
         for optimizer in self.spec.optimizers:
             for parameter in [p for p in optimizer.state if not line.owns(p)]:
@@ -535,7 +535,7 @@ class UserObjects:
         self.states.gradients.detach()
         shown = self.states.shown
         if shown is not None and self.spec.shard_group.size > 1:
-            shown.residency.rest_in_child()
+            shown.residency.reshard_in_child()
             # A forward must not gather. It uses parameters that the user has gathered, or raises.
             self.spec.unit_hooks.remove()
 

@@ -77,7 +77,7 @@ def whole(
     finally:
         is_open = True
         optimizer.param_groups[:] = [
-            g.taken_back() if isinstance(g, WatchedGroup) else g for g in optimizer.param_groups
+            g.restore_group() if isinstance(g, WatchedGroup) else g for g in optimizer.param_groups
         ]
         if kept and isinstance(state, StateOfEngine):
             left = dict(optimizer.state)  # the method may have assigned another mapping

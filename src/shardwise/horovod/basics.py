@@ -71,7 +71,7 @@ def init(
             "not supported."
         )
     if not world.engines:
-        given = config.winning(config.sources(os.environ, {}))
+        given = config.winning_values(config.sources(os.environ, {}))
         if line := script_checks.idle_settings_line(given):
             world.say_once(line)
     context.enter(_make_context(world))

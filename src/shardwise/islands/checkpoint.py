@@ -16,7 +16,7 @@ from shardwise.checkpoint import json_values
 from shardwise.checkpoint.extra_sets import ExtraSets, ExtraTensors, Places, Sets, SetsToRead
 from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.checkpoint.reader import TensorReader
-from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, TensorSpan
+from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, StoredTensors
 from shardwise.comm import Collectives, Solo
 from shardwise.islands.bounded_staleness import BoundedStaleness
 from shardwise.islands.checkpoint_tensors import (
@@ -60,13 +60,13 @@ class IslandSets(ExtraSets):
         return None
 
     def fields(
-        self, own_fields: Mapping[str, Any], of_all_layers: Callable[[Any], list[Any]]
+        self, own_fields: Mapping[str, Any], gather_from_layers: Callable[[Any], list[Any]]
     ) -> dict[str, Any]:
         averaging, staleness = self._averaging, self._staleness
         if averaging is not None and averaging.exchange.has_begun:
             numbers: dict[str, dict[str, Any]] = {"weights": {}, "due": {}}
             tensors = IslandTensors(averaging.parameters, averaging.exchange, {}, moved=False)
-            for each in of_all_layers(tensors.numbers()):
+            for each in gather_from_layers(tensors.numbers()):
                 for key, values in each.items():
                     numbers[key] |= values
             of_island = {"state": own_fields["state"], "borders": own_fields["borders"]}
@@ -74,12 +74,12 @@ class IslandSets(ExtraSets):
             return {"islands": self._peers.gather_objects(of_island)}
         if staleness is not None:
             delayed = DelayedTensors(staleness.parameters, staleness.sums, {})
-            return {FIELD: join_numbers(of_all_layers(delayed.numbers(self._peers.size)))}
+            return {FIELD: join_numbers(gather_from_layers(delayed.numbers(self._peers.size)))}
         return {}
 
     # -- loading --------------------------------------------------------------------------
 
-    def read_as(
+    def select_sets(
         self, sets: Sets, fields: Mapping[str, Any], buffers: Set[str], *, model_only: bool
     ) -> SetsToRead:
         apart = self._apart
@@ -121,7 +121,7 @@ class IslandSets(ExtraSets):
         source: SetsToRead,
         step: int,
         places: Mapping[str, Places],
-        fill: Callable[[Iterable[TensorSpan]], None],
+        fill: Callable[[Iterable[StoredTensors]], None],
     ) -> None:
         averaging, staleness = self._averaging, self._staleness
         if averaging is not None:

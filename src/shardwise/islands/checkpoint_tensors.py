@@ -27,7 +27,7 @@ from torch import Tensor
 from shardwise.checkpoint import json_values
 from shardwise.checkpoint.extra_sets import ExtraTensors, Places
 from shardwise.checkpoint.format import TensorSpec, dtype_name
-from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, OUTER, TensorSpan, state_name
+from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, OUTER, StoredTensors, state_name
 from shardwise.islands.anchor import RESIDUAL, SENT, VALUE, VELOCITY, Anchor
 from shardwise.islands.bounded_staleness import SumsReport, read_reports
 from shardwise.islands.delayed_sums import DelayedSums, Flight
@@ -84,7 +84,7 @@ class BucketTensors(ExtraTensors):
                 specs[kind].append(TensorSpec(name, dtype_name(storage.dtype), shape))
         return specs
 
-    def __iter__(self) -> Iterator[TensorSpan]:
+    def __iter__(self) -> Iterator[StoredTensors]:
         """Yield all spans, bucket by bucket."""
         shards = {
             number: named.shard
@@ -97,7 +97,7 @@ class BucketTensors(ExtraTensors):
             ranges = extents(bucket.pieces(first, end), first, self._names(index, key), shards)
             # All parameters of a bucket are split by tensor parallelism, or none.
             is_split = bucket.slots[0].parameter in shards
-            yield TensorSpan(kind, storage, ranges, *self._places[kind][is_split])
+            yield StoredTensors(kind, storage, ranges, *self._places[kind][is_split])
 
     def out_of_order(self) -> set[tuple[str, str]]:
         """Return kind and name of tensors whose memory order differs from their element order."""

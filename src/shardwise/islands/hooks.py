@@ -26,7 +26,7 @@ def hooks_for(
 ) -> StepHooks | None:
     """Return the hooks of an engine, or None if all of its ranks form one island."""
     # An elastic island has hooks even if it is the only one now, because others may return.
-    if peers.size == 1 and not peers.comes_and_goes:
+    if peers.size == 1 and not peers.has_changing_ranks:
         return None
     kind = ParameterAveraging if settings.behind is None else BoundedStaleness
     return kind(settings, world_group, step_group, peers, shard_group)

@@ -247,7 +247,7 @@ class ParameterAveraging(StepHooks):
                 exchange.report = self._send_report(buffers, step, stats)
             for index in sent:
                 exchange.send(index, step + rule.late)
-        elif is_boundary and self.peers.comes_and_goes:
+        elif is_boundary and self.peers.has_changing_ranks:
             report = self._pack_report(buffers, step, stats)
             # Elastic islands exchange a whole boundary in one message, because one may fail at any
             # time.

@@ -84,7 +84,7 @@ class ForwardInputs:
             self._hooks.pop().remove()
 
 
-def tensors_beside(
+def other_tensors(
     models: Named, copy: int, runs: Callable[[nn.Module], bool] = lambda module: True
 ) -> Iterator[Part]:
     """Yield the buffers of `models` and the tensors in plain attributes of their modules, whole.

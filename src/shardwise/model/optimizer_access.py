@@ -84,7 +84,7 @@ class WatchedGroup(dict[str, Any]):
         self.group = group
         self.reach = reach
 
-    def taken_back(self) -> dict[str, Any]:
+    def restore_group(self) -> dict[str, Any]:
         """Return the original group, with the changes that the method has made."""
         self.group.clear()
         self.group.update(dict.items(self))

@@ -176,7 +176,7 @@ def widen_narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         for parameter, state in held(optimizer).items():
             if isinstance(parameter, Tensor):
-                state.update(widened_state(parameter, state))
+                state.update(widen_state(parameter, state))
 
 
 def narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -190,7 +190,7 @@ def narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                     state[key] = value.to(parameter.dtype)
 
 
-def widened_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+def widen_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plain optimizer's state of `parameter`, as needed for a master.
 
     Values in the parameter's 16-bit dtype become fp32.

@@ -230,7 +230,7 @@ class _ReferenceHooks:
         return saved if self.outer is None else self.outer[1](saved)
 
 
-def unpack_of_others(unpack: Any) -> Any:
+def find_outer_unpack(unpack: Any) -> Any:
     """Return the enclosing hook that unpacks tensors other than parameters.
 
     Returns None if `unpack` is one of our hooks and no other encloses it.

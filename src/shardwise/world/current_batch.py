@@ -69,7 +69,7 @@ class CurrentBatch:
 
     streams: list[LoaderStream] = field(default_factory=list)
     batch: Batch | None = None
-    sat_out: int = 0
+    skipped_batches: int = 0
     """Number of evaluation batches that this rank skipped because they had no sample for it."""
     own_rows: int | None = None
     """Number of rows of the next loss, if a bridge knows it and no stream gave the batch."""
@@ -96,7 +96,7 @@ class CurrentBatch:
         self._uneven.append(WeakMethod(block))
 
     @contextmanager
-    def some_sit_out(self) -> Iterator[None]:
+    def some_ranks_skip(self) -> Iterator[None]:
         """Mark the block as an evaluation batch that some ranks skip.
 
         Leaving it is collective if parameters are sharded.

@@ -193,7 +193,9 @@ def _configure(world: World, keywords: dict[str, Any]) -> None:
 
 def _seed_ranks(world: World, keywords: dict[str, Any]) -> None:
     """Give every rank the RNG state that a single process would have."""
-    chosen, source = config.winning(config.sources(os.environ, keywords)).get("seed", (None, ""))
+    chosen, source = config.winning_values(config.sources(os.environ, keywords)).get(
+        "seed", (None, "")
+    )
     group = world.collectives
     # Rank 0's, also if ranks pass different seeds.
     world.seed = group.gather_plain(torch.initial_seed() if chosen is None else chosen)[0]

@@ -114,7 +114,7 @@ class World(BatchRows, HintsAtAttributes):
         self.calls = CommonCalls()
         self.step_log = StepLog(None, self.rank)
         self.engines = 0
-        self.stepped_last = -1
+        self.last_stepped_engine = -1
         """Number of the engine that stepped last; -1 before the first step."""
         self.steps_made = 0
         """Number of steps of all engines of this process together."""
@@ -351,7 +351,7 @@ class World(BatchRows, HintsAtAttributes):
             total = total.to(group.small_device)
         group.all_reduce(total.view(-1)).wait()
         # Checked after the collective, which has updated the size on all ranks.
-        if groups is None and group.comes_and_goes and group.size < self.size:
+        if groups is None and group.has_changing_ranks and group.size < self.size:
             raise UsageError(
                 f"world.sum over {group.size} of {self.size} workers, because an elastic island "
                 "has left: divided by world.size, the sum would be wrong. Use sw.Metrics, or "
@@ -478,7 +478,7 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
         sw.stop_timeline()
     """
     world = current()
-    if world.collectives.comes_and_goes:
+    if world.collectives.has_changing_ranks:
         raise ConfigError(
             f"--timeline {path} cannot be combined with --elastic-islands: an island that rejoins "
             "would overwrite the file. Remove one of the two."

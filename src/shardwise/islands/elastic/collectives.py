@@ -39,7 +39,7 @@ _PICKLES = "an object of elastic islands"
 class _LinkCollectives(Collectives):
     """The common base: `island` is the group of this island, `link` connects to the others."""
 
-    comes_and_goes = True
+    has_changing_ranks = True
 
     def __init__(self, island: Collectives, link: IslandLink) -> None:
         self.island = island

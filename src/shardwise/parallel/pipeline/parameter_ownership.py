@@ -29,7 +29,7 @@ class ParameterOwnership:
         self._pipeline = pipeline
         self._tied_weights = tied_weights
 
-    def free_others(self) -> None:
+    def free_other_parameters(self) -> None:
         """Replace the parameters that other ranks train by placeholders, to free their memory."""
         for parameter in self._pipeline.partition.owners:
             if not self._pipeline.owns(parameter):
@@ -112,7 +112,7 @@ class ParameterOwnership:
         if self._pipeline.group.rank != source:
             write(buffer.detach(), flat)
 
-    def states_of_others(
+    def gather_other_states(
         self, states: Mapping[nn.Parameter, Any], optimizers: Sequence[optim.Optimizer]
     ) -> dict[nn.Parameter, Any]:
         """Gather the optimizer state of parameters that other ranks train. Collective."""
@@ -151,7 +151,7 @@ class ParameterOwnership:
                 self._fetch(parameter, shapes.get(parameter, tuple(parameter.shape)))
             self.broadcast_buffers(model)
         states: dict[Any, Any] = {p: state for o in optimizers for p, state in o.state.items()}
-        other_states = self.states_of_others(states, optimizers)
+        other_states = self.gather_other_states(states, optimizers)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -106,7 +106,7 @@ class SplitTrials:
         ]
         return True
 
-    def left_whole(self) -> dict[str, str]:
+    def reasons_unsplit(self) -> dict[str, str]:
         """Map the names of unsplit modules to the reason, if it is worth reporting."""
         split_names = {name for (name, _), result in self.results.items() if result}
         return {

@@ -97,7 +97,7 @@ def _check_styles(plan: TensorPlan) -> None:
             )
 
 
-def claimed_modules(planned: Sequence[PlannedModule]) -> set[nn.Module]:
+def modules_in_plan(planned: Sequence[PlannedModule]) -> set[nn.Module]:
     """Return the modules in the plan, with all submodules of modules that stay whole."""
     modules: set[nn.Module] = set()
     for each in planned:
@@ -110,7 +110,7 @@ def uses_sequence_parallel(plan: TensorPlan) -> bool:
     return SEQUENCE_PARALLEL in plan.values()
 
 
-def planned_groups(planned: Sequence[PlannedModule], parts: int) -> list[SplitGroup]:
+def split_by_plan(planned: Sequence[PlannedModule], parts: int) -> list[SplitGroup]:
     """Split the modules of the plan into `parts`."""
     groups = []
     for each in planned:

@@ -36,7 +36,7 @@ class TensorParallelModels:
         )
         self.shards: dict[nn.Parameter, Shard] = {}
         self.groups: list[SplitGroup] = []
-        self.left_whole: dict[str, str] = {}
+        self.reasons_unsplit: dict[str, str] = {}
         """Maps names of modules that a trial rejected to the reason, if it is worth reporting."""
         self._modules: list[TensorParallelModule] = []
         self._models: Sequence[nn.Module] = ()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.states.optimizer.optimizer_state import OptimizerState
-from shardwise.states.optimizer.update_interval import UpdateInterval
+from shardwise.states.optimizer.update_interval import BucketUpdate
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.storage.storage import Storage, in_spans
 from shardwise.states.storage.storage_factory import StorageFactory
@@ -65,7 +65,7 @@ class Averages:
         pairs = zip(storages, intervals, strict=True)
         return [in_spans(storage, interval.spans) for storage, interval in pairs]
 
-    def _each(self) -> Iterator[tuple[UpdateInterval, Storage]]:
+    def _each(self) -> Iterator[tuple[BucketUpdate, Storage]]:
         return zip(self._optimizer.intervals, self.storages, strict=True)
 
     def loaded(self) -> Iterator[Tensor]:
@@ -130,10 +130,10 @@ class Averages:
         self._parameters.settle()
 
 
-_Move = Callable[[UpdateInterval, Storage, int], None]
+_Move = Callable[[BucketUpdate, Storage, int], None]
 
 
-def _swap(interval: UpdateInterval, average: Storage, index: int) -> None:
+def _swap(interval: BucketUpdate, average: Storage, index: int) -> None:
     # One span at a time, so that the temporary copy stays small.
     target, value = interval.target.take(index), average.take(index)
     kept = target.clone()
@@ -143,7 +143,7 @@ def _swap(interval: UpdateInterval, average: Storage, index: int) -> None:
     average.put(index, changed=True)
 
 
-def _round(interval: UpdateInterval, average: Storage, index: int) -> None:
+def _round(interval: BucketUpdate, average: Storage, index: int) -> None:
     interval.target.take(index, fresh=True).copy_(average.take(index))
     interval.target.put(index, changed=True)
     average.put(index, changed=False)

@@ -21,8 +21,8 @@ from shardwise.states.optimizer.offloaded_update import store_state
 from shardwise.states.optimizer.optimizer_kind import OptimizerKind, placed
 from shardwise.states.optimizer.optimizer_options import ParameterGroup
 from shardwise.states.optimizer.update_interval import (
-    UpdateInterval,
-    UpdateSegment,
+    BucketUpdate,
+    UpdatedTensor,
     group_consecutive,
     without_memory,
 )
@@ -62,7 +62,7 @@ class ExistingState:
 
     # -- segments -------------------------------------------------------------------------
 
-    def segments(self, interval: UpdateInterval, group: ParameterGroup) -> list[UpdateSegment]:
+    def segments(self, interval: BucketUpdate, group: ParameterGroup) -> list[UpdatedTensor]:
         """Return the segments of an interval: one for each run of parameters with equal state.
 
         If the optimizer needs whole tensors, every parameter has its own segment.
@@ -78,7 +78,7 @@ class ExistingState:
                     # The user's optimizer updates the user's own parameter, not a view of it.
                     master = tensor if interval.has_master else None
                     tensor = named.parameter
-                segments.append(UpdateSegment(piece.start, piece.end, [piece], tensor, master))
+                segments.append(UpdatedTensor(piece.start, piece.end, [piece], tensor, master))
             return segments
         # The number of borders up to a piece: it differs across a border, so runs end there.
         borders = accumulate(piece.parameter in self._borders for piece in pieces)
@@ -113,7 +113,7 @@ class ExistingState:
 
     # -- state of segments ----------------------------------------------------------------
 
-    def give(self, inner: InnerOptimizer, interval: UpdateInterval, group: ParameterGroup) -> None:
+    def give(self, inner: InnerOptimizer, interval: BucketUpdate, group: ParameterGroup) -> None:
         """Give the segments of `interval` the state of their parameters."""
         for segment in interval.segments:
             # By their signatures, all pieces of a segment have state or none has.
@@ -134,9 +134,9 @@ class ExistingState:
     def _joined_state(
         self,
         inner: InnerOptimizer,
-        interval: UpdateInterval,
+        interval: BucketUpdate,
         group: ParameterGroup,
-        segment: UpdateSegment,
+        segment: UpdatedTensor,
         states: Sequence[State],
     ) -> dict[str, Any]:
         """Join the `states` of a segment's pieces."""
@@ -155,7 +155,7 @@ class ExistingState:
                 joined[key] = placed(key, value, _device_of(segment), options, copy=copy)
         return joined
 
-    def _joined(self, segment: UpdateSegment, key: str, states: Sequence[State]) -> Tensor:
+    def _joined(self, segment: UpdatedTensor, key: str, states: Sequence[State]) -> Tensor:
         """Join state `key` of a segment's pieces into one flat tensor."""
         joined = torch.zeros(
             segment.end - segment.first, dtype=states[0][key].dtype, device=segment.tensor.device
@@ -169,7 +169,7 @@ class ExistingState:
 
 
 def _allocate(
-    interval: UpdateInterval, segment: UpdateSegment, key: str, blank: Blank, *, flat: bool
+    interval: BucketUpdate, segment: UpdatedTensor, key: str, blank: Blank, *, flat: bool
 ) -> Tensor:
     """Allocate the tensor of a `Blank`; it has no memory if that state is on a disk."""
     numel = segment.end - segment.first
@@ -179,7 +179,7 @@ def _allocate(
     return torch.zeros(shape, dtype=blank.dtype, device=_device_of(segment))
 
 
-def _device_of(segment: UpdateSegment) -> torch.device:
+def _device_of(segment: UpdatedTensor) -> torch.device:
     """Return the device on which a segment is updated."""
     return (segment.tensor if segment.master is None else segment.master).device
 

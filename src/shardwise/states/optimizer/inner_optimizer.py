@@ -22,7 +22,7 @@ from shardwise.states.optimizer.optimizer_options import (
     ParameterGroup,
     without_hooks,
 )
-from shardwise.states.optimizer.update_interval import UpdateInterval, UpdateSegment, cut_by_use
+from shardwise.states.optimizer.update_interval import BucketUpdate, UpdatedTensor, cut_by_use
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class UpdatePart:
 
     start: int
     """Its first element, in elements of the bucket."""
-    segments: Sequence[UpdateSegment]
+    segments: Sequence[UpdatedTensor]
     gradient: Tensor
     """The reduced gradient: (numel,) of the part."""
     changed: bool = True
@@ -60,7 +60,7 @@ class InnerOptimizer:
     def __init__(
         self,
         buckets: list[int],
-        intervals: list[UpdateInterval],
+        intervals: list[BucketUpdate],
         groups: list[ParameterGroup],
         parts: Callable[[InnerOptimizer], Iterator[list[UpdatePart]]],
         *,

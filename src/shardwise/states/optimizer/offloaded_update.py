@@ -21,8 +21,8 @@ from shardwise.errors import TierError
 from shardwise.layout.bucket_layout import Span
 from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, UpdatePart
 from shardwise.states.optimizer.update_interval import (
-    UpdateInterval,
-    UpdateSegment,
+    BucketUpdate,
+    UpdatedTensor,
     has_no_memory,
     without_memory,
 )
@@ -48,13 +48,13 @@ def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
             span.end(changed=span.changed)
 
 
-def store_state(inner: InnerOptimizer, interval: UpdateInterval) -> None:
+def store_state(inner: InnerOptimizer, interval: BucketUpdate) -> None:
     """Store the state of all segments."""
     for index in range(len(interval.spans) if interval.moments else 0):
         SpanInUse(inner.inner, interval, index, None).end(changed=True)
 
 
-def _gradient_of(interval: UpdateInterval) -> Storage:
+def _gradient_of(interval: BucketUpdate) -> Storage:
     """Return the reduced gradient as the update uses it: on the master's device, in its spans."""
     total, copy_stream = interval.gradient.reduced, interval.master.copy_stream
     if copy_stream is None or total.copy_stream is not None:
@@ -87,7 +87,7 @@ class SpanInUse(UpdatePart):
     """One span of an interval in memory; its segments and state point into it until `end`."""
 
     def __init__(
-        self, inner: optim.Optimizer, interval: UpdateInterval, index: int, total: Storage | None
+        self, inner: optim.Optimizer, interval: BucketUpdate, index: int, total: Storage | None
     ) -> None:
         self._inner = inner
         self._interval = interval
@@ -117,10 +117,10 @@ class SpanInUse(UpdatePart):
                     a, b = self._place(segment)
                     state[key] = moment[a:b]
 
-    def _place(self, segment: UpdateSegment) -> Span:
+    def _place(self, segment: UpdatedTensor) -> Span:
         return segment.first - self.start, segment.end - self.start
 
-    def _states(self, key: str) -> list[tuple[UpdateSegment, dict[str, Any]]]:
+    def _states(self, key: str) -> list[tuple[UpdatedTensor, dict[str, Any]]]:
         states = [
             (s, self._inner.state[s.tensor]) for s in self.segments if s.tensor in self._inner.state
         ]
@@ -147,7 +147,7 @@ class SpanInUse(UpdatePart):
             self._total.put(index, changed=False)
 
     def _store_state(
-        self, segment: UpdateSegment, state: dict[str, Any], key: str, moment: Tensor
+        self, segment: UpdatedTensor, state: dict[str, Any], key: str, moment: Tensor
     ) -> None:
         """Keep one segment's state in its span's memory; the first time, copy it there."""
         a, b = self._place(segment)

@@ -37,7 +37,7 @@ from shardwise.states.optimizer.optimizer_options import (
     write_back_attributes,
     write_back_options,
 )
-from shardwise.states.optimizer.update_interval import UpdateInterval, UpdateSegment
+from shardwise.states.optimizer.update_interval import BucketUpdate, UpdatedTensor
 from shardwise.states.optimizer.users_optimizer import UsersOptimizer
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.storage.storage import in_spans, spans_of
@@ -91,7 +91,7 @@ class OptimizerState:
 
     def _lay_out(
         self, gradients: Sequence[GradientBucket], factory: StorageFactory, by_spans: bool
-    ) -> list[UpdateInterval]:
+    ) -> list[BucketUpdate]:
         """Allocate the masters, and the state on a disk, of this rank's interval of each bucket."""
         own = [bucket.own for bucket in gradients]
         numbers = range(len(own))
@@ -119,7 +119,7 @@ class OptimizerState:
         )
         states = [{name: in_spans(next(storages), spans[i]) for name in kept[i]} for i in numbers]
         return [
-            UpdateInterval(
+            BucketUpdate(
                 self._parameters.buckets[i],
                 own[i],
                 targets[i],
@@ -132,7 +132,7 @@ class OptimizerState:
         ]
 
     def _fill_master(
-        self, interval: UpdateInterval, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]
+        self, interval: BucketUpdate, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]
     ) -> None:
         """Fill a separate master with its parameters' values."""
         # (numel of the interval,). A wide value has bits that the 16-bit parameter has lost.
@@ -286,16 +286,16 @@ class OptimizerState:
                 joined[place] = state[key] if stored is None else stored[place]
         return joined
 
-    def is_flat(self, index: int, segment: UpdateSegment, key: str, value: Any) -> bool:
+    def is_flat(self, index: int, segment: UpdatedTensor, key: str, value: Any) -> bool:
         """Return whether state `key` of a segment is flat like the segment, and cut with it."""
         group = self.groups[index]
         return not group.whole and group.kind.has_shape(key, value, segment.tensor.shape)
 
-    def is_tensor(self, index: int, segment: UpdateSegment, key: str, value: Any) -> bool:
+    def is_tensor(self, index: int, segment: UpdatedTensor, key: str, value: Any) -> bool:
         """Return whether `value` is a tensor of its parameter, not a number such as a count."""
         return self.groups[index].kind.is_tensor(key, value, segment.tensor.shape)
 
-    def state_of(self, index: int) -> list[tuple[UpdateSegment, dict[str, Any]]]:
+    def state_of(self, index: int) -> list[tuple[UpdatedTensor, dict[str, Any]]]:
         """Return the segments of bucket `index` that have state, with their state."""
         inner = self._inner_of[index].inner
         return [
@@ -305,5 +305,5 @@ class OptimizerState:
         ]
 
 
-def _fuses(group: ParameterGroup, interval: UpdateInterval) -> bool:
+def _fuses(group: ParameterGroup, interval: BucketUpdate) -> bool:
     return may_fuse(group.optimizer, group.options, interval.master.dtype, interval.master.device)

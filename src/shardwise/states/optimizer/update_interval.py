@@ -22,7 +22,7 @@ from shardwise.states.storage.storage import Storage
 
 
 @dataclass(eq=False)
-class UpdateSegment:
+class UpdatedTensor:
     """Elements [first, end) of a bucket, which an optimizer updates as one tensor."""
 
     first: int
@@ -38,7 +38,7 @@ class UpdateSegment:
 
 
 @dataclass(eq=False)
-class UpdateInterval:
+class BucketUpdate:
     """The interval of one bucket that this rank updates, with the storage of its states."""
 
     bucket: Bucket
@@ -53,16 +53,16 @@ class UpdateInterval:
     """The parts that are in memory at a time, in elements of the interval."""
     gradient: GradientBucket
     """Holds the reduced gradient of the elements `own`."""
-    segments: list[UpdateSegment] = field(default_factory=list)
+    segments: list[UpdatedTensor] = field(default_factory=list)
     host_copy: HostCopy | None = None
     """A copy of the gradient on the host, if the master is there and the gradient is not."""
 
-    def segment(self, pieces: list[Slot]) -> UpdateSegment:
+    def segment(self, pieces: list[Slot]) -> UpdatedTensor:
         """Return a flat segment of neighbouring pieces."""
         first, grain = pieces[0].start, self.bucket.grain
         # Up to a whole grain: an exact sum must not cut it, and the gap belongs to nothing else.
         end = min(-(-pieces[-1].end // grain) * grain, self.own[1])
-        return UpdateSegment(first, end, pieces, self.flat(first, end))
+        return UpdatedTensor(first, end, pieces, self.flat(first, end))
 
     def flat(self, first: int, end: int) -> Tensor:
         """Return elements of the master, counted in the bucket; without memory if on a disk."""
@@ -70,7 +70,7 @@ class UpdateInterval:
             return memory[first - self.own[0] : end - self.own[0]]
         return without_memory(end - first, self.master.dtype)
 
-    def within(self, span: Span) -> list[UpdateSegment]:
+    def within(self, span: Span) -> list[UpdatedTensor]:
         """Return the segments in a span; no segment crosses its borders."""
         first, end = self.own[0] + span[0], self.own[0] + span[1]
         return [s for s in self.segments if first <= s.first < end]
@@ -127,13 +127,13 @@ def copy_value(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def cut_by_use(inner: optim.Optimizer, interval: UpdateInterval, used: Sequence[bool]) -> bool:
+def cut_by_use(inner: optim.Optimizer, interval: BucketUpdate, used: Sequence[bool]) -> bool:
     """Cut segments of `interval`, with their state in `inner`, between used and unused parameters.
 
     So an unused parameter keeps its value, its moments and its step count, as torch does with
     `grad=None`. Returns whether any segment was cut.
     """
-    segments: list[UpdateSegment] = []
+    segments: list[UpdatedTensor] = []
     for segment in interval.segments:
         parts = group_consecutive(segment.pieces, lambda piece: used[piece.parameter])
         if len(parts) < 2:

@@ -366,7 +366,7 @@ class Residency:
         self._forget_forwards()
         self._whole.reshard_unneeded()
 
-    def rest_in_child(self) -> None:
+    def reshard_in_child(self) -> None:
         """Reshard gathered units in a forked child, which does not have the gather buffers."""
         # Units in a block of user code are in ordinary memory, which the fork has copied.
         for number, unit in enumerate(self.units):

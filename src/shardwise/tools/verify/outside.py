@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 )
 
 from shardwise.model import precision
-from shardwise.model.module_records import ForwardInputs, joined, tensors_beside
+from shardwise.model.module_records import ForwardInputs, joined, other_tensors
 from shardwise.tools.verify.watching import Facts
 from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
@@ -243,7 +243,7 @@ class _TrackedOptimizer:
             for key, value in self._state(parameter):
                 if isinstance(value, Tensor) and value.ndim:
                     yield Part("optimizer", f"{name}.{key}", value, copy=rank)
-        for part in tensors_beside(self.models, rank):
+        for part in other_tensors(self.models, rank):
             yield Part(part.kind, _without_wrapper(part.name), part.values, copy=rank)
 
     def _state(self, parameter: Tensor) -> Iterator[tuple[str, Any]]:
