@@ -248,7 +248,7 @@ def test_flags_win_over_the_json_and_it_over_the_script(tmp_path):
 
 
 def test_the_tables_of_the_document_are_those_of_the_code():
-    text = (Path(__file__).parents[2] / "docs" / "from_deepspeed.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "deepspeed_keys.md").read_text()
     begin, end = "<!-- keys: begin -->\n", "<!-- keys: end -->"
     assert text.partition(begin)[2].partition(end)[0] == deepspeed.table(), (
         "write: python scripts/deepspeed_keys.py"

@@ -77,7 +77,7 @@ _TITLES = {
 
 
 def table() -> str:
-    """The tables of all keys, as Markdown: what docs/from_deepspeed.md has."""
+    """The tables of all keys, as Markdown: what docs/reference/deepspeed_keys.md has."""
     parts = []
     for kind, (column, title) in _TITLES.items():
         rows = [f"| `{k.name}` | {k.text} |" for k in KEYS.values() if k.kind == kind]

@@ -1,6 +1,6 @@
 """Lists each key of DeepSpeed's JSON: what it becomes here, is ignored as, or is refused for. Pure.
 
-The names are those of DeepSpeed 0.19.8; docs/from_deepspeed.md has this table.
+The names are those of DeepSpeed 0.19.8; docs/reference/deepspeed_keys.md has this table.
 """
 
 from __future__ import annotations
