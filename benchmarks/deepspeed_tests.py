@@ -10,8 +10,8 @@ The files are read from the checkout. Tests run in the process of pytest. For te
 passes on both. The test files import internals of DeepSpeed that scripts do not use (MoE,
 DeepSpeedConfig): each is an empty class here, and a test that uses it fails. They also get the
 names of the JSON's words (WARMUP_NUM_STEPS). One file needs the package hjson. --into writes the
-table into a page, docs/reference/deepspeed_comparison.md. With --keep the results of each file are kept, and a later call continues
-there.
+table into a page, docs/reference/deepspeed_comparison.md. With --keep the results of each file
+are kept, and a later call continues there.
 """
 
 import argparse

@@ -80,8 +80,8 @@ def _rows(fields: str, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]
 
 
 ZERO_CAPTION = (
-    "Bytes of the states in each row of the placement table. The errors are digits that the paper
-omits."
+    "Bytes of the states in each row of the placement table. The errors are digits that the "
+    "paper omits."
 )
 
 
@@ -100,8 +100,8 @@ def zero_lines() -> Iterator[Line]:
 
 
 SC21_CAPTION = """Seconds of a step, from the published TFLOP/s. The paper does not give the
-micro-batch and the interleaving of a row. The prediction is the fastest of the micro-batches 1, 2,
-4, 8 and 16, without interleaving."""
+micro-batch and the interleaving of a row. The prediction is the fastest of the micro-batches 1,
+2, 4, 8 and 16, without interleaving."""
 
 
 def sc21_lines() -> Iterator[Line]:
@@ -118,9 +118,10 @@ def sc21_lines() -> Iterator[Line]:
 
 SC21_SHAPES = {174.6: (96, 12288, 96), 529.6: (105, 20480, 128)}
 SC21_CAPTION_2 = """Tensor 8, pipeline 12 and 35, without interleaving."""
-SC21_ZERO_CAPTION = """DeepSpeed's ZeRO-3 of that time, without model parallelism. The prediction is
-far off: it gathers one unit ahead over all network cards of a host. The published times of 768
-devices and more equal three passes over the parameters at 16 GB/s, about one card of the eight."""
+SC21_ZERO_CAPTION = """DeepSpeed's ZeRO-3 of that time, without model parallelism. The prediction
+is far off: it gathers one unit ahead over all network cards of a host. The published times of
+768 devices and more equal three passes over the parameters at 16 GB/s, about one card of the
+eight."""
 
 
 def sc21_second_lines(system: str) -> Iterator[Line]:
@@ -152,8 +153,9 @@ def _sc21_line(
     return Line(name, published, predicted, work_of(model, row), note)
 
 
-ACTIVATIONS_CAPTION = """Bytes that the first stage keeps: all its layers, with as many micro-batches in
-flight as the pipeline has stages. The other columns are the remaining percentage with each method."""
+ACTIVATIONS_CAPTION = """Bytes that the first stage keeps: all its layers, with as many micro-
+batches in flight as the pipeline has stages. The other columns are the remaining percentage with
+each method."""
 
 
 def activation_lines(calculon: Path | None = None) -> Iterator[Line]:
@@ -207,9 +209,9 @@ def korthikanti_lines(calculon: Path | None = None) -> Iterator[Line]:
 LATER = replace(MEGATRON, size=Bytes(gradient=4.0))
 """Megatron-LM since bf16: gradients are reduced in fp32."""
 
-MEGASCALE_CAPTION = """The first row fits one factor for the efficiency of matrix products; the others
-are predicted. Goal: 5 %. Not modelled: network collisions, and stragglers and slow hosts, whose
-number grows with the number of devices in their measurements."""
+MEGASCALE_CAPTION = """The first row fits one factor for the efficiency of matrix products; the
+others are predicted. Goal: 5 %. Not modelled: network collisions, and stragglers and slow hosts,
+whose number grows with the number of devices in their measurements."""
 
 
 def megascale_lines(system: str) -> Iterator[Line]:
@@ -240,8 +242,9 @@ def megascale_lines(system: str) -> Iterator[Line]:
 
 
 LLAMA_CAPTION = """Each rank has 8 stages of one layer; embedding and head count as one each. The
-first row fits one factor for the efficiency of matrix products on an H100; the others are predicted.
-The third row splits sequences of 131072 over 16 ranks, which gather keys and values of each layer."""
+first row fits one factor for the efficiency of matrix products on an H100; the others are
+predicted. The third row splits sequences of 131072 over 16 ranks, which gather keys and values
+of each layer."""
 
 
 def llama_lines() -> Iterator[Line]:
@@ -276,10 +279,10 @@ def llama_lines() -> Iterator[Line]:
     yield from _first_fitted(fields, rows, "seconds", model, predict)
 
 
-TORCHTITAN_CAPTION = """Memory at the peak. The states are sharded in fp32. All other memory is fitted
-to the row of 128 devices, and is the same on 8. Activations are not predicted separately: the paper
-does not say which products its selective recomputation keeps, nor how it computes the loss, which is
-a third of the memory. Its rows in float8, of 70B and 405B, are not compared."""
+TORCHTITAN_CAPTION = """Memory at the peak. The states are sharded in fp32. All other memory is
+fitted to the row of 128 devices, and is the same on 8. Activations are not predicted separately:
+the paper does not say which products its selective recomputation keeps, nor how it computes the
+loss, which is a third of the memory. Its rows in float8, of 70B and 405B, are not compared."""
 
 
 def torchtitan_lines() -> Iterator[Line]:
