@@ -145,7 +145,7 @@ def _printed(page: Any, places: dict[str, str], here: str, found: re.Match[str])
 
 def _in_site(path: str) -> str | None:
     """Return the site's path of a file that is not in PAGES; None if the site does not have it."""
-    is_page = path.endswith((".md", ".png"))
+    is_page = path.endswith((".md", ".png", ".svg"))
     return path.removeprefix("docs/") if is_page else None
 
 
