@@ -34,6 +34,8 @@ LINK = re.compile(
     r"^```.*?^```$|`[^`\n]+`(?!\])|\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)", re.M | re.S
 )
 """A link; or code, which contains no links."""
+INCLUDE = re.compile(r"^<!-- include (\S+) -->$", re.M)
+"""The place of a program on a page."""
 SHOWN = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.M)
 """A module or object on a page of the reference, and its name there."""
 ROOMS = ("accelerate", "horovod", "lightning", "transformers")
@@ -86,6 +88,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Insert generated text, and turn links of the repository into links of the site."""
     markdown = re.sub(r"<!-- help of the command -->", lambda _: _flags(), markdown)
     markdown = re.sub(r"<!-- the files -->", lambda _: "\n".join(_files(SOURCES)), markdown)
+    markdown = INCLUDE.sub(_program, markdown)
     source = Path(page.file.abs_src_path).resolve().relative_to(ROOT)
 
     def linked(found: re.Match[str]) -> str:
@@ -141,6 +144,11 @@ def _printed(page: Any, places: dict[str, str], here: str, found: re.Match[str])
         return f'{kind}="#{places[target]}{"--" + anchor if anchor else ""}"'
     target = os.path.relpath(target, os.path.dirname(here))
     return f'{kind}="{target}{"#" + anchor if anchor else ""}"'
+
+
+def _program(found: re.Match[str]) -> str:
+    """Return a program of the repository as a block of code."""
+    return f"```python\n{(ROOT / found[1]).read_text().rstrip()}\n```"
 
 
 def _in_site(path: str) -> str | None:
