@@ -248,7 +248,7 @@ def test_flag_overrides_json_and_json_overrides_script(tmp_path):
 
 
 def test_document_has_current_tables():
-    text = (Path(__file__).parents[2] / "docs" / "from_deepspeed.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "deepspeed_keys.md").read_text()
     begin, end = "<!-- keys: begin -->\n", "<!-- keys: end -->"
     assert text.partition(begin)[2].partition(end)[0] == deepspeed.table(), (
         "write: python scripts/deepspeed_keys.py"
