@@ -1,7 +1,7 @@
 """The keys of DeepSpeed's JSON: mapped to a setting, ignored, or refused. Pure.
 
-The table covers DeepSpeed 0.19.8. docs/reference/deepspeed_keys.md shows this table: after a change run
-`python scripts/deepspeed_keys.py`.
+The table covers DeepSpeed 0.19.8. docs/reference/deepspeed_keys.md shows this table: after a
+change run `python scripts/deepspeed_keys.py`.
 """
 
 from __future__ import annotations
