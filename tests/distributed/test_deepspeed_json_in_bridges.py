@@ -296,11 +296,11 @@ def test_copies_of_arguments_keep_the_json(group, tmp_path):
 SAYS = [
     ({"gradient_clipping": 0.5}, {"max_grad_norm": 2.0}, r"gradient_clipping 0.5, but .*has 2"),
     ({"lr": 1e-2}, {"learning_rate": 3e-4}, r"optimizer.params.lr 0.01, but .*rate=.*has 0.0003"),
-    ({"betas": [0.9, 0.95]}, {}, r"betas \[0.9, 0.95\], and .*adam_beta1=.*says \[0.9, 0.999\]"),
-    ({"eps": 1e-6}, {}, r"eps 1e-06, and .*adam_epsilon=.*says 1e-08"),
-    ({"weight_decay": 0.1}, {}, r"weight_decay 0.1, and .*weight_decay=.*says 0.0"),
-    ({"warmup_max_lr": 0.5}, {}, r"warmup_max_lr 0.5, and .*learning_rate=.*says 0.01"),
-    ({"warmup_num_steps": 7}, {}, r"warmup_num_steps 7, and .*warmup_steps=.*says 2"),
+    ({"betas": [0.9, 0.95]}, {}, r"betas \[0.9, 0.95\], but .*adam_beta1=.*has \[0.9, 0.999\]"),
+    ({"eps": 1e-6}, {}, r"eps 1e-06, but .*adam_epsilon=.*has 1e-08"),
+    ({"weight_decay": 0.1}, {}, r"weight_decay 0.1, but .*weight_decay=.*has 0.0"),
+    ({"warmup_max_lr": 0.5}, {}, r"warmup_max_lr 0.5, but .*learning_rate=.*has 0.01"),
+    ({"warmup_num_steps": 7}, {}, r"warmup_num_steps 7, but .*warmup_steps=.*has 2"),
 ]
 """A key of the JSON, by its last word, another word of the arguments, and what is said."""
 

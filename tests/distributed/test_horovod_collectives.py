@@ -330,7 +330,7 @@ def _sets(world):
         with pytest.raises(ValueError, match=r"process set 1 already has the ranks \[0, 1\]"):
             hvd.add_process_set([1, 0])
         outside = next(s for s in sets if not s.included())
-        with pytest.raises(ValueError, match=r"allreduce on ProcessSet\(.*is not in"):
+        with pytest.raises(ValueError, match=r"allreduce on ProcessSet\(.*does not belong"):
             hvd.allreduce(x, process_set=outside)
         assert outside.rank() == -1
         assert hvd.remove_process_set(sets[0])
