@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from examples.gpt import GPT, Shape
+from examples.helpers.gpt import GPT, Shape
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
