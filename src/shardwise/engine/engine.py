@@ -71,7 +71,7 @@ class Engine(HintsAtAttributes):
 
     Example:
         >>> import torch, shardwise as sw
-        >>> world = sw.init(seed=0)
+        >>> world = sw.init(seed=0, quiet=True)
         >>> model = torch.nn.Linear(4, 1).to(world.device)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> engine = sw.Engine(model, optimizer, zero=0)
