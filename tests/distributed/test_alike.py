@@ -325,7 +325,7 @@ def test_names_different_datasets(group, case):
         assert error is not None
         assert error[0] == DataError.__name__
         assert "with other contents" in error[1]
-        assert "in world.alike()" in error[1]
+        assert "inside world.alike()" in error[1]
 
 
 def unequal_backwards_case(world):

@@ -257,7 +257,7 @@ class TestRefusals:
 
     def test_in_a_process_that_has_joined_a_run(self, function, monkeypatch):
         monkeypatch.setattr(launch_function, "has_joined", lambda: True)
-        with pytest.raises(UsageError, match=r"this process has called sw\.init itself"):
+        with pytest.raises(UsageError, match=r"sw\.launch was called after sw\.init"):
             sw.launch(function, workers=2, start_method="fork")
 
     def test_in_another_thread(self, function):

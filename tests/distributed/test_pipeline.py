@@ -454,10 +454,10 @@ def refused(world, settings, stages=None):
     [
         ({"stages": ("blocks.9",)}, "'blocks.9' matches no layer. A stage begins at one of tokens"),
         ({"stages": ("blocks.*",)}, "'blocks.\\*' matches 6 layers"),
-        ({"stages": ("blocks.1", "blocks.2")}, "makes 3 stages.*name 1, or 3"),
+        ({"stages": ("blocks.1", "blocks.2")}, "gives 3 stages.*name 1, or 3"),
         ({"stages": ("blocks.1", "blocks.2", "blocks.3")}, "takes one stage per worker"),
         ({"stages": ("tokens",)}, "takes the first module of each stage except the first one"),
-        ({"compile": True}, "--pipeline 2 and --compile cannot be had together"),
+        ({"compile": True}, "--pipeline 2 cannot be combined with --compile"),
         ({"schedule": "zero-bubble", "zero": 3}, "write --zero 2, or --schedule 1f1b"),
         ({"units": ("tokens",), "stages": ("norm",)}, "taken"),
         ({"stages": ("head",)}, "Stage 1 \\(head\\) has nothing to train"),
@@ -536,7 +536,7 @@ def misused(world, how):
     [
         ("item", "values cannot be read"),
         ("other", "that no layer of the model computed"),
-        ("ragged", "tensors of one equal first dimension above 0, not \\[3, 8\\]"),
+        ("ragged", "tensors of the same first dimension above 0, not \\[3, 8\\]"),
         ("vector", "loss_of must return a scalar loss"),
         ("odd", "does not support 5 micro-batches.*multiple of 2"),
         ("copy", "A copy of a model when this worker has only some of its layers"),

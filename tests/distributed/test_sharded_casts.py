@@ -171,7 +171,7 @@ def with_the_bits_of_kept_casts(world, make, precision):
     losses, values = trained(world, make, precision)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saved_references, "cast_parameter", lambda cast: None)
-        patch.setattr(saved_references.CastCache, "left", lambda self, number: None)
+        patch.setattr(saved_references.CastCache, "leave_unit", lambda self, number: None)
         wanted, kept = trained(world, make, precision)
     assert losses == wanted
     for a, b in zip(values, kept, strict=True):

@@ -679,7 +679,7 @@ def test_names_modules_that_cannot_be_split(group, plan, make, text):
 
 
 def test_rejects_settings(group):
-    text = "--tensor 2 and --compile"
+    text = "--tensor 2 cannot be combined with --compile"
     assert all(group(2, tensor=2)(refused_setting, text))
 
 

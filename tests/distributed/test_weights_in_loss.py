@@ -184,7 +184,7 @@ def refused(world, micros):
 def test_all_ranks_reject_weights_that_only_forwards_have(group, micros):
     first, *others = group(4, pipeline=2)(refused, micros)
     assert first.startswith("0.up.weight was read (outside of its module) while it is sharded")
-    assert "computed in the forward of the module" in first
+    assert "in the forward of the module that registers it" in first
     assert others == [first] * 3
 
 
