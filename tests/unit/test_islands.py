@@ -98,7 +98,7 @@ def test_rejects_invalid_outer(text):
 
 
 def test_describes_averaging_rules():
-    assert IslandRule(every=50).in_words() == "parameters equal every 50 steps (mean)"
+    assert IslandRule(every=50).in_words() == "parameters synchronised every 50 steps (mean)"
     late = IslandRule(every=30, outer=Outer(0.7, 0.9), wire="int8", late=5)
     assert late.in_words() == (
         "parameters synchronised every 30 steps (nesterov:0.7,0.9), sent as int8, "
@@ -123,18 +123,18 @@ def test_one_island_per_host():
     [("aab", "these hosts have 2, 1. Start"), ("abab", "2, 2, and their numbers alt")],
 )
 def test_rejects_hosts_that_cannot_be_islands(keys, words):
-    with pytest.raises(ConfigError, match=f"--islands host needs as many workers .*{words}"):
+    with pytest.raises(ConfigError, match=f"--islands host needs the same number of workers on every host.*{words}"):
         count_groups(Settings(islands="host"), hosts(*keys))
 
 
 def test_exact_mode_rejects_islands():
-    with pytest.raises(ConfigError, match="--exact 4 and --islands 2 cannot be had together"):
+    with pytest.raises(ConfigError, match="--exact 4 cannot be combined with --islands 2"):
         mesh_of(Settings(exact=4, islands=2), 4, 2)
     assert mesh_of(Settings(exact=4, islands=1), 4, 1).islands == 1
 
 
 def test_describes_staleness_rules():
-    assert StalenessRule(behind=0).in_words() == "gradients equal every step"
+    assert StalenessRule(behind=0).in_words() == "gradients synchronised every step"
     late = StalenessRule(behind=1, wire="int4")
     assert late.in_words() == "gradients synchronised every step, sent as int4, used 1 step later"
     assert Settings(islands=2, behind=1, wire="int4").equal_in_words == late.in_words()
@@ -151,7 +151,7 @@ def test_describes_staleness_rules():
     ],
 )
 def test_rejects_settings_that_contradict_behind(given, flag):
-    with pytest.raises(ConfigError, match=f"^--behind 3 and {flag} cannot be had together: "):
+    with pytest.raises(ConfigError, match=f"^{flag} cannot be combined with --behind 3: "):
         check_contradictions(Settings(islands=2, behind=3, **given))
     check_contradictions(Settings(islands=2, behind=3, equal_every=1))
     check_contradictions(Settings(islands=2, **given))
