@@ -524,7 +524,9 @@ def test_rows_and_rates_of_an_island(group):
 
 
 def bridge_case(world):
-    with pytest.raises(sw.errors.UsageError, match="Accelerator cannot be combined with --islands 2: it averages"):
+    with pytest.raises(
+        sw.errors.UsageError, match="Accelerator cannot be combined with --islands 2: it averages"
+    ):
         joining.join({}, "Accelerator")
 
 

@@ -109,7 +109,7 @@ def test_the_loss_of_every_step_is_kept_and_perplexity_falls(run: Run) -> None:
 
 def test_the_model_loads_into_plain_pytorch(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import gpt
+    from helpers import gpt
 
     tensors = load_file(run.out / "model.safetensors")
     shape = gpt.Shape(vocabulary=512, context=64, layers=2, width=64, heads=4)

@@ -483,10 +483,13 @@ class TestRefusing:
             (["run", "-n", "two", "x.py"], "-n takes a whole number, not 'two'"),
             (["run", "-n", "2", "--nproc-per-node", "3", "x.py"], "-n 2 and --nproc-per-node 3"),
             (["run", "-H", "h1", "--hostfile", "f", "x.py"], "-H h1 and --hostfile f: give one"),
-            (["run", "--hostfile", "bad.hosts", "x.py"], "bad.hosts:2: 'slot=2' is not underst"),
+            (
+                ["run", "--hostfile", "bad.hosts", "x.py"],
+                "bad.hosts:2: 'slot=2' is not an option of host h2",
+            ),
             (["run", "-n", "2", "--show", "2", "x.py"], "--show 2: the 2 ranks of this run are 0"),
             (["run", "-x", "NO_SUCH", "x.py"], "-x NO_SUCH: this variable is not set here"),
-            (["run", "--interface", "no0", "train.py"], "--interface no0: there is no such inter"),
+            (["run", "--interface", "no0", "train.py"], "--interface no0: no such interface"),
             (["run", "--log-dir", "train.py", "train.py"], "--log-dir train.py cannot be written"),
             (["run", "--node-rank", "0", "train.py"], "--node-rank needs --nnodes, the number"),
             (

@@ -33,7 +33,7 @@ def test_names_the_rank_that_sleeps(shardwise: Launcher, tmp_path: Path) -> None
     assert waiting["exposed"] >= waiting["waited"]
     shown = shardwise.run("timeline", "t.json").out
     assert "rank 1 is slowest: " in shown
-    assert " exposed  ms, communicating, and doing nothing else\n" in shown
+    assert " exposed  ms, communicating while doing nothing else\n" in shown
     assert "in the script's own code" in shown
 
 

@@ -36,9 +36,9 @@ def test_rows_of_all_ranks_by_micro_batch(rows, size, micro):
     assert cuts[0].total_rows(rows) == [sum(part) for part in zip(*sizes, strict=True)]
 
 
-@pytest.mark.parametrize(("workers", "wholes"), [(1, [1, 1, 1, 2]), (2, [2, 3]), (4, [5])])
-def test_rows_of_all_ranks_by_turn(workers, wholes):
-    assert MicroShardCut(MicroShards(4, workers, 0)).wholes(5) == wholes
+@pytest.mark.parametrize(("workers", "totals"), [(1, [1, 1, 1, 2]), (2, [2, 3]), (4, [5])])
+def test_rows_of_all_ranks_by_turn(workers, totals):
+    assert MicroShardCut(MicroShards(4, workers, 0)).total_rows(5) == totals
 
 
 @given(st.integers(1, 60), st.integers(1, 24), st.data())

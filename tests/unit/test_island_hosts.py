@@ -174,7 +174,7 @@ def test_ignores_messages_of_a_host_that_was_given_up(remote: IslandRemoteHost) 
     rest = {"how": "", "report": None, "progress": None, "alone": True}
     end = {"rank": 0, "code": -9, "time": 1.0, "stopped": True}
     came = {"rank": 0, "number": 7, "size": 1, "label": "a", "alone": False, "resumes": True}
-    remote._hear(
+    remote._feed(
         protocol.encode("contribution", **came, data="") + protocol.encode("end", end=end, **rest)
     )
     assert ears.gone == [([0], "it is lost")]

@@ -123,7 +123,9 @@ def test_one_island_per_host():
     [("aab", "these hosts have 2, 1. Start"), ("abab", "2, 2, and their numbers alt")],
 )
 def test_rejects_hosts_that_cannot_be_islands(keys, words):
-    with pytest.raises(ConfigError, match=f"--islands host needs the same number of workers on every host.*{words}"):
+    with pytest.raises(
+        ConfigError, match=f"--islands host needs the same number of workers on every host.*{words}"
+    ):
         count_groups(Settings(islands="host"), hosts(*keys))
 
 
