@@ -242,7 +242,7 @@ class TestAFullDisk:
         assert "[0] hash" not in ran.out
         assert re.search(
             r"shardwise: Rank [01]: The checkpoint of step 12 was not written: No space left on "
-            r"device \(.*\)\. It needs [\d,]+ bytes, and [\d,]+ are free\. Make room",
+            r"device \(.*\)\. It needs [\d,]+ bytes, and [\d,]+ are free\. Free some space",
             ran.err,
         )
 
