@@ -260,6 +260,12 @@ VERIFY = (
         "the original script, without Shardwise, in place of -n 1 --zero 0",
     ),
     row(
+        "--stock",
+        "verify a script of another library, started by torchrun or by its own command",
+        is_flag=True,
+    ),
+    row("--junit FILE", "with --stock: also write the result as a JUnit XML file", values.file),
+    row(
         "--[no-]causes",
         "try out why a placement differs (default on)",
         names="--causes/--no-causes",

@@ -15,7 +15,7 @@ FLOOR = 1e-3
 gradient is zero but for rounding, nothing of it is alike, and nothing depends on it. So is a loss,
 or a norm, that training has brought near zero, with the largest of all steps."""
 
-COUNTED = ("model", "optimizer", "buffer", "average")
+COUNTED = ("model", "optimizer", "buffer", "average", "gradient")
 """The kinds of tensors that are compared; a plain attribute of a module may be anything."""
 
 

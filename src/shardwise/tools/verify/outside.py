@@ -241,7 +241,7 @@ class _Followed:
 def _named_models(trained: list[Tensor]) -> Iterator[tuple[str, nn.Module]]:
     """The outermost modules that have `trained`, in the order of it, named as an engine does."""
     wanted = {id(parameter): place for place, parameter in enumerate(trained)}
-    modules = [each for each in gc.get_objects() if isinstance(each, nn.Module)]
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     found = []
     for module in modules:
