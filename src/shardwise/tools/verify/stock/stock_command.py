@@ -119,7 +119,9 @@ def sentences(result: StockResult) -> list[str]:
 
 def as_json(command: StockCommand, result: StockResult, code: int) -> dict[str, Any]:
     """Return everything as plain values."""
-    causes = [*result.findings, *([result.cause] if result.cause is not None else [])]
+    causes = [(each.name, each.words) for each in result.findings]
+    if result.cause is not None:
+        causes.append((result.cause.name, result.cause.words))
     return {
         "command": str(command),
         "verdict": result.verdict.name.lower(),
@@ -129,7 +131,7 @@ def as_json(command: StockCommand, result: StockResult, code: int) -> dict[str, 
         "rows": list(result.rows),
         "largest_difference": finite(result.own.largest),
         "largest_difference_judged": finite(result.judged.largest),
-        "causes": [{"name": each.name, "words": each.words} for each in causes],
+        "causes": [{"name": name, "words": words} for name, words in causes],
         "words": sentences(result),
         "reference_losses": [finite(value) for value in result.losses[0]],
         "losses": [finite(value) for value in result.losses[1]],

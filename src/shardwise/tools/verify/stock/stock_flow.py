@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.errors import LaunchError
 from shardwise.tools.verify.comparing import Comparison, compare
@@ -45,51 +45,46 @@ def verify(runs: StockRuns) -> StockResult:
         raise LaunchError(
             "The ranks made no step of a torch optimizer, so there is nothing to compare."
         )
-    found = findings(made)
+    nothing = Comparison([], {})
+    result = StockResult(
+        verdict=TrainingVerdict.BITS,
+        steps=made.training.steps,
+        ranks=len(made.ranks),
+        rows=_rows(made),
+        own=nothing,
+        judged=nothing,
+        findings=findings(made),
+    )
     try:
         reference = runs.reference("one process")
     except RunFailed as error:
         if UNJOINABLE not in error.output:
             raise
-        nothing = Comparison([], {})
-        return StockResult(
-            verdict=TrainingVerdict.DIFFERS if found else TrainingVerdict.UNPROVED,
-            steps=made.training.steps,
-            ranks=len(made.ranks),
-            rows=_rows(made),
-            own=nothing,
-            judged=nothing,
-            findings=found,
-            why=error.output.rpartition(f"{UNJOINABLE}: ")[2].splitlines()[0],
-        )
+        why = error.output.rpartition(f"{UNJOINABLE}: ")[2].splitlines()[0]
+        verdict = TrainingVerdict.DIFFERS if result.findings else TrainingVerdict.UNPROVED
+        return replace(result, verdict=verdict, why=why)
     own = _compared(reference, made)
-    known = {
-        "steps": made.training.steps,
-        "ranks": len(made.ranks),
-        "rows": _rows(made),
-        "own": own,
-        "losses": (
-            [s.loss for s in reference.training.engines[0][1:]],
-            [s.loss for s in made.training.engines[0][1:]],
-        ),
-        "findings": found,
-    }
-    if found:
-        return StockResult(verdict=TrainingVerdict.DIFFERS, judged=own, **known)
+    losses = tuple(
+        [step.loss for step in each.training.engines[0][1:]] for each in (reference, made)
+    )
+    result = replace(result, own=own, judged=own, losses=(losses[0], losses[1]))
+    if result.findings:
+        return replace(result, verdict=TrainingVerdict.DIFFERS)
     if own.same_bits:
-        return StockResult(verdict=TrainingVerdict.BITS, judged=own, **known)
+        return result
     if own.within(TOLERANCE):
-        return StockResult(verdict=TrainingVerdict.ROUNDING, judged=own, **known)
+        return replace(result, verdict=TrainingVerdict.ROUNDING)
     try:
         wide_made = runs.ranks("the ranks in fp64", wide=True)
         wide_reference = runs.reference("one process in fp64", wide=True)
     except RunFailed as error:
-        return StockResult(verdict=TrainingVerdict.UNPROVED, judged=own, why=str(error), **known)
+        return replace(result, verdict=TrainingVerdict.UNPROVED, why=str(error))
     judged = _compared(wide_reference, wide_made)
+    result = replace(result, judged=judged)
     if judged.within(TOLERANCE):
-        return StockResult(verdict=TrainingVerdict.ROUNDING, judged=judged, **known)
+        return replace(result, verdict=TrainingVerdict.ROUNDING)
     cause = _cause(runs, wide_reference, wide_made, judged)
-    return StockResult(verdict=TrainingVerdict.DIFFERS, judged=judged, cause=cause, **known)
+    return replace(result, verdict=TrainingVerdict.DIFFERS, cause=cause)
 
 
 def _compared(reference: StockRecords, made: StockRecords) -> Comparison:
@@ -119,5 +114,7 @@ def _cause(
 
 
 def _rows(made: StockRecords) -> list[int]:
-    """Return the rows of each step, over all ranks."""
-    return [step.fed.rows for step in made.training.engines[0][1:]]
+    """Return the rows of each step, over all ranks; of training loaders only."""
+    rows = [step.fed.rows for step in made.training.engines[0][1:]]
+    # The first step's inputs are seen before its optimizer is known.
+    return rows[1:]

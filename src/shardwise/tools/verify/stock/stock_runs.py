@@ -79,8 +79,9 @@ class StockRuns:
         self._task = progress.add_task("", total=None)
         self._folder = Path(tempfile.mkdtemp(prefix="shardwise-stock-"))
         self._made = 0
-        self._start: dict[str, Any] = {}
-        """How rank 0 was started: words, folder, environment."""
+        self._ranks = self._folder
+        """What the ranks recorded last: a reference gets the batches of that run, since data that
+        a script draws in fp64 are other numbers than those in fp32."""
 
     def __enter__(self) -> StockRuns:
         return self
@@ -93,7 +94,7 @@ class StockRuns:
     ) -> StockRecords:
         """Run the script on its ranks. Raises RunFailed."""
         made, folder = self._run(self._command.full_words, words, {}, wide=wide, alter=alter)
-        self._start.setdefault("ranks", folder)
+        self._ranks = folder
         return made
 
     def reference(
@@ -103,15 +104,13 @@ class StockRuns:
 
         Raises RunFailed.
         """
-        facts = json.loads((self._start["ranks"] / "rank-0" / "stock.facts").read_text())
+        facts = json.loads((self._ranks / "rank-0" / "stock.facts").read_text())
         variables = {**facts["environment"], **RANK_VARIABLES, "MASTER_PORT": str(_free_port())}
         for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"):
             if name in variables:
                 variables[name] = "1" if name.endswith("SIZE") else "0"
         command = [sys.executable, *facts["argv"]]
-        made, _ = self._run(
-            command, words, variables, wide=wide, alter=alter, replay=self._start["ranks"]
-        )
+        made, _ = self._run(command, words, variables, wide=wide, alter=alter, replay=self._ranks)
         return made
 
     def _run(
